@@ -1,0 +1,91 @@
+# Sourced by the scripts beside it. `ensure_venv [EXTRA]` makes .venv with this project in it, and does nothing
+# when it is there already; `$root` and `$python` then name the project and the interpreter.
+#
+# .venv/.installed-* holds what was installed: the project's path (a copied .venv would still point at the
+# original), the version, pyproject.toml and the constraints. Anything else there, and pip runs again.
+# Written for bash 3.2 (macOS), and without flock(1), which is not everywhere.
+# shellcheck shell=bash
+
+unset PYTHONHOME PYTHONPATH
+root=$(CDPATH='' cd -P -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
+python=$root/.venv/bin/python
+
+find_python() {
+    local name found=''
+    for name in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3 python; do
+        # A name may be on the PATH and still not run (pyenv shims, the Windows store), so ask it.
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            if "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+                printf '%s\n' "$name"
+                return
+            fi
+            found=$name
+        fi
+    done
+    if [[ -n $found ]]; then
+        echo "Error: $found has no venv module." >&2
+        echo "Hint: on Debian and Ubuntu install its package, for example: apt install python3-venv" >&2
+    else
+        echo "Error: no Python 3.11 or newer was found." >&2
+        echo "Hint: install one (https://www.python.org/downloads/), or name it: PYTHON=/path/to/python3 $0" >&2
+    fi
+    return 1
+}
+
+_wanted() {
+    local line
+    printf '%s\n' "$root"
+    while IFS= read -r line; do
+        if [[ $line == __version__* ]]; then printf '%s\n' "$line"; fi
+    done <"$root/smartcache/__init__.py"
+    printf '%s\n' "$(<"$root/pyproject.toml")" "$(<"$root/scripts/constraints.txt")"
+}
+
+_is_installed() { # EXTRA; the test extra is more than none, so it serves for that too
+    local stamp=$root/.venv/.installed-$1
+    if [[ -f $stamp && $(<"$stamp") == "$(_wanted)" ]] && "$python" -c '' 2>/dev/null; then return; fi
+    [[ -z $1 ]] && _is_installed test
+}
+
+_is_ours() { # made for this path, and with an interpreter that still runs
+    [[ -f $root/.venv/.root && $(<"$root/.venv/.root") == "$root" ]] &&
+        "$python" -m pip --version >/dev/null 2>&1
+}
+
+_install() { # EXTRA PYTHON
+    local extra=$1 base=$2 stamp=$root/.venv/.installed-$1 wanted
+    wanted=$(_wanted)
+    if ! _is_ours; then
+        echo "Making .venv with $("$base" --version) ..." >&2
+        # All but the lock file, on which other processes may be waiting.
+        find "$root/.venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} + || return
+        "$base" -m venv "$root/.venv" || return
+        printf '%s\n' "$root" >"$root/.venv/.root"
+    fi
+    echo "Installing smartcache${extra:+ with its $extra tools} into .venv ..." >&2
+    rm -f "$stamp"
+    (cd -- "$root" && PIP_USER=0 "$python" -m pip install -qq --disable-pip-version-check \
+        -c scripts/constraints.txt -e ".${extra:+[$extra]}") || return
+    # Under its own name only when complete: others look at it without the lock.
+    printf '%s\n' "$wanted" >"$stamp.new" && mv -f "$stamp.new" "$stamp"
+}
+
+ensure_venv() { # [EXTRA]
+    local extra=${1-} base status=0
+    if _is_installed "$extra"; then return; fi
+    base=$(find_python) || return
+    mkdir -p "$root/.venv" || return
+    # The kernel lock belongs to descriptor 9, which stays open here after that Python has ended.
+    exec 9>>"$root/.venv/.lock" || return
+    if ! "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
+        echo "Waiting for another process that is making .venv ..." >&2
+        "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || return
+    fi
+    if ! _is_installed "$extra"; then _install "$extra" "$base" || status=$?; fi
+    exec 9>&-
+    if ((status)); then
+        echo "Error: .venv could not be made." >&2
+        echo "Hint: the lines above say why; it is safe to run this again, or to remove .venv first." >&2
+    fi
+    return "$status"
+}

@@ -1,0 +1,108 @@
+"""What every benchmark needs: medians, a row per figure, and the machine they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: ours, the peer's, their ratio, and what we aim at."""
+
+    job: str
+    ours: str
+    peer: str
+    ratio: str
+    aim: str
+    holds: bool | None
+
+
+@dataclass(slots=True)
+class Table:
+    """The figures of one run, printed as Markdown."""
+
+    title: str
+    rows: list[Row] = field(default_factory=list)
+
+    def add(
+        self,
+        job: str,
+        ours: str,
+        *,
+        peer: str = "",
+        ratio: float | None = None,
+        aim: str = "",
+        holds: bool | None = None,
+    ) -> None:
+        """Add a figure and show it at once on stderr."""
+        text = "" if ratio is None else f"{ratio:.2f}"
+        self.rows.append(Row(job, ours, peer, text, aim, holds))
+        print(f"{job}: {ours} {peer} {text}", file=sys.stderr)
+
+    def show(self, *, as_json: bool) -> None:
+        """Print the table as Markdown, or as JSON."""
+        if as_json:
+            rows = [asdict(row) for row in self.rows]
+            print(json.dumps({"machine": machine(), "title": self.title, "rows": rows}, indent=2))
+            return
+        print(f"### {self.title}\n\n{machine()}\n")
+        print("| job | smartcache | peer | ratio | aim | |\n|---|---|---|---|---|---|")
+        for row in self.rows:
+            mark = {True: "met", False: "**missed**", None: ""}[row.holds]
+            print(f"| {row.job} | {row.ours} | {row.peer} | {row.ratio} | {row.aim} | {mark} |")
+
+
+def machine() -> str:
+    """Name the machine: processor, cores, memory, system, Python, filesystem."""
+    cpu = platform.processor() or platform.machine()
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    memory = ""
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemTotal"):
+            memory = f", {int(line.split()[1]) // 1_000_000} GB"
+    return (
+        f"{cpu}, {os.cpu_count()} cores{memory}, {platform.system()} {platform.release()},"
+        f" Python {platform.python_version()}"
+    )
+
+
+def median_seconds(work: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """Return the median time of `work` over three rounds; `before` runs untimed before each."""
+    return statistics.median(seconds_of(work, before) for _ in range(ROUNDS))
+
+
+def seconds_of(work: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+    """Return the time one call takes."""
+    if before is not None:
+        before()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def child_seconds(*command: str) -> float:
+    """Return the time a whole Python process takes, as a user waits for it."""
+    return seconds_of(
+        lambda: subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

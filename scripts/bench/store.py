@@ -1,0 +1,282 @@
+"""How fast the store is: hashing, putting, adopting, placing, replacing, and a million rows.
+
+Usage: python scripts/bench/store.py [--scale 1.0] [--folder DIR] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from _measure import ROUNDS, Table, child_seconds, median_seconds
+
+from smartcache.store.digest import hash_many
+from smartcache.store.memos import hash_all
+from smartcache.store.store import Store
+
+SMALL_FILES = 10_000
+LARGE_FILES = 20
+LARGE_SIZE = 64 << 20
+ROWS = 1_000_000
+BUFFER = 256 << 10
+THREADS = 2
+OLD = 1_600_000_000
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Run all parts and print one table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the files and rows")
+    parser.add_argument("--folder", type=Path, help="where to work (default: the temporary folder)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--rows-child", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rows_child:
+        _rows_child(arguments.rows_child)
+        return
+    table = Table("The store")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        room = Path(name)
+        hashing(room, table, arguments.scale)
+        operations(room, table, arguments.scale)
+        million_rows(room, table, arguments.scale)
+    starting(table)
+    table.show(as_json=arguments.json)
+
+
+def hashing(room: Path, table: Table, scale: float) -> None:
+    """Hash large warm files with two threads, against plain reading and one-thread SHA-256."""
+    files = list(make_large(room / "hash", max(2, int(LARGE_FILES * scale))))
+    size = sum(path.stat().st_size for path in files)
+    read(files)
+    plain = size / median_seconds(lambda: read(files)) / 1e9
+    ours = size / median_seconds(lambda: list(hash_many(files, threads=THREADS))) / 1e9
+    sha256 = size / median_seconds(lambda: [sha256_of(path) for path in files]) / 1e9
+    table.add(
+        f"hash {len(files)} large files, {THREADS} threads", f"{ours:.1f} GB/s",
+        peer=f"plain read, {THREADS} threads: {plain:.1f} GB/s", ratio=ours / plain,
+        aim=">= 0.70", holds=ours / plain >= 0.7,
+    )  # fmt: skip
+    table.add(
+        "the same", f"{ours:.1f} GB/s", peer=f"SHA-256, 1 thread: {sha256:.1f} GB/s",
+        ratio=ours / sha256,
+    )  # fmt: skip
+    shutil.rmtree(room / "hash")
+
+
+def operations(room: Path, table: Table, scale: float) -> None:
+    """Count operations per second on many small and a few large files; hashing is not timed."""
+    small = max(100, int(SMALL_FILES * scale))
+    large = max(2, int(LARGE_FILES * scale))
+    for label, make, count in (("small", make_small, small), ("large", make_large, large)):
+        rates: dict[str, list[float]] = {"adopt": [], "replace": [], "place": [], "put": []}
+        for _ in range(ROUNDS):
+            with one_store(room) as (store, work):
+                for name, rate in one_round(store, work, make, count):
+                    rates[name].append(rate)
+        for name, found in rates.items():
+            rate = sorted(found)[len(found) // 2]
+            is_goal = (name, label) == ("adopt", "small")
+            table.add(
+                f"{name}, {count} {label} files", f"{rate:,.0f} files/s",
+                aim=">= 10,000 files/s" if is_goal else "",
+                holds=rate >= 10_000 if is_goal else None,
+            )  # fmt: skip
+
+
+def one_round(
+    store: Store, work: Path, make: Callable[[Path, int], Iterator[Path]], count: int
+) -> Iterator[tuple[str, float]]:
+    """Adopt files, replace their copies, place links to them, and put them anew."""
+    originals = list(make(work / "originals", count))
+    copies = list(make(work / "copies", count))
+    time.sleep(2.1)  # a file younger than two seconds is hashed under a lease, which is hashing
+    hash_all(store.volume, originals)
+    hash_all(store.volume, copies)
+    adopted, seconds = timed(lambda: list(store.adopt_many(originals)))
+    yield "adopt", count / seconds
+    digest_of = {item.path: item.digest for item in adopted}
+    pairs = [(copy, digest_of[original]) for copy, original in zip(copies, originals, strict=True)]
+    replaced, seconds = timed(lambda: list(store.replace_many(pairs)))
+    if any(result.outcome != "replaced" for result in replaced):
+        raise SystemExit(f"not replaced: {replaced[0]}")
+    yield "replace", count / seconds
+    (work / "placed").mkdir()
+
+    def place_all() -> None:
+        with store.batch("bench"):
+            for number, item in enumerate(adopted):
+                store.place(item.digest, work / "placed" / f"{number}.bin", kind="hardlink")
+
+    yield "place", count / timed(place_all)[1]
+    few = min(count, 1000)
+    payloads = [b"%d" % number * 512 for number in range(few)]
+    yield "put", few / timed(lambda: [store.put_stream([payload]) for payload in payloads])[1]
+
+
+def million_rows(room: Path, table: Table, scale: float) -> None:
+    """Open a store with a million blobs and say what it uses, in a process of its own."""
+    rows = max(1000, int(ROWS * scale))
+    root = room / "rows"
+    Store(root).close()
+    fill(root, rows)
+    command = [sys.executable, __file__, "--rows-child", str(root)]
+    found = []
+    for _ in range(ROUNDS):
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found.append([float(text) for text in output.split()])
+    opening, usage, base, opened, used = (
+        sorted(column)[ROUNDS // 2] for column in zip(*found, strict=True)
+    )
+    table.add(
+        f"open with {rows:,} rows", f"{opening * 1000:.1f} ms", aim="< 50 ms", holds=opening < 0.05
+    )
+    table.add(
+        f"df (index figures) with {rows:,} rows", f"{usage:.2f} s", aim="< 1 s", holds=usage < 1
+    )
+    table.add(
+        "memory: imported / opened / after df", f"{base:.0f} / {opened:.0f} / {used:.0f} MB",
+        aim="flat", holds=used - base < 50,
+    )  # fmt: skip
+
+
+def fill(root: Path, rows: int) -> None:
+    """Write rows as the store would have them: a tenth held only by smartcache, ten owners."""
+    database = sqlite3.connect(root / "index.sqlite3")
+    with database:
+        database.executemany(
+            "INSERT INTO blobs VALUES (?, ?, 4096, 4096, ?, 0, 0, ?, 0, NULL, ?, ?)",
+            (blob_row(n) for n in range(1, rows + 1)),
+        )
+        database.executemany(
+            "INSERT INTO owners VALUES (?, 'pin', ?, NULL, NULL, NULL, ?)",
+            ((n, b"owner %d" % n, OLD) for n in range(1, 11)),
+        )
+        database.executemany(
+            "INSERT INTO holds VALUES (?, ?)", ((1 + n % 10, n) for n in range(1, rows + 1))
+        )
+    database.close()
+
+
+def blob_row(n: int) -> tuple[int, bytes, int, int, int, int]:
+    """Return id, digest, inode, links and times of a made-up blob."""
+    digest = hashlib.blake2b(b"%d" % n, digest_size=32).digest()
+    return n, digest, n, 1 + (n % 10 > 0), OLD, OLD + n
+
+
+def _rows_child(root: Path) -> None:
+    base = peak_megabytes()
+    start = time.perf_counter()
+    store = Store(root)
+    opening = time.perf_counter() - start
+    opened = peak_megabytes()
+    start = time.perf_counter()
+    store.usage()
+    usage = time.perf_counter() - start
+    print(opening, usage, base, opened, peak_megabytes())
+
+
+def starting(table: Table) -> None:
+    """Compare starting the program with importing click."""
+    click = median_child("-c", "import click")
+    imported = median_child("-c", "import smartcache")
+    helped = median_child("-m", "smartcache", "--help")
+    for job, seconds in (("import smartcache", imported), ("smartcache --help", helped)):
+        table.add(
+            job, f"{seconds * 1000:.0f} ms", peer=f"import click: {click * 1000:.0f} ms",
+            ratio=seconds / click, aim="<= 1.5", holds=seconds / click <= 1.5,
+        )  # fmt: skip
+
+
+def median_child(*command: str) -> float:
+    """Return the median time of a child process over nine runs: starting Python is noisy."""
+    return sorted(child_seconds(*command) for _ in range(9))[4]
+
+
+@contextmanager
+def one_store(room: Path) -> Iterator[tuple[Store, Path]]:
+    """Give a new store and a folder beside it; both are removed afterwards."""
+    work = Path(tempfile.mkdtemp(dir=room))
+    with Store(work / "home") as store:
+        yield store, work
+    shutil.rmtree(work)
+
+
+def make_small(folder: Path, count: int) -> Iterator[Path]:
+    """Write files of 4 KiB, equal for equal numbers."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        yield write(folder / f"{number}.bin", number.to_bytes(8, "little") * 512)
+
+
+def make_large(folder: Path, count: int) -> Iterator[Path]:
+    """Write files of 64 MiB, equal for equal numbers."""
+    folder.mkdir(parents=True)
+    block = hashlib.shake_128(b"smartcache").digest(1 << 20)
+    for number in range(count):
+        yield write(
+            folder / f"{number}.bin", number.to_bytes(8, "little") + block * (LARGE_SIZE >> 20)
+        )
+
+
+def write(path: Path, data: bytes) -> Path:
+    """Write an old file."""
+    path.write_bytes(data)
+    os.utime(path, (OLD, OLD))
+    return path
+
+
+def read(files: list[Path]) -> None:
+    """Read files with two threads into reused buffers."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(read_one, files))
+
+
+def read_one(path: Path) -> None:
+    """Read a file into one reused buffer."""
+    buffer = bytearray(BUFFER)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while os.readv(descriptor, [buffer]):
+            pass
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hash a file with the standard library."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Return a result and the seconds it took."""
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start
+
+
+def peak_megabytes() -> float:
+    """Return the most memory this process has used."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()

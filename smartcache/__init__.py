@@ -1,0 +1,66 @@
+"""One copy of every model file and every computed tensor on this machine, whoever asks for it.
+
+The public names are imported on first use: `import smartcache` itself loads nothing but this file.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smartcache.cache import SmartCache
+    from smartcache.config import Settings, load_settings
+    from smartcache.errors import (
+        BlobNotFoundError,
+        ConfigError,
+        DamagedBlobError,
+        DigestMismatchError,
+        FileSkippedError,
+        LeaseTimeoutError,
+        NoSpaceError,
+        SmartcacheError,
+        StoreError,
+    )
+    from smartcache.store.store import Store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlobNotFoundError",
+    "ConfigError",
+    "DamagedBlobError",
+    "DigestMismatchError",
+    "FileSkippedError",
+    "LeaseTimeoutError",
+    "NoSpaceError",
+    "Settings",
+    "SmartCache",
+    "SmartcacheError",
+    "Store",
+    "StoreError",
+    "__version__",
+    "load_settings",
+]
+
+_HOMES = {
+    "Settings": "config",
+    "SmartCache": "cache",
+    "Store": "store.store",
+    "load_settings": "config",
+}
+"""The module of each public name that is not an error."""
+
+
+if not TYPE_CHECKING:  # A type checker that saw it would believe in any name.
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,119 @@
+"""The `smartcache` command. Each subcommand is loaded when it is called, the help text loads none.
+
+cli/__init__.py   the group, its global options, where each command lives
+cli/_*.py         what commands share: options, session, words for errors, output, progress
+cli/*.py          one file per group of commands
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from smartcache import __version__
+from smartcache.cli._session import Session
+
+_COMMANDS = {
+    "df": ("df", "Show what is on the disk, links counted once."),
+    "ls": ("ls", "List the blobs in the store."),
+    "add": ("add", "Bring files into the store."),
+    "link": ("blobs", "Put a blob at a path."),
+    "pin": ("blobs", "Keep blobs until they are unpinned."),
+    "unpin": ("blobs", "End pins."),
+    "rm": ("blobs", "Remove blobs that nobody holds."),
+    "prune": ("prune", "Free what only smartcache holds and nobody wants."),
+    "verify": ("verify", "Compare the index with the disk."),
+    "undo": ("undo", "Give files back what they had before smartcache changed them."),
+    "eject": ("leave", "Give every file its own bytes back and remove the store."),
+    "mv": ("leave", "Move the store to another directory."),
+    "dir": ("ls", "Print where the store is."),
+    "doctor": ("doctor", "Say what works here, what will be slow or unsafe, and why."),
+}
+"""Command: its module and its short help, which must be the first sentence of its docstring."""
+
+_ALIASES = {"gc": "prune"}
+
+
+class Program(click.Group):
+    """Loads commands on demand and turns every error into a line, a hint and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order of the help text."""
+        del ctx
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load a command by its name or alias."""
+        del ctx
+        name = _ALIASES.get(cmd_name, cmd_name)
+        if name not in _COMMANDS:
+            return None
+        module = import_module(f"smartcache.cli.{_COMMANDS[name][0]}")
+        command = getattr(module, f"{name}_command")
+        assert isinstance(command, click.Command)  # noqa: S101 - for the type checker
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command meant by the first word, or suggest the nearest one."""
+        command = self.get_command(ctx, args[0])
+        if command is not None:
+            return args[0], command, args[1:]
+        from difflib import get_close_matches  # for the hint alone
+
+        near = get_close_matches(args[0], [*_COMMANDS, *_ALIASES], n=1)
+        question = f" Did you mean {near[0]!r}?" if near else ""
+        raise click.UsageError(f"No such command {args[0]!r}.{question}", ctx=ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without loading them."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,  # noqa: ANN401 - as click has it
+    ) -> click.Context:
+        """Begin a run, under the name people type, also for `python -m smartcache`."""
+        del info_name
+        return super().make_context(self.name, args, parent, **extra)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the global options; without a command, show the help text."""
+        ctx.obj = session = Session()
+        session.open_closed_streams()
+        with session.reporting():
+            if not args:
+                args = ["--help"]
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; whatever goes wrong is said in one line and becomes an exit code."""
+        with ctx.ensure_object(Session).reporting():
+            return super().invoke(ctx)
+
+
+@click.command(
+    "smartcache",
+    cls=Program,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every command has -h with examples, --json for programs and -q for scripts.",
+)
+@click.option("--home", metavar="DIR", help="The store to use; default: $SMARTCACHE_HOME.")
+@click.option("--debug", is_flag=True, help="Show what is decided, and tracebacks of errors.")
+@click.version_option(__version__, "--version", message="%(prog)s %(version)s")
+@click.pass_obj
+def main(session: Session, home: str | None, debug: bool) -> None:
+    """One copy of every model file on this machine, whoever asks for it."""
+    session.home = home
+    session.debug = debug
+
+
+__all__ = ["main"]

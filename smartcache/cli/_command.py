@@ -1,0 +1,157 @@
+"""What all commands have in common: their options, their examples, and the shape of a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from smartcache.cli._failures import BadValueError
+from smartcache.cli._output import out
+from smartcache.cli._session import Session
+from smartcache.errors import ConfigError
+from smartcache.sizes import parse_age, parse_size
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+FILE = click.Path(path_type=Path, readable=False)
+"""Any path: what is wrong with it is said by whoever uses it, not by click."""
+
+
+class Command(click.Command):
+    """A command whose help ends with examples, and whose messages go through `out`."""
+
+    examples: tuple[tuple[str, str], ...] = ()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, unwrapped, so that they can be copied."""
+        del ctx
+        widest = max(len(line) for line, _ in self.examples)
+        with formatter.section("Examples"):
+            for line, text in self.examples:
+                formatter.write(f"  {line:{widest}}  # {text}\n")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Forget how an earlier run in this process talked, then read the options."""
+        out.mode = "human"
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command with the warnings of the library shown."""
+        session = ctx.ensure_object(Session)
+        logger = logging.getLogger("smartcache")
+        handler = _Talk(logging.DEBUG if session.debug else logging.WARNING)
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(handler.level)
+        try:
+            return super().invoke(ctx)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
+class _Talk(logging.Handler):
+    """Sends the log of the library to whoever watches."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            out.warn(record.getMessage())
+        else:
+            out.trace(f"{record.levelname.title()}: {record.getMessage()}")
+
+
+def command(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F], Command]:
+    """Make a function a command with the options every command has."""
+
+    def decorate(function: _F) -> Command:
+        made = click.command(name, cls=Command, context_settings={"max_content_width": 100})(
+            function
+        )
+        made.examples = examples
+        made.params += _common()
+        return made
+
+    return decorate
+
+
+def _common() -> list[click.Parameter]:
+    as_json = click.Option(
+        ["--json", "json_"],
+        is_flag=True,
+        expose_value=False,
+        callback=_set_mode,
+        help="Print one JSON document.",
+    )
+    quiet = click.Option(
+        ["-q", "--quiet"],
+        is_flag=True,
+        expose_value=False,
+        callback=_set_mode,
+        help="Print ids only, one per line.",
+    )
+    # The global options are taken after the command too: that is where people write them.
+    home = click.Option(["--home"], hidden=True, expose_value=False, callback=_set_home)
+    debug = click.Option(
+        ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_set_debug
+    )
+    return [as_json, quiet, home, debug]
+
+
+def _set_mode(_: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if not value:
+        return
+    if out.mode != "human":
+        raise click.UsageError("--json and --quiet exclude each other.")
+    out.mode = "json" if parameter.name == "json_" else "quiet"
+
+
+def _set_home(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        ctx.ensure_object(Session).home = value
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.ensure_object(Session).debug = True
+
+
+def dry_run(function: _F) -> _F:
+    """Add --dry-run: show what would be done."""
+    return click.option(
+        "-n", "--dry-run", "dry_run", is_flag=True, help="Show what would be done; change nothing."
+    )(function)
+
+
+def asks(function: _F) -> _F:
+    """Add --dry-run, and --yes to a command that shows its plan and asks."""
+    return dry_run(
+        click.option("-y", "--yes", is_flag=True, help="Do it without asking.")(function)
+    )
+
+
+def never_asks(function: _F) -> _F:
+    """Add --dry-run, and take --yes from scripts that give it to every command."""
+    return dry_run(
+        click.option("-y", "--yes", is_flag=True, hidden=True, expose_value=False)(function)
+    )
+
+
+def size(text: str) -> int:
+    """Read the value of an option that is a size."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise BadValueError(error.message, hint=error.hint) from None
+
+
+def age(text: str) -> timedelta:
+    """Read the value of an option that is an age."""
+    try:
+        return parse_age(text)
+    except ConfigError as error:
+        raise BadValueError(error.message, hint=error.hint) from None

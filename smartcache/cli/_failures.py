@@ -1,0 +1,129 @@
+"""Words and exit codes for everything that can go wrong.
+
+    0 done   1 failure or abort   2 bad usage   3 damage found   130 interrupted
+
+A person gets one line that says what failed and one that says what to do; a traceback only with
+`--debug`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import click
+
+from smartcache.cli._output import out
+from smartcache.errors import ConfigError, SmartcacheError
+
+if TYPE_CHECKING:
+    from smartcache.cli._session import Session
+
+FAILED = 1
+BAD_USAGE = 2
+DAMAGED = 3
+INTERRUPTED = 130
+
+
+class BadUsageError(click.UsageError):
+    """Words on the command line that cannot be meant, with a hint of its own."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class BadValueError(click.BadParameter):
+    """A value of an option or argument that cannot be read, with a hint of its own."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def conclude(error: BaseException, session: Session) -> None:
+    """Say what happened and end with the right code; what is no failure is left to click."""
+    if isinstance(error, SystemExit | GeneratorExit):
+        return
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        raise click.exceptions.Exit(FAILED) from None
+    if isinstance(error, KeyboardInterrupt):
+        _interrupted(session)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+    if session.debug:
+        out.trace("".join(traceback.format_exception(error)))
+    message, hint, code = explain(error)
+    out.fail(message, hint)
+    raise click.exceptions.Exit(code) from None
+
+
+def explain(error: BaseException) -> tuple[str, str, int]:
+    """Return the message, the hint and the exit code of an error."""
+    if isinstance(error, click.ClickException):
+        return error.format_message(), _usage_hint(error), error.exit_code
+    if isinstance(error, SmartcacheError):
+        return error.message, error.hint, BAD_USAGE if isinstance(error, ConfigError) else FAILED
+    if isinstance(error, OSError):
+        return *_of_system(error), FAILED
+    return *_of_others(error), FAILED
+
+
+def _of_others(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, click.Abort):
+        return "Aborted; nothing was changed", ""
+    if isinstance(error, MemoryError):
+        return "Out of memory", "Close other programs, or set SMARTCACHE_THREADS=1."
+    if type(error).__module__ == "sqlite3":
+        return f"The index cannot be used: {error}", "Run 'smartcache verify'."
+    hint = "This is a fault in smartcache: run it again with --debug and report what it prints."
+    return f"{type(error).__name__}: {error}", hint
+
+
+def _usage_hint(error: click.ClickException) -> str:
+    if isinstance(error, BadUsageError | BadValueError):
+        return error.hint
+    context = getattr(error, "ctx", None)
+    path = context.command_path if isinstance(context, click.Context) else "smartcache"
+    return f"'{path} -h' shows the options and examples."
+
+
+def _of_system(error: OSError) -> tuple[str, str]:
+    """Word an error of the operating system about a path of the user's."""
+    name = _name(error)
+    reason = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        return f"No such file: {name}", "Check the path; a relative one counts from here."
+    if isinstance(error, PermissionError):
+        return f"{reason}: {name}", "Check the owner and mode of the file and its directory."
+    if isinstance(error, IsADirectoryError):
+        return f"Is a directory: {name}", "Name the files in it, or add -r where there is one."
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return f"No space left: {name}", "'smartcache prune' frees what only smartcache holds."
+    if error.errno == errno.EROFS:
+        return f"Read-only filesystem: {name}", "Choose another place, or mount it for writing."
+    return f"{reason}: {name}", "Run it again with --debug to see where it happened."
+
+
+def _name(error: OSError) -> str:
+    name: str | bytes | None = error.filename
+    return os.fsdecode(name) if name is not None else str(error)
+
+
+def _interrupted(session: Session) -> None:
+    try:
+        session.set_right()
+        out.interrupted("Interrupted; what was finished stays, nothing is left half done.")
+    except (KeyboardInterrupt, SmartcacheError, OSError):
+        out.interrupted("Interrupted; the next run sets right what was left half done.")
+
+
+def _drop_output() -> None:
+    """Let the interpreter flush to nowhere at exit: whoever read our output is gone."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return

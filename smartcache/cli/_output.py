@@ -1,0 +1,213 @@
+r"""The only place that prints: data on stdout, talk on stderr.
+
+What a command shows depends on how it was asked: tables for people, one JSON document (`--json`),
+or one id per line (`-q`). Talk is everything that is no data: progress, questions, summaries,
+warnings. A name may hold any byte; for people it is shown with escapes, for programs byte by byte
+(`-q`) or as JSON's `\udcxx` (`--json`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TextIO
+
+    from smartcache.cli._tables import Column
+
+Mode = Literal["human", "json", "quiet"]
+_LINE = 100
+"""Where text is wrapped that goes to no terminal."""
+_SURROGATES = range(0xDC80, 0xDD00)
+"""How Python carries the bytes of a name that are no UTF-8."""
+
+
+class Output:
+    """How this run talks. One object, `out`, is shared by everything that prints."""
+
+    def __init__(self) -> None:
+        self.mode: Mode = "human"
+        self._has_status = False
+
+    # data
+
+    def show(
+        self,
+        *,
+        human: Callable[[], None],
+        document: Callable[[], object],
+        ids: Callable[[], Iterable[str | os.PathLike[str]]],
+    ) -> None:
+        """Print a result in the form that was asked for."""
+        if self.mode == "human":
+            human()
+        elif self.mode == "json":
+            self._json(document())
+        else:
+            self.names(ids())
+
+    def line(self, text: str = "") -> None:
+        """Print a line of data for people."""
+        self._write(sys.stdout, f"{printable(text)}\n")
+
+    def paragraph(self, text: str, *, indent: str = "") -> None:
+        """Print text for people, wrapped to the terminal; `indent` is for the lines that follow."""
+        from textwrap import fill
+
+        width = terminal_width(sys.stdout) if sys.stdout.isatty() else _LINE
+        own = text[: len(text) - len(text.lstrip())] or indent
+        text = printable(text.lstrip())
+        wrapped = fill(
+            text, width, initial_indent=own, subsequent_indent=indent, break_long_words=False
+        )
+        self._write(sys.stdout, f"{wrapped}\n")
+
+    def names(self, ids: Iterable[str | os.PathLike[str]]) -> None:
+        """Print ids or paths, one per line, byte by byte as they are."""
+        sys.stdout.flush()
+        for piece in _in_pieces(os.fsencode(each) + b"\n" for each in ids):
+            sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+
+    def table(
+        self, columns: Sequence[Column], rows: Iterable[Iterable[str]], *, as_talk: bool = False
+    ) -> None:
+        """Print a table for people, fitted to the terminal; `as_talk`: shown before a question."""
+        from smartcache.cli._tables import render
+
+        stream = sys.stderr if as_talk else sys.stdout
+        width = terminal_width(stream) if stream.isatty() else None
+        clean = ([printable(cell) for cell in row] for row in rows)
+        for number, text in enumerate(render(list(columns), clean, width)):
+            is_heading = number == 0 and any(column.title for column in columns)
+            self._write(stream, f"{self._styled(text, stream, bold=is_heading)}\n", flush=False)
+        stream.flush()
+
+    # talk
+
+    def talk(self, text: str) -> None:
+        """Say something to a person; programs that asked for data do not hear it."""
+        if self.mode == "human":
+            self._write(sys.stderr, f"{printable(text)}\n")
+
+    def wait(self, text: str) -> None:
+        """Say what this process waits for, in every mode: silence would look like a hang."""
+        self._write(sys.stderr, f"Waiting: {printable(text)}\n")
+
+    def warn(self, text: str) -> None:
+        """Say what the user may lose or should know, in every mode."""
+        label = self._styled("Warning:", sys.stderr, colour="yellow")
+        self._write(sys.stderr, f"{label} {printable(text)}\n")
+
+    def fail(self, message: str, hint: str) -> None:
+        """Say what failed and what to do about it: a line each."""
+        label = self._styled("Error:", sys.stderr, colour="red")
+        self._write(sys.stderr, f"{label} {printable(message)}\n")
+        if hint:
+            self._write(sys.stderr, f"Hint: {printable(hint)}\n")
+
+    def interrupted(self, text: str) -> None:
+        """Say that Ctrl-C was heard, on a line after the terminal's `^C`."""
+        newline = "\n" if sys.stderr.isatty() else ""
+        self._write(sys.stderr, f"{newline}{text}\n")
+
+    def trace(self, text: str) -> None:
+        """Print what only `--debug` shows, as it is."""
+        self._write(sys.stderr, text if text.endswith("\n") else f"{text}\n")
+
+    def status(self, text: str) -> None:
+        """Show a line that the next one replaces; an empty one clears it."""
+        if text or self._has_status:
+            self._has_status = bool(text)
+            with suppress(OSError):
+                sys.stderr.write(f"\r{text}\x1b[K")
+                sys.stderr.flush()
+
+    def can_show_status(self) -> bool:
+        """Say whether a person watches who asked for no data."""
+        return self.mode == "human" and sys.stderr.isatty()
+
+    def confirm(self, question: str, *, yes: bool) -> None:
+        """Return if the user agrees; without a terminal to ask at, refuse instead of hanging."""
+        if yes:
+            return
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            from smartcache.errors import SmartcacheError
+
+            message = "There is no terminal to ask at; nothing was changed"
+            raise SmartcacheError(
+                message, hint="Do it without asking with -y, or only look with --dry-run."
+            )
+        self._write(sys.stderr, f"{printable(question)} [y/N] ")
+        if sys.stdin.readline().strip().casefold() not in ("y", "yes"):
+            raise click.Abort
+
+    # how
+
+    def _json(self, document: object) -> None:
+        from smartcache.cli._json import encoded
+
+        for piece in encoded(document):
+            self._write(sys.stdout, piece, flush=False)
+        sys.stdout.flush()
+
+    def _write(self, stream: TextIO, text: str, *, flush: bool = True) -> None:
+        if self._has_status:
+            self.status("")
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:  # a terminal that knows no Unicode
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if flush:
+            stream.flush()
+
+    def _styled(
+        self, text: str, stream: TextIO, *, colour: str | None = None, bold: bool = False
+    ) -> str:
+        from smartcache.config import variable
+
+        if not (colour or bold) or not stream.isatty() or variable("NO_COLOR") is not None:
+            return text
+        return click.style(text, fg=colour, bold=bold or None)
+
+
+def _in_pieces(lines: Iterable[bytes], size: int = 1 << 16) -> Iterator[bytes]:
+    piece = bytearray()
+    for line in lines:
+        piece += line
+        if len(piece) >= size:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece)
+
+
+def printable(text: str) -> str:
+    """Return text in which a name can neither break a line nor command the terminal."""
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if character.isprintable():
+        return character
+    if code in _SURROGATES:
+        return f"\\x{code - _SURROGATES.start + 0x80:02x}"
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Return the columns of the terminal behind a stream."""
+    try:
+        return max(20, os.get_terminal_size(stream.fileno()).columns)
+    except (OSError, ValueError):
+        return 80
+
+
+out = Output()

@@ -1,0 +1,83 @@
+"""Tables for people: columns as wide as what is in them, one of which gives way to the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+_GAP = "  "
+_SAMPLE = 1000
+"""Rows looked at to size the columns; a longer table is streamed."""
+_NARROWEST = 12
+_WIDE = "WF"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column: numbers to the right, and at most one that is cut in the middle to fit.
+
+    Columns without any title make a table without a heading.
+    """
+
+    title: str
+    right: bool = False
+    gives_way: bool = False
+
+
+def render(
+    columns: list[Column], rows: Iterable[Iterable[str]], width: int | None
+) -> Iterator[str]:
+    """Yield the lines of a table, at most `width` wide (None: any width); none without rows."""
+    remaining = (list(row) for row in rows)
+    sample = list(islice(remaining, _SAMPLE))
+    if not sample:
+        return
+    titles = [column.title for column in columns]
+    widths = [max(map(text_width, cells)) for cells in zip(titles, *sample, strict=True)]
+    if width is not None:
+        _fit(columns, widths, width)
+    headings = [titles] if any(titles) else []
+    for row in chain(headings, sample, remaining):
+        yield _GAP.join(map(_cell, columns, row, widths)).rstrip()
+
+
+def _fit(columns: list[Column], widths: list[int], width: int) -> None:
+    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - width
+    for number, column in enumerate(columns):
+        if column.gives_way and excess > 0:
+            widths[number] = max(min(widths[number], _NARROWEST), widths[number] - excess)
+
+
+def _cell(column: Column, text: str, width: int) -> str:
+    if column.gives_way:
+        text = shortened(text, width)
+    padding = " " * max(0, width - text_width(text))
+    return padding + text if column.right else text + padding
+
+
+def shortened(text: str, width: int) -> str:
+    """Return text cut in the middle: the ends of a path are what people know it by."""
+    if text_width(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3
+    head = width - 1 - tail
+    return f"{_take(text, head)}…{_take(text[::-1], tail)[::-1]}"
+
+
+def _take(text: str, width: int) -> str:
+    taken = 0
+    for number, character in enumerate(text):
+        taken += text_width(character)
+        if taken > width:
+            return text[:number]
+    return text
+
+
+def text_width(text: str) -> int:
+    """Return the columns of a terminal that text takes."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in _WIDE else 1 for c in text)

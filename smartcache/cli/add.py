@@ -1,0 +1,253 @@
+"""Bringing files into the store: `add`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._failures import FAILED, BadUsageError
+from smartcache.cli._files import Chosen, chosen_files
+from smartcache.cli._output import out
+from smartcache.cli._progress import Share, bars
+from smartcache.cli._session import Session, one_entry
+from smartcache.cli._tables import Column
+from smartcache.cli._words import counted, named, near, short
+from smartcache.errors import (
+    FileSkippedError,
+    NoSpaceError,
+    SmartcacheError,
+    StoreError,
+    StoreUnwritableError,
+)
+from smartcache.sizes import format_size
+from smartcache.store.hold import refuse_unsuitable
+from smartcache.store.store import DEFAULT_PIN, Store
+
+How = Literal["copy", "adopt", "move"]
+Outcome = Literal["copied", "moved", "adopted", "present", "duplicate", "skipped", "planned"]
+_DONE: dict[How, Outcome] = {"copy": "copied", "move": "moved", "adopt": "adopted"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """What became of one file. "present": the store had these bytes already."""
+
+    path: Path
+    outcome: Outcome
+    size: int
+    digest: str | None = None
+    reason: str | None = None
+
+
+@command(
+    "add",
+    examples=(
+        ("smartcache add model.safetensors", "a copy of it, pinned"),
+        ("smartcache add --adopt -r ~/ComfyUI/models", "the files become the blobs, in place"),
+        ("smartcache add --move big.ckpt", "it leaves its place; 'smartcache undo' brings it back"),
+        ("smartcache link $(smartcache add -q a.gguf) b.gguf", "the digest for another command"),
+    ),
+)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
+@click.option(
+    "--copy", "how", flag_value="copy", default=True, help="Leave the file alone (default)."
+)
+@click.option(
+    "--adopt", "how", flag_value="adopt",
+    help="Let the file itself be the blob: no room is needed, it stays in its place, read-only.",
+)  # fmt: skip
+@click.option("--move", "how", flag_value="move", help="Take the file away from its place.")
+@click.option("-r", "--recursive", is_flag=True, help="Take the files in folders too.")
+@click.option(
+    "--pin", "pin", metavar="NAME", help=f'Keep it under this name; for copies "{DEFAULT_PIN}".'
+)
+@click.option("--no-pin", is_flag=True, help="Let prune remove copies that nothing else holds.")
+@never_asks
+@click.pass_context
+def add_command(
+    ctx: click.Context,
+    *,
+    files: tuple[Path, ...],
+    how: How,
+    recursive: bool,
+    pin: str | None,
+    no_pin: bool,
+    dry_run: bool,
+) -> None:
+    """Bring files into the store.
+
+    What the store has already takes no room again. Copies are pinned, so that prune leaves them
+    alone; an adopted file needs no pin, it holds its bytes itself.
+    """
+    session = ctx.ensure_object(Session)
+    _refuse_bad_pins(how, pin, no_pin=no_pin)
+    chosen, unread = chosen_files(files, recursive=recursive)
+    obstacle: StoreError | None = None
+    if dry_run:
+        results = [_plan(file, how) for file in chosen]
+    else:
+        name = pin or (DEFAULT_PIN if how == "copy" and not no_pin else None)
+        with session.store(create=True) as store:
+            results, obstacle = _add(store, chosen, how, name)
+    _show(results, dry_run=dry_run)
+    if obstacle is not None:
+        raise obstacle
+    named_files = {file.path for file in chosen if file.is_named}
+    failed = [each for each in results if each.outcome == "skipped" and each.path in named_files]
+    if failed or unread:
+        ctx.exit(FAILED)
+
+
+def _refuse_bad_pins(how: How, pin: str | None, *, no_pin: bool) -> None:
+    if pin is not None and no_pin:
+        raise BadUsageError("--pin and --no-pin exclude each other", hint="Leave one out.")
+    if how == "move" and no_pin:
+        message = "--no-pin cannot be used with --move"
+        raise BadUsageError(
+            message, hint="What was moved is only in the store: prune would lose it."
+        )
+
+
+def _plan(file: Chosen, how: How) -> Added:
+    """Say what would be done to a file as far as that can be told without reading it."""
+    try:
+        refuse_unsuitable(file.path, file.path.stat() if how == "copy" else file.path.lstat())
+    except FileSkippedError as error:
+        is_fine = how == "copy" and error.reason not in ("empty", "not a regular file")
+        if not is_fine:
+            return Added(path=file.path, outcome="skipped", size=file.size, reason=error.reason)
+    return Added(path=file.path, outcome="planned", size=file.size)
+
+
+def _add(
+    store: Store, chosen: list[Chosen], how: How, pin: str | None
+) -> tuple[list[Added], StoreError | None]:
+    """Add files; return what became of each, and what stopped it before the last."""
+    results: list[Added] = []
+    obstacle = None
+    names = [str(file.path) for file in chosen] or ["nothing"]
+    adding = _adopt(store, chosen) if how == "adopt" else _put(store, chosen, how)
+    with one_entry(store, f"add --{how} {named(names, 'file')}"), closing(adding):
+        try:
+            for holder, added in adding:
+                if pin is not None and added.digest is not None:
+                    holder.pin(added.digest, pin)
+                results.append(added)
+        except (NoSpaceError, StoreUnwritableError) as error:
+            obstacle = error
+    place = {file.path: number for number, file in enumerate(chosen)}
+    results.sort(key=lambda added: place.get(added.path, len(place)))
+    return results, obstacle
+
+
+def _put(store: Store, chosen: list[Chosen], how: How) -> Generator[tuple[Store, Added]]:
+    """Copy or move files one by one; one that cannot be taken is told and passed over."""
+    began = datetime.now(UTC).replace(microsecond=0)
+    seen: set[str] = set()
+    method: Literal["copy", "move"] = "move" if how == "move" else "copy"
+    total = sum(file.size for file in chosen)
+    with bars("Copying" if how == "copy" else "Moving", total, "bytes") as job:
+        for file in chosen:
+            share = Share(job, file.size)
+            holder = _volume_for(store, file.path) if how == "move" else store
+            try:
+                blob = holder.put_file(file.path, how=method, progress=share)
+            except (NoSpaceError, StoreUnwritableError):
+                raise  # the next file would fare no better
+            except (SmartcacheError, OSError) as error:
+                yield holder, _skipped(file, error)
+                continue
+            is_new = blob.added_at >= began and blob.digest not in seen
+            seen.add(blob.digest)
+            outcome = _DONE[how] if is_new or how == "move" else "present"
+            share.finish()
+            yield holder, Added(path=file.path, outcome=outcome, size=blob.size, digest=blob.digest)
+
+
+def _volume_for(store: Store, path: Path) -> Store:
+    try:
+        return store.volume_of(path)
+    except FileSkippedError:
+        return store
+
+
+def _adopt(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]:
+    """Adopt files, those of each filesystem on the volume there."""
+    groups: dict[Store, list[Chosen]] = {}
+    for file in chosen:
+        try:
+            groups.setdefault(store.volume_of(file.path), []).append(file)
+        except FileSkippedError as error:
+            yield store, _skipped(file, error)
+    sizes = {file.path: file.size for file in chosen}
+    for holder, files in groups.items():
+        with bars("Adopting", len(files)) as job:
+            for each in holder.adopt_many([file.path for file in files], progress=bars):
+                job.advance()
+                size = each.size or sizes.get(each.path, 0)
+                reason = None if each.error is None else _reason(each.error)
+                yield holder, Added(
+                    path=each.path, outcome=each.outcome, size=size, digest=each.digest or None,
+                    reason=reason,
+                )  # fmt: skip
+
+
+def _skipped(file: Chosen, error: Exception) -> Added:
+    return Added(path=file.path, outcome="skipped", size=file.size, reason=_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _show(results: list[Added], *, dry_run: bool) -> None:
+    for each in results:
+        if each.outcome == "skipped":
+            where = "" if str(each.path) in str(each.reason) else f"{each.path}: "
+            out.warn(f"{where}{each.reason}; left as it is")
+    taken = [each for each in results if each.outcome != "skipped"]
+    new = [each for each in taken if each.outcome in _DONE.values()]
+    out.show(
+        human=lambda: _show_table(taken, dry_run=dry_run),
+        document=lambda: {
+            "dry_run": dry_run,
+            "files": results,
+            "added": len(new),
+            "added_size": sum(each.size for each in new),
+        },
+        ids=lambda: [each.digest for each in taken if each.digest is not None],
+    )
+
+
+def _show_table(taken: list[Added], *, dry_run: bool) -> None:
+    columns = [
+        Column(title="DIGEST"),
+        Column(title="SIZE", right=True),
+        Column(title="OUTCOME"),
+        Column(title="FILE", gives_way=True),
+    ]
+    if taken:
+        rows = (
+            [short(each.digest or "-"), format_size(each.size), each.outcome, near(each.path)]
+            for each in taken
+        )
+        out.table(columns[dry_run:], (row[dry_run:] for row in rows))
+    size = format_size(sum(each.size for each in taken))
+    if dry_run:
+        out.talk(f"Would add {counted(len(taken), 'file')}, {size}, unless the store has them.")
+        return
+    counts = Counter(each.outcome for each in taken)
+    words = [f"{number} {outcome}" for outcome, number in counts.items()]
+    out.talk(f"{counted(len(taken), 'file')}, {size}: {', '.join(words) or 'nothing added'}.")
+    if counts["duplicate"]:
+        out.talk("A duplicate has the bytes of a blob in a file of its own; it was not touched.")
+    if counts["adopted"]:
+        out.talk("Adopted files are read-only now; 'smartcache undo --last' takes that back.")

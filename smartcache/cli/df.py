@@ -1,0 +1,209 @@
+"""What is on the disk: `df`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import FILE, command
+from smartcache.cli._output import out
+from smartcache.cli._progress import bars
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import ago, clock
+from smartcache.errors import StoreError
+from smartcache.sizes import format_size
+from smartcache.store.usage import FolderUsage, StoreUsage, folder_usage
+
+_MOST_NAMED = 5
+_FIGURES = (
+    Column(title=""),
+    Column(title="", right=True),
+    Column(title="", gives_way=True),
+)
+_OWNERS = (
+    Column(title="OWNER", gives_way=True),
+    Column(title="BLOBS", right=True),
+    Column(title="SIZE", right=True),
+    Column(title="ON DISK", right=True),
+    Column(title="ALONE", right=True),
+    Column(title="STATE"),
+)
+_FOLDERS = (
+    Column(title="FOLDER", gives_way=True),
+    Column(title="FILES", right=True),
+    Column(title="LOGICAL", right=True),
+    Column(title="ON DISK", right=True),
+    Column(title="SHARED", right=True),
+    Column(title="IN STORE", right=True),
+    Column(title="FREED IF DELETED", right=True),
+)
+
+
+@command(
+    "df",
+    examples=(
+        ("smartcache df", "the store: on disk, shared, and what prune could free"),
+        ("smartcache df -v --check", "every blob looked at again, and what each owner holds"),
+        ("smartcache df ~/ComfyUI/models ~/.cache/huggingface", "any folders, and all together"),
+    ),
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=FILE)
+@click.option("-v", "--verbose", is_flag=True, help="Show the smaller parts and every owner too.")
+@click.option("--check", is_flag=True, help="Look at every blob again instead of asking the index.")
+@click.pass_obj
+def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool, check: bool) -> None:
+    """Show what is on the disk, links counted once.
+
+    Of the store, or of any folders: LOGICAL is what the names add up to, ON DISK the blocks in use,
+    each file once. What is SHARED has names outside too; deleting the folder does not free it.
+    """
+    if paths:
+        _show_folders(_measure(session, paths))
+        return
+    with session.stores() as stores:
+        figures = [store.usage(check=check, progress=bars) for store in stores]
+    out.show(
+        human=lambda: _show_stores(figures, verbose=verbose, check=check),
+        document=lambda: {"stores": [_store_document(each) for each in figures], "folders": []},
+        ids=lambda: [each.root for each in figures],
+    )
+
+
+def _measure(session: Session, paths: tuple[Path, ...]) -> list[FolderUsage]:
+    """Measure folders; a store that cannot be opened is no reason not to."""
+    if session.has_store():
+        try:
+            with session.store() as store:
+                return store.folder_usage(paths, progress=bars)
+        except StoreError as error:
+            if hasattr(error, "path") and error.path in paths:
+                raise
+            out.warn(f"{error.message}; what is shared with the store is not known")
+    return folder_usage(paths, progress=bars)
+
+
+def _show_stores(figures: list[StoreUsage], *, verbose: bool, check: bool) -> None:
+    for number, each in enumerate(figures):
+        if number:
+            out.line()
+        out.line(f"{each.root}, as of {clock(each.as_of)} ({ago(each.as_of)})")
+        out.table(_FIGURES, _rows(each, verbose=verbose))
+        if verbose and each.owners:
+            out.line()
+            out.table(_OWNERS, _owner_rows(each))
+        if each.is_rebuilt:
+            out.talk("The index was rebuilt: owners may be missing, prune refuses for now.")
+    if figures and not check:
+        out.talk("These are figures of the index; --check looks at every blob again.")
+
+
+def _rows(usage: StoreUsage, *, verbose: bool) -> list[list[str]]:
+    rows = [
+        ["  blobs", f"{usage.blobs:,}", ""],
+        ["  logical", format_size(usage.logical), "what their names add up to"],
+        ["  on disk", format_size(usage.physical), "each file once"],
+        ["    shared", format_size(usage.shared), "with files outside the store"],
+        ["    only here", format_size(usage.only_smartcache), "held by smartcache alone"],
+        ["  can be freed", format_size(usage.reclaimable), "by 'smartcache prune', now"],
+        ["  saved", format_size(usage.saved), "by sharing instead of copying"],
+    ]
+    if verbose:
+        rows += [
+            ["  trash", format_size(usage.trash), "removed, undoable until the next prune"],
+            ["  bad", format_size(usage.bad), "damaged, kept for a look"],
+            ["  tmp", format_size(usage.tmp), "being written"],
+            ["  sets", format_size(usage.sets), "computed tensors"],
+            ["  index", format_size(usage.index), "with the journal"],
+            ["  all of it", format_size(usage.total), "everything in the store's directory"],
+        ]
+    return rows
+
+
+def _owner_rows(usage: StoreUsage) -> list[list[str]]:
+    return [
+        [
+            f"{owner.kind} {owner.name}",
+            f"{owner.blobs:,}",
+            format_size(owner.size),
+            format_size(owner.allocated),
+            format_size(owner.alone),
+            owner.liveness,
+        ]
+        for owner in sorted(usage.owners, key=lambda owner: -owner.allocated)
+    ]
+
+
+def _store_document(usage: StoreUsage) -> dict[str, object]:
+    return {
+        "root": usage.root,
+        "as_of": usage.as_of,
+        "blobs": usage.blobs,
+        "logical": usage.logical,
+        "physical": usage.physical,
+        "shared": usage.shared,
+        "only_smartcache": usage.only_smartcache,
+        "reclaimable": usage.reclaimable,
+        "saved": usage.saved,
+        "trash": usage.trash,
+        "bad": usage.bad,
+        "tmp": usage.tmp,
+        "sets": usage.sets,
+        "index": usage.index,
+        "total": usage.total,
+        "is_rebuilt": usage.is_rebuilt,
+        "owners": usage.owners,
+    }
+
+
+def _show_folders(figures: list[FolderUsage]) -> None:
+    total = figures[-1]
+    folders = [each for each in figures if each.path is not None]
+    unread = [f"{path}: {reason}" for path, reason in total.unreadable]
+    for text in unread[:_MOST_NAMED]:
+        out.warn(text)
+    if total.unreadable_count:
+        out.warn(f"{total.unreadable_count:,} places could not be read: all figures are at least")
+    out.show(
+        human=lambda: out.table(_FOLDERS, map(_folder_row, figures)),
+        document=lambda: {
+            "stores": [],
+            "folders": [_folder_document(each) for each in folders],
+            "total": {**_folder_document(total), "path": None},
+        },
+        ids=lambda: [each.path for each in folders if each.path is not None],
+    )
+
+
+def _folder_row(usage: FolderUsage) -> list[str]:
+    return [
+        "all together" if usage.path is None else str(usage.path),
+        f"{usage.files:,}",
+        format_size(usage.logical),
+        format_size(usage.physical),
+        format_size(usage.shared_outside),
+        format_size(usage.shared_with_store),
+        format_size(usage.freed_if_deleted),
+    ]
+
+
+def _folder_document(usage: FolderUsage) -> dict[str, object]:
+    return {
+        "path": usage.path,
+        "files": usage.files,
+        "logical": usage.logical,
+        "physical": usage.physical,
+        "linked_inside": usage.linked_inside,
+        "sparse": usage.sparse,
+        "shared_outside": usage.shared_outside,
+        "shared_with_store": usage.shared_with_store,
+        "freed_if_deleted": usage.freed_if_deleted,
+        "overhead": usage.overhead,
+        "directories": usage.directories,
+        "symlinks": usage.symlinks,
+        "other": usage.other,
+        "unreadable": [{"path": path, "reason": reason} for path, reason in usage.unreadable],
+        "unreadable_count": usage.unreadable_count,
+        "is_partial": usage.is_partial,
+    }

@@ -1,0 +1,130 @@
+"""What works here: `doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import FILE, command
+from smartcache.cli._failures import FAILED
+from smartcache.cli._output import out
+from smartcache.cli._session import Session
+from smartcache.errors import StoreError
+from smartcache.sizes import format_size
+from smartcache.store.doctor import LEVELS, Diagnosis, Finding, Place, examine
+
+_NAMES = {
+    "hard_link": "hard links",
+    "reflink": "reflinks",
+    "symlink": "symlinks",
+    "lease": "leases",
+    "exchange": "exchange of names",
+    "flock": "locks",
+    "unnamed_tmp": "unnamed files",
+}
+
+
+@command(
+    "doctor",
+    examples=(
+        ("smartcache doctor", "the store's filesystem, and versions"),
+        ("smartcache doctor ~/ComfyUI/models /mnt/nas", "what linking with these folders can do"),
+        ("smartcache doctor --json", "for a bug report"),
+    ),
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=FILE)
+@click.pass_context
+def doctor_command(ctx: click.Context, *, paths: tuple[Path, ...]) -> None:
+    """Say what works here, what will be slow or unsafe, and why.
+
+    Abilities of the filesystems are tried, in a directory that is removed again. Exits with 1 if
+    something makes the store unusable.
+    """
+    session = ctx.ensure_object(Session)
+    roots, problems = _volumes(session)
+    diagnosis = examine(roots[0], paths)
+    neighbours = [examine(root).places[0] for root in roots[1:]]
+    places = [diagnosis.places[0], *neighbours, *diagnosis.places[1:]]
+    findings = [*problems, *(finding for place in places for finding in place.findings)]
+    out.show(
+        human=lambda: _show(diagnosis, places, problems),
+        document=lambda: {
+            "level": max((each.level for each in findings), key=LEVELS.index, default="ok"),
+            "versions": diagnosis.versions,
+            "problems": problems,
+            "places": [_document(place) for place in places],
+        },
+        ids=lambda: [place.path for place in places if _is_bad(place.findings)],
+    )
+    if _is_bad(findings):
+        ctx.exit(FAILED)
+
+
+def _is_bad(findings: list[Finding] | tuple[Finding, ...]) -> bool:
+    return any(finding.level == "problem" for finding in findings)
+
+
+def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
+    """Return the roots of all volumes, and why the store cannot be opened, if it cannot."""
+    home = session.settings.home
+    try:
+        if not session.has_store():
+            return [home], []
+        with session.store() as store:
+            return [home, *(each.root for each in store.stores()[1:])], []
+    except StoreError as error:
+        text = f"The store cannot be opened: {error.message}."
+        return [home], [Finding(level="problem", text=text, hint=error.hint)]
+
+
+def _show(diagnosis: Diagnosis, places: list[Place], problems: list[Finding]) -> None:
+    have = [f"{name} {version}" for name, version in diagnosis.versions.items() if version]
+    lack = [name for name, version in diagnosis.versions.items() if not version]
+    out.paragraph(", ".join(have) + (f"; not installed: {', '.join(lack)}" if lack else ""))
+    for finding in problems:
+        _show_finding(finding)
+    for place in places:
+        out.line()
+        state = "" if place.is_present else ", does not exist"
+        out.line(f"{place.path} ({place.role}{state})")
+        mount = place.mount
+        where = f"{mount.fstype} from {mount.source} at {mount.point}"
+        out.paragraph(f"{where}, {format_size(place.free)} free", indent="  ")
+        if place.abilities is not None:
+            works = [name for key, name in _NAMES.items() if getattr(place.abilities, key)]
+            fails = [name for key, name in _NAMES.items() if not getattr(place.abilities, key)]
+            lacks = f"; no {', '.join(fails)}" if fails else ""
+            out.paragraph(f"works: {', '.join(works) or 'nothing'}{lacks}", indent="  ")
+        for finding in place.findings:
+            _show_finding(finding)
+
+
+def _show_finding(finding: Finding) -> None:
+    out.paragraph(f"  {finding.level + ':':9}{finding.text}", indent=" " * 11)
+    if finding.hint:
+        out.paragraph(f"{'':11}{finding.hint}", indent=" " * 11)
+
+
+def _document(place: Place) -> dict[str, object]:
+    mount = place.mount
+    return {
+        "path": place.path,
+        "role": place.role,
+        "is_present": place.is_present,
+        "filesystem": place.filesystem,
+        "free": place.free,
+        "mount": {
+            "point": mount.point,
+            "fstype": mount.fstype,
+            "source": mount.source,
+            "family": mount.family,
+            "is_read_only": mount.is_read_only,
+            "options": mount.options,
+        },
+        "abilities": None
+        if place.abilities is None
+        else {each.name: getattr(place.abilities, each.name) for each in fields(place.abilities)},
+        "findings": place.findings,
+    }

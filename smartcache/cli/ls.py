@@ -1,0 +1,185 @@
+"""Looking into the store: `ls`, `dir`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import command
+from smartcache.cli._output import out
+from smartcache.cli._selection import Found, Test, condition, order, select
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import ago, counted, short
+from smartcache.sizes import format_size
+from smartcache.store.layout import Layout
+from smartcache.store.records import Blob
+from smartcache.store.store import Store
+
+
+@command(
+    "ls",
+    examples=(
+        ("smartcache ls", "all blobs, the largest first"),
+        ("smartcache ls --sort used:asc --limit 10", "the ten that were not used for longest"),
+        ('smartcache ls --filter "size>1GB" --filter pinned=no', "large ones that nobody pinned"),
+        ('smartcache rm $(smartcache ls -q --filter "used>90d")', "ids for another command"),
+    ),
+)
+@click.option(
+    "--filter", "tests", type=condition, multiple=True, metavar="EXPR",
+    help="Only blobs for which it holds: size, used, added, links, pinned, pin. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--sort", type=order, default="size", metavar="KEY[:DIR]", show_default=True,
+    help="By size, added, used or digest; :asc or :desc.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many.")
+@click.option("-v", "--verbose", is_flag=True, help="All hashes, links and holders of each.")
+@click.pass_obj
+def ls_command(
+    session: Session,
+    *,
+    tests: tuple[Test, ...],
+    sort: tuple[str, bool],
+    limit: int | None,
+    verbose: bool,
+) -> None:
+    """List the blobs in the store.
+
+    LINKS counts the files outside the store that are the same file on disk. A blob without any is
+    held only by smartcache.
+    """
+    with session.stores() as stores:
+        found = islice(select(stores, tests, sort), limit)
+        out.show(
+            human=lambda: _show(found, several=len(stores) > 1, verbose=verbose),
+            document=lambda: (_document(each, verbose=verbose) for each in found),
+            ids=lambda: (blob.digest for _, blob in found),
+        )
+
+
+def _show(found: Iterator[Found], *, several: bool, verbose: bool) -> None:
+    if verbose:
+        for store, blob in found:
+            _show_one(store, blob)
+        return
+    columns = [
+        Column(title="DIGEST"),
+        Column(title="SIZE", right=True),
+        Column(title="LINKS", right=True),
+        Column(title="USED", right=True),
+        Column(title="HELD BY", gives_way=True),
+    ]
+    if several:
+        columns.insert(4, Column(title="VOLUME"))
+    count = size = 0
+
+    def rows() -> Iterator[list[str]]:
+        nonlocal count, size
+        for store, blob in found:
+            count += 1
+            size += blob.size
+            row = [
+                short(blob.digest),
+                format_size(blob.size),
+                str(blob.links - 1),
+                ago(blob.used_at),
+            ]
+            yield [*row, *([str(store.root)] if several else []), _held_by(store, blob)]
+
+    out.table(columns, rows())
+    out.talk(f"{counted(count, 'blob')}, {format_size(size)}")
+
+
+def _held_by(store: Store, blob: Blob) -> str:
+    """Say in a few words what a blob is known by: a link first, because people know their files."""
+    links = [str(link.path) for link in store.links_of(blob)]
+    owners = [str(owner) for owner, _ in store.holders_of(blob)]
+    names = links + owners
+    if not names:
+        return "smartcache alone" if blob.is_held_only_by_smartcache else "files outside"
+    return names[0] + (f" (+{len(names) - 1})" if names[1:] else "")
+
+
+def _show_one(store: Store, blob: Blob) -> None:
+    out.line(blob.digest)
+    out.line(
+        f"  {format_size(blob.size)} ({blob.size} bytes), {format_size(blob.allocated)} on disk"
+    )
+    out.line(f"  added {ago(blob.added_at)}, used {ago(blob.used_at)}, {blob.trust.name.lower()}")
+    for name, value in store.aliases_of(blob).items():
+        out.line(f"  {name}:{value}")
+    for link in store.links_of(blob):
+        out.line(f"  {link.kind} {link.path}")
+    for owner, state in store.holders_of(blob):
+        out.line(f"  held by {owner}{'' if state == 'live' else f' ({state})'}")
+    out.line(f"  in {store.root}")
+
+
+def _document(found: Found, *, verbose: bool) -> dict[str, object]:
+    store, blob = found
+    document: dict[str, object] = {
+        "digest": blob.digest,
+        "size": blob.size,
+        "allocated": blob.allocated,
+        "links": blob.links - 1,
+        "trust": blob.trust,
+        "added_at": blob.added_at,
+        "used_at": blob.used_at,
+        "root": store.root,
+    }
+    if verbose:
+        document["aliases"] = store.aliases_of(blob)
+        document["paths"] = [{"path": li.path, "kind": li.kind} for li in store.links_of(blob)]
+        document["owners"] = [
+            {"kind": owner.kind, "name": owner.name, "state": state}
+            for owner, state in store.holders_of(blob)
+        ]
+    return document
+
+
+@command(
+    "dir",
+    examples=(
+        ("smartcache dir", "where the store is, or would be made"),
+        ("smartcache dir -v", "each path in it, and the volumes on other filesystems"),
+        ("du -sh $(smartcache dir)", "for other programs"),
+    ),
+)
+@click.option("-v", "--verbose", is_flag=True, help="Each path in the store, and its volumes.")
+@click.pass_obj
+def dir_command(session: Session, *, verbose: bool) -> None:
+    """Print where the store is.
+
+    Nothing is made or opened: it may not exist yet. Of a store that was moved, the new place is
+    printed.
+    """
+    from smartcache.config import config_file
+
+    home = session.settings.home
+    layout = Layout(Layout(home).forwarding() or home)
+    paths: dict[str, Path] = {
+        "root": layout.root,
+        "index": layout.index,
+        "journal": layout.journal,
+        "blobs": layout.blobs,
+        "sets": layout.sets,
+        "trash": layout.trash,
+        "bad": layout.bad,
+        "config": config_file(),
+    }
+    document = {**paths, "exists": layout.exists()}
+    out.show(
+        human=lambda: _show_paths(paths) if verbose else out.names([layout.root]),
+        document=lambda: document,
+        ids=lambda: [layout.root],
+    )
+
+
+def _show_paths(paths: dict[str, Path]) -> None:
+    for name, path in paths.items():
+        out.line(f"{name + ':':9}{path}")

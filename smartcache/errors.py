@@ -1,0 +1,194 @@
+"""Every exception of smartcache.
+
+    SmartcacheError
+    ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
+    └── StoreError
+        ├── StoreFormatError                the store was written by a newer smartcache, or is none
+        ├── StoreMovedError                 the store was moved away while it was open
+        ├── StoreUnwritableError(OSError)   read-only filesystem or missing permission
+        ├── IndexDamagedError               the index is no readable SQLite file
+        ├── BadDigestError(ValueError)      no digest, or a prefix that names several blobs
+        ├── BlobNotFoundError(FileNotFoundError)
+        ├── BlobInUseError                  something live still holds the blob
+        ├── DigestMismatchError(OSError)    the bytes that arrived are not the bytes announced
+        ├── SizeMismatchError(OSError)      more or fewer bytes than announced
+        ├── DamagedBlobError(OSError)       a blob no longer has the bytes its name says
+        ├── FileSkippedError(OSError)       a file that must not be adopted or replaced, and why
+        │   ├── FileBusyError               somebody has it open for writing
+        │   └── FileChangedError            it changed while it was read
+        ├── DestinationExistsError(FileExistsError)
+        ├── CannotLinkError(OSError)        the link kind asked for does not work here
+        ├── NoSpaceError(OSError)           the filesystem or a quota is full
+        ├── PruneRefusedError               pruning now could remove what is still wanted
+        ├── NothingToUndoError(LookupError)
+        └── LeaseTimeoutError(TimeoutError)
+
+A message says what failed and on which thing; `hint` says what to do about it. Data a program may
+want travels as attributes. Every error survives pickling, so it can cross a process pool.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+
+class SmartcacheError(Exception):
+    """Base of all errors of this package: a message, a hint, and the data that belongs to it."""
+
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **data: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        for name, value in data.items():
+            setattr(self, name, value)
+        self._data = data
+
+    def __str__(self) -> str:
+        """Return the message alone: OSError and KeyError would decorate it."""
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuild through `_rebuild`, because keyword-only arguments do not survive `args`."""
+        return _rebuild, (type(self), self.message, self.hint, self._data)
+
+    @classmethod
+    def rebuilt(cls, message: str, hint: str, data: dict[str, object]) -> Self:
+        """Return an equal error from the parts that were pickled."""
+        return cls(message, hint=hint, **data)
+
+
+def _rebuild(
+    cls: type[SmartcacheError], message: str, hint: str, data: dict[str, object]
+) -> SmartcacheError:
+    return cls.rebuilt(message, hint, data)
+
+
+class ConfigError(SmartcacheError, ValueError):
+    """A setting, size, age or filter cannot be understood."""
+
+
+class StoreError(SmartcacheError):
+    """Something about the store or a file it was asked to work on."""
+
+
+class StoreFormatError(StoreError):
+    """The directory is a store of a newer format, or is no store at all."""
+
+    default_hint = "Update smartcache, or point SMARTCACHE_HOME at another directory."
+
+
+class StoreMovedError(StoreError):
+    """The store was moved while this process had it open."""
+
+    default_hint = "Open the store again: it is at its new place."
+
+
+class StoreUnwritableError(StoreError, OSError):
+    """The store cannot be written: read-only filesystem or missing permission."""
+
+    default_hint = "Check the owner and mode of the directory, or set SMARTCACHE_HOME to another."
+
+
+class IndexDamagedError(StoreError):
+    """The index is no SQLite database any more."""
+
+    default_hint = (
+        "Run 'smartcache verify --rebuild': the blobs are the truth, the index is a memory."
+    )
+
+
+class BadDigestError(StoreError, ValueError):
+    """The text is no digest, or is a prefix of several."""
+
+    default_hint = (
+        "A digest is 64 hexadecimal characters; 'smartcache ls' shows them. 8 are enough if unique."
+    )
+
+
+class BlobNotFoundError(StoreError, FileNotFoundError):
+    """No blob of that digest or alias is in the store."""
+
+    default_hint = "'smartcache ls' shows what is in the store."
+
+
+class BlobInUseError(StoreError):
+    """A live owner or a symlink still holds the blob."""
+
+    default_hint = "Unpin it or remove its owner first; 'smartcache ls -v' shows who holds it."
+
+
+class DigestMismatchError(StoreError, OSError):
+    """The bytes that arrived are not the bytes that were announced."""
+
+    default_hint = "Get the file again; if it repeats, the source is damaged."
+
+
+class SizeMismatchError(StoreError, OSError):
+    """The stream was longer or shorter than announced."""
+
+    default_hint = "Get the file again; the transfer was cut or the source changed."
+
+
+class DamagedBlobError(StoreError, OSError):
+    """A blob no longer has the bytes its name says; it was moved to `bad/`."""
+
+    default_hint = "Run 'smartcache verify --repair', or get the file again."
+
+
+class FileSkippedError(StoreError, OSError):
+    """The file must not be adopted or replaced; `reason` is a short word for it."""
+
+    default_hint = "The file was left as it is."
+    reason: str = "unsuitable"
+
+
+class FileBusyError(FileSkippedError):
+    """Somebody has the file open for writing."""
+
+    default_hint = "Try again when the program that writes it is done."
+    reason = "busy"
+
+
+class FileChangedError(FileSkippedError):
+    """The file changed while it was read; nothing was done to it."""
+
+    default_hint = "Try again when nobody writes it."
+    reason = "changed"
+
+
+class DestinationExistsError(StoreError, FileExistsError):
+    """There is another file at the destination already."""
+
+    default_hint = "Choose another path, or allow overwriting."
+
+
+class CannotLinkError(StoreError, OSError):
+    """The kind of link asked for does not work between these two places."""
+
+    default_hint = "'smartcache doctor PATH' shows what works there; kind 'auto' takes what does."
+
+
+class NoSpaceError(StoreError, OSError):
+    """The filesystem or a quota is full, or would be."""
+
+    default_hint = "'smartcache prune' frees what only smartcache holds."
+
+
+class PruneRefusedError(StoreError):
+    """Pruning now could remove something that is still wanted."""
+
+
+class NothingToUndoError(StoreError, LookupError):
+    """The journal has no such change, or it was undone already."""
+
+    default_hint = "'smartcache undo --list' shows what can be undone."
+
+
+class LeaseTimeoutError(StoreError, TimeoutError):
+    """Another process or thread held the lock or lease longer than the caller would wait."""
+
+    default_hint = "Wait for that process to end, or allow more time."
+    key: str = ""
+    holder: str = ""

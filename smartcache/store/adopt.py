@@ -1,0 +1,311 @@
+"""Make an existing file a blob, in place: the file keeps its path, inode, owner, time and bytes.
+
+Only its mode changes (no write permission), which is journaled first and given back by undo. Files
+that somebody writes, incomplete downloads, empty files and files of other users are refused with a
+reason. A file that is written to while it is adopted stays the user's: the store takes its name
+back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from smartcache.errors import (
+    BlobNotFoundError,
+    DamagedBlobError,
+    FileChangedError,
+    FileSkippedError,
+)
+from smartcache.progress import Progress, silent
+from smartcache.store.blobs import Expected, check_expected, explained
+from smartcache.store.digest import Algorithm, check_hex
+from smartcache.store.faults import reached
+from smartcache.store.hold import Held, hold
+from smartcache.store.journal import Batch, Change, Op
+from smartcache.store.memos import Known, hash_all
+from smartcache.store.proof import checked
+from smartcache.store.records import Trust
+from smartcache.store.schema import signed
+from smartcache.store.volume import Volume
+
+CHUNK_FILES = 256
+"""Files per journal fsync and per transaction: a few milliseconds under the store's lock."""
+
+_REASONS = {
+    errno.EXDEV: "other filesystem",  # a bind mount of the same disk
+    errno.EMLINK: "too many links",
+    errno.EPERM: "cannot be changed",  # immutable
+    errno.EACCES: "cannot be changed",
+    errno.ENOENT: "was removed",
+}
+
+Outcome = Literal["adopted", "present", "duplicate", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """What became of one file.
+
+    "present": it is a blob already. "duplicate": its bytes are a blob already, in another inode; it
+    was not touched.
+    """
+
+    path: Path
+    outcome: Outcome
+    digest: str = ""
+    size: int = 0
+    error: Exception | None = None
+
+
+def adopt_many(
+    volume: Volume,
+    paths: Iterable[Path],
+    *,
+    batch: Batch,
+    algorithms: Iterable[Algorithm] = (),
+    expected: Expected | None = None,
+    owner: int | None = None,
+    moving_to: str | None = None,
+    progress: Progress = silent,
+) -> Iterator[Adoption]:
+    """Adopt files, a chunk at a time; what cannot be is returned with its reason, not raised.
+
+    `moving_to` is the pin of files that are about to be moved into the store: the journal says so
+    from the start.
+    """
+    announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
+    wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
+    remaining = iter(paths)
+    while chunk := [_real(path) for path in islice(remaining, CHUNK_FILES)]:
+        known = hash_all(volume, chunk, wanted, progress=progress)
+        digests = volume.index.known_digests({hashes.digest for hashes, _ in known.values()})
+        held: list[Held] = []
+        try:
+            for path in chunk:
+                found = _examine(volume, path, wanted, announced, known.get(path), digests)
+                _let_own(volume, found, owner)
+                if isinstance(found, Adoption):
+                    yield found
+                else:
+                    held.append(found)
+            results = _adopt_chunk(volume, held, batch, owner, moving_to) if held else []
+        finally:
+            for file in held:
+                file.release()
+        yield from results
+
+
+def _real(path: Path) -> Path:
+    """Return the file behind a symlink, as in HF snapshots; a plain file as it is."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+
+
+def _examine(
+    volume: Volume,
+    path: Path,
+    wanted: tuple[Algorithm, ...],
+    expected: Expected,
+    known: Known | None,
+    digests: set[str],
+) -> Held | Adoption:
+    """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
+    try:
+        st = os.lstat(path)
+        if not volume.is_here(st):
+            message = f"{path} is on another filesystem than the store {volume.root}"
+            hint = "Copy it instead, or make a volume there."
+            raise FileSkippedError(message, hint=hint, reason="other filesystem", path=path)
+        file = hold(volume, path, wanted, known=known)
+    except (FileSkippedError, FileNotFoundError, PermissionError) as error:
+        return Adoption(path=path, outcome="skipped", error=error)
+    try:
+        check_expected(file.hashes, expected, what=str(path))
+        present = None
+        if known is None or file.hashes.digest in digests:
+            present = _already_there(volume, file)
+    except BaseException:
+        file.release()
+        raise
+    if present is not None:
+        file.release()
+        return present
+    return file
+
+
+def _already_there(volume: Volume, file: Held) -> Adoption | None:
+    digest = file.hashes.digest
+    try:
+        blob = checked(volume, digest)
+    except (BlobNotFoundError, DamagedBlobError):
+        return None
+    volume.index.add_aliases(blob.id, file.hashes.values)
+    outcome: Outcome = "present" if blob.inode == signed(file.st.st_ino) else "duplicate"
+    return Adoption(path=file.path, outcome=outcome, digest=digest, size=blob.size)
+
+
+def _adopt_chunk(
+    volume: Volume, held: list[Held], batch: Batch, owner: int | None, moving_to: str | None
+) -> list[Adoption]:
+    op: Op = "adopt" if moving_to is None else "move"
+    changes = [Change.before(op, f.path, f.hashes.digest, f.st, kind=moving_to) for f in held]
+    losers: list[tuple[Held, FileSkippedError | None]] = []
+    done: list[tuple[Held, Change, Outcome]] = []
+    with explained(volume.root):
+        begun = batch.begin(changes)
+        reached("adopt: journaled")
+        waiting = deque(zip(held, begun, strict=True))
+        is_recorded = False
+        try:
+            with volume.guard("adopt"):
+                while waiting:
+                    file, change = waiting[0]
+                    error: FileSkippedError | None = None
+                    outcome: Outcome = "skipped"
+                    try:
+                        outcome = _link_one(volume, file)
+                    except FileSkippedError as skipped:
+                        error = skipped
+                    waiting.popleft()
+                    if outcome in ("adopted", "present"):
+                        done.append((file, change, outcome))
+                    else:
+                        batch.end(change, "back")
+                        losers.append((file, error))
+                _write_rows(volume, [file for file, _, _ in done], owner)
+                is_recorded = True
+        finally:
+            # A full disk or Ctrl-C in the middle: what has no row is taken back, what was not begun
+            # stays as it was; the file in work is looked at by the next open.
+            for file, change, _ in done:
+                is_kept = is_recorded or not _take_back(volume, file)
+                batch.end(change, "done" if is_kept else "back")
+            for _, change in islice(waiting, 1, None):
+                batch.end(change, "back")
+    results = [_not_adopted(volume, file, error) for file, error in losers]
+    for result in results:
+        _let_own(volume, result, owner)
+    results += [
+        Adoption(path=f.path, outcome=outcome, digest=f.hashes.digest, size=f.st.st_size)
+        for f, _, outcome in done
+    ]
+    batch.flush()
+    return results
+
+
+def _take_back(volume: Volume, file: Held) -> bool:
+    """Take the store's name off a file whose row could not be written; False if it has a row."""
+    target = volume.layout.blob(file.hashes.digest)
+    with volume.guard("take an adoption back", exclusive=True):
+        blob = volume.index.blob(file.hashes.digest)
+        if blob is not None and blob.is_here:
+            return False
+        if _is_inode_of(file, target):
+            os.unlink(target)
+        os.fchmod(file.fd, file.st.st_mode & 0o7777)
+    return True
+
+
+def _let_own(volume: Volume, found: Held | Adoption, owner: int | None) -> None:
+    """Let the owner hold a blob that was there already."""
+    if owner is None or isinstance(found, Held) or not found.digest:
+        return
+    blob = volume.index.blob(found.digest)
+    if blob is None:
+        return
+    with volume.index.write():
+        volume.index.hold(owner, blob.id)
+        if found.outcome == "present":
+            path, inode = str(found.path), blob.inode
+            volume.index.add_link(
+                path,
+                blob.id,
+                kind="hardlink",
+                filesystem=volume.filesystem,
+                inode=inode,
+                owner=owner,
+            )
+
+
+def _not_adopted(volume: Volume, file: Held, error: FileSkippedError | None) -> Adoption:
+    """Say what became of a file that was ready: another had its bytes first, or the error found."""
+    present = _already_there(volume, file) if error is None else None
+    if present is not None:
+        return present
+    error = error or FileChangedError(f"{file.path} changed while it was adopted", path=file.path)
+    return Adoption(path=file.path, outcome="skipped", error=error)
+
+
+def _link_one(volume: Volume, file: Held) -> Outcome:
+    """Make a file read-only and link it; else its mode is as before, and the reason raised."""
+    target = volume.layout.blob(file.hashes.digest)
+    mode = file.st.st_mode & 0o7777
+    try:
+        os.fchmod(file.fd, mode & ~0o222)
+        reached("adopt: read-only")
+        _link(volume, file, target)
+    except FileExistsError:
+        if _is_inode_of(file, target):
+            return "present"  # another name of this very file was just adopted
+        os.fchmod(file.fd, mode)
+        return "duplicate"
+    except BaseException as error:
+        with suppress(PermissionError):
+            os.fchmod(file.fd, mode)
+        reason = _REASONS.get(getattr(error, "errno", None) or 0)
+        if reason is None:
+            raise
+        raise FileSkippedError(f"{file.path}: {reason}", reason=reason, path=file.path) from error
+    reached("adopt: linked")
+    if not file.is_untouched(os.stat(target)):
+        # A writer waits in open(), or the file was replaced: the name was not ours to take.
+        os.unlink(target)
+        os.fchmod(file.fd, mode)
+        raise FileChangedError(f"{file.path} was opened for writing", path=file.path)
+    return "adopted"
+
+
+def _is_inode_of(file: Held, target: str) -> bool:
+    try:
+        return os.path.samestat(os.stat(target), file.st)
+    except FileNotFoundError:
+        return False
+
+
+def _link(volume: Volume, file: Held, target: str) -> None:
+    try:
+        os.link(file.path, target)
+    except FileNotFoundError:
+        volume.layout.make_blob_directory(file.hashes.digest)
+        os.link(file.path, target)
+
+
+def _write_rows(volume: Volume, files: list[Held], owner: int | None) -> None:
+    """Write the rows, marked as not synced in this boot.
+
+    Neither the bytes nor the directory are fsynced: after power loss, which is another boot, such a
+    blob is hashed before use, and a missing one is noticed. The user's file is there in any case.
+    """
+    index = volume.index
+    with index.write():
+        for file in files:
+            st = os.fstat(file.fd)
+            trust = Trust.VERIFIED if file.is_proven else Trust.UNPROVEN
+            hashes = file.hashes
+            blob = index.add_blob(
+                hashes.digest, st, trust=trust, unsynced=volume.boot, aliases=hashes.values
+            )
+            path, inode = str(file.path), st.st_ino
+            index.add_link(
+                path, blob, kind="hardlink", filesystem=volume.filesystem, inode=inode, owner=owner
+            )
+            if owner is not None:
+                index.hold(owner, blob)
+    reached("adopt: rows written")

@@ -1,0 +1,212 @@
+"""One SQLite file used by many threads and processes.
+
+A process has one connection, used by one thread at a time. No connection is open while the process
+forks: SQLite keeps its table of file locks in memory, a child would inherit it, and its own
+connections would then take no locks at all. So the connection is closed right before a fork and
+opened again when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from smartcache.errors import StoreError
+from smartcache.store.schema import connect, translated
+
+_TRIES = 8
+_PAUSE = 0.01
+
+
+class Database:
+    """A connection, transactions, notes about the whole, and a consistent copy."""
+
+    def __init__(self, path: Path, *, wal: bool) -> None:
+        self.path = path
+        self.is_new = not path.exists()
+        self._wal = wal
+        self._gate = threading.RLock()
+        self._depth = 0
+        self._is_open = True
+        self._is_stranded = False
+        self._connection: sqlite3.Connection | None = connect(path, wal=wal, create=True)
+        _databases.add(self)
+
+    def close(self) -> None:
+        """Close the connection; every further use is an error."""
+        with self._gate:
+            self._is_open = False
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the connection for now; the next use opens it again."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextmanager
+    def write(self, *, durable: bool = False) -> Iterator[None]:
+        """Run a block as one transaction; `durable` makes its commit survive power loss.
+
+        Never hash, download or wait inside: everybody else who writes waits for this block. A block
+        within a block is part of it.
+        """
+        with self._gate:
+            if self._depth:
+                yield
+                return
+            if durable:
+                self._run("PRAGMA synchronous = FULL")
+            try:
+                self._run("BEGIN IMMEDIATE")
+                self._depth += 1
+                try:
+                    yield
+                    self._run("COMMIT")
+                except BaseException:
+                    if self._connected().in_transaction:
+                        self._run("ROLLBACK")
+                    raise
+                finally:
+                    self._depth -= 1
+            finally:
+                if durable:
+                    self._run("PRAGMA synchronous = NORMAL")
+
+    def note(self, key: str) -> str | None:
+        """Return a note about the database as a whole."""
+        row = self._one("SELECT value FROM meta WHERE key = ?", key)
+        return None if row is None else str(row[0])
+
+    def set_note(self, key: str, value: str | None) -> None:
+        """Set or remove a note about the database as a whole."""
+        if value is None:
+            self._run("DELETE FROM meta WHERE key = ?", key)
+        else:
+            self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def is_sound(self) -> bool:
+        """Say whether SQLite finds the file whole."""
+        with self._gate:
+            try:
+                row = self._connected().execute("PRAGMA quick_check(1)").fetchone()
+                return bool(row[0] == "ok")
+            except sqlite3.DatabaseError:
+                return False
+
+    def backup(self, path: Path) -> None:
+        """Write a consistent copy to `path`."""
+        target = sqlite3.connect(path)
+        try:
+            with self._gate:
+                self._connected().backup(target)
+        except sqlite3.Error as error:
+            raise translated(error, self.path) from error
+        finally:
+            target.close()
+
+    def fork_begins(self) -> None:
+        """Let no thread use the database until the fork is over, and have no connection open."""
+        self._gate.acquire()
+        if not self._depth:
+            self.disconnect()
+
+    def fork_is_over(self, *, in_child: bool) -> None:
+        """Go on after a fork; a child made within a transaction cannot use the database."""
+        if in_child and self._depth:
+            # The transaction is the parent's; closing the connection here would end it.
+            self._is_stranded = True
+        self._gate.release()
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None or self._is_stranded:
+            if self._is_stranded:
+                message = f"{self.path} was in a transaction when this process was forked"
+                raise StoreError(message, hint="Open the store again in the child process.")
+            if not self._is_open:
+                raise StoreError(f"{self.path} was closed", hint="Open the store again.")
+            self._connection = connect(self.path, wal=self._wal, create=False)
+        return self._connection
+
+    def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        """Return all rows: none is left to be fetched when another thread takes its turn."""
+        with self._gate:
+            try:
+                return self._execute(sql, values).fetchall()
+            except sqlite3.Error as error:
+                raise translated(error, self.path) from error
+
+    def _execute(self, sql: str, values: tuple[object, ...]) -> sqlite3.Cursor:
+        for attempt in range(_TRIES):
+            try:
+                return self._connected().execute(sql, values)
+            except sqlite3.OperationalError as error:
+                # Another user's process makes the WAL, and opens it to us a moment later.
+                is_readonly = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_READONLY
+                is_last = attempt + 1 == _TRIES
+                if not is_readonly or is_last or self._depth or not os.access(self.path, os.W_OK):
+                    raise
+                self.disconnect()
+                time.sleep(_PAUSE)
+        raise AssertionError
+
+    def _one(self, sql: str, *values: object) -> tuple[Any, ...] | None:
+        rows = self._all(sql, *values)
+        return rows[0] if rows else None
+
+    def _value(self, sql: str, *values: object) -> int:
+        """Return the number that a statement gives."""
+        return int(self._all(sql, *values)[0][0])
+
+    def _run_many(self, sql: str, rows: Iterable[tuple[object, ...]]) -> int:
+        """Run a statement for each row; say how many rows it changed."""
+        with self._gate:
+            try:
+                return self._connected().executemany(sql, rows).rowcount
+            except sqlite3.Error as error:
+                raise translated(error, self.path) from error
+
+    def _run(self, sql: str, *values: object) -> int:
+        """Run a statement that returns no rows; say how many rows it changed."""
+        with self._gate:
+            try:
+                return self._execute(sql, values).rowcount
+            except sqlite3.Error as error:
+                raise translated(error, self.path) from error
+
+
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+_forking: list[Database] = []
+
+
+def _before_fork() -> None:
+    _forking[:] = list(_databases)
+    for database in _forking:
+        database.fork_begins()
+
+
+def _after_fork_in_parent() -> None:
+    for database in _forking:
+        database.fork_is_over(in_child=False)
+    _forking.clear()
+
+
+def _after_fork_in_child() -> None:
+    for database in _forking:
+        database.fork_is_over(in_child=True)
+    _forking.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

@@ -1,0 +1,264 @@
+"""Leave as if smartcache had never been here: every file its own again, then the store goes.
+
+Files that were replaced get their own bytes, adopted ones their mode, moved ones their place,
+links that were placed become ordinary files. Space is checked before the first step. A store that
+has the last copy of something pinned is not removed unless that is allowed. Every step is one of
+`undo`, so a killed eject can simply be run again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smartcache.errors import BlobInUseError, FileChangedError, NoSpaceError
+from smartcache.progress import Progress, silent
+from smartcache.sizes import format_size
+from smartcache.store.faults import reached
+from smartcache.store.filesystems import free_bytes
+from smartcache.store.journal import Change
+from smartcache.store.move import former_roots, remove_former_roots
+from smartcache.store.own_copy import give_own_copy
+from smartcache.store.owners import link_liveness
+from smartcache.store.records import Link, Trust
+from smartcache.store.restored import is_our_link, is_restored, needed_bytes
+from smartcache.store.undo import Undoing, Undone, new_undoing, undo_adopt, undo_one
+from smartcache.store.volume import Volume, all_blobs
+
+_PAGE = 1000
+EJECTING = "ejecting"
+"""Note in the index: files that share blobs are getting their modes back, then the store goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EjectPlan:
+    """What leaving means: files to restore, space they need, and what exists only in the store."""
+
+    root: Path
+    changes: tuple[Change, ...]
+    links: tuple[Link, ...]
+    needed_size: int
+    free_size: int
+    freed_size: int
+    pinned_only: tuple[str, ...]
+    """Digests of pinned blobs whose last copy is the store's."""
+    warnings: tuple[str, ...]
+    keep_shared: bool
+    drop_pinned: bool
+    _execute: Callable[[EjectPlan, Progress], list[Undone]] = field(repr=False, compare=False)
+
+    def execute(self, progress: Progress = silent) -> list[Undone]:
+        """Restore every file, then remove the store. Returns what was done to each file."""
+        return self._execute(self, progress)
+
+
+def plan_eject(
+    volume: Volume, *, keep_shared: bool = False, drop_pinned: bool = False
+) -> EjectPlan:
+    """Plan to leave. `keep_shared` lets replaced files go on sharing one inode: no space needed."""
+    undoable = ("adopt", "replace", "move")
+    changes = [change for change in volume.journal.open_changes() if change.op in undoable]
+    changes.reverse()
+    known = {c.path for c in changes if c.op == "move" or is_our_link(volume, c)}
+    links = tuple(link for link in _placed_links(volume) if link.path not in known)
+    needed = 0 if keep_shared else needed_bytes(volume, changes)
+    needed += sum(change.size for change in changes if change.op == "move")
+    needed += sum(
+        _size(volume, link) for link in links if link.kind == "symlink" or not keep_shared
+    )
+    pinned = () if drop_pinned else tuple(_pinned_only(volume, changes, links))
+    warnings = []
+    if keep_shared:
+        warnings.append(
+            "Files that were replaced keep sharing bytes: writing into one changes the others"
+        )
+    totals = volume.index.totals()
+    return EjectPlan(
+        root=volume.root, changes=tuple(changes), links=links, needed_size=needed,
+        free_size=free_bytes(volume.root), freed_size=totals.only_allocated, pinned_only=pinned,
+        warnings=tuple(warnings),
+        keep_shared=keep_shared, drop_pinned=drop_pinned,
+        _execute=lambda plan, progress: _execute(volume, plan, progress),
+    )  # fmt: skip
+
+
+def _placed_links(volume: Volume) -> Iterator[Link]:
+    after = ""
+    while page := volume.index.links_after(after, _PAGE):
+        after = str(page[-1].path)
+        for link in page:
+            is_shared = link.kind in ("hardlink", "symlink")
+            if is_shared and link_liveness(volume, link) == "live":
+                yield link
+
+
+def _size(volume: Volume, link: Link) -> int:
+    blob = volume.index.blob(link.digest)
+    return 0 if blob is None else blob.size
+
+
+def _pinned_only(volume: Volume, changes: Iterable[Change], links: Iterable[Link]) -> Iterator[str]:
+    """Name pinned blobs without a link outside, but not moved files whose place is still free."""
+    returning = {
+        change.digest for change in changes if change.op == "move" and _can_return(volume, change)
+    }
+    returning |= {link.digest for link in links if link.kind == "symlink"}
+    for blob in all_blobs(volume):
+        holders = volume.index.holders_of(blob.id)
+        is_pinned = any(owner.kind == "pin" for owner in holders)
+        if is_pinned and blob.digest not in returning and _is_last(volume, blob.digest):
+            yield blob.digest
+
+
+def _can_return(volume: Volume, change: Change) -> bool:
+    """Say whether a moved file will find its place free, or has been put there already."""
+    is_free = not os.path.lexists(change.path)
+    return is_free or is_our_link(volume, change) or is_restored(volume, change)
+
+
+def _is_last(volume: Volume, digest: str) -> bool:
+    try:
+        return os.stat(volume.layout.blob(digest)).st_nlink == 1
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_losing_pinned(volume: Volume, plan: EjectPlan) -> None:
+    """Raise if the store has the last copy of something pinned, as of now."""
+    pinned = () if plan.drop_pinned else tuple(_pinned_only(volume, plan.changes, plan.links))
+    if pinned:
+        message = f"{len(pinned)} pinned blobs exist only in the store, such as {pinned[0][:12]}"
+        hint = "Place them first ('smartcache link'), unpin them, or allow it with --drop-pinned."
+        raise BlobInUseError(message, hint=hint, digests=pinned)
+
+
+def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone]:
+    keep_shared = plan.keep_shared
+    _refuse_losing_pinned(volume, plan)
+    if plan.needed_size > plan.free_size:
+        message = (
+            f"Giving every file its own bytes needs {format_size(plan.needed_size)}, but"
+            f" {format_size(plan.free_size)} are free; nothing was changed"
+        )
+        hint = "Free some space, or let the files keep sharing their bytes with --keep-shared."
+        raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)
+    with (
+        volume.leases.hold("undo", what="eject", on_wait=volume.on_wait),
+        volume.batch("eject") as batch,
+        progress("Restoring files", len(plan.changes) + len(plan.links)) as job,
+    ):
+        undoing = new_undoing(volume, batch)
+        results = []
+        # Placed links first: once they have their own bytes, adopted files can keep their inode.
+        modes: dict[Path, int] = {}
+        for link in plan.links:
+            _make_ordinary(volume, link, undoing, modes, keep_shared=keep_shared)
+            job.advance()
+        for change in plan.changes:
+            results.append(_restore(volume, change, undoing, modes, keep_shared=keep_shared))
+            job.advance()
+    _refuse_losing_moved_files(results)
+    _refuse_losing_pinned(volume, plan)
+    remove_store(volume, modes.items())
+    return results
+
+
+def _refuse_losing_moved_files(results: list[Undone]) -> None:
+    stuck = [r.change for r in results if r.change.op == "move" and not r.is_undone]
+    if stuck:
+        message = f"{stuck[0].path} was moved into the store and its place is taken"
+        hint = "Move the file that is there away and run eject again; the store was kept."
+        raise BlobInUseError(message, hint=hint, digests=tuple(c.digest for c in stuck))
+
+
+def _restore(
+    volume: Volume,
+    change: Change,
+    undoing: Undoing,
+    modes: dict[Path, int],
+    *,
+    keep_shared: bool,
+) -> Undone:
+    if keep_shared and change.op != "move":
+        if is_our_link(volume, change) and change.mode is not None:
+            modes[change.path] = change.mode
+        return Undone(change=change, is_undone=True)
+    return undo_one(volume, change, undoing)
+
+
+def _make_ordinary(
+    volume: Volume, link: Link, undoing: Undoing, modes: dict[Path, int], *, keep_shared: bool
+) -> None:
+    """Turn a placed link into a writable file of its own."""
+    try:
+        st = os.lstat(link.path)
+    except FileNotFoundError:
+        return
+    blob = volume.index.blob(link.digest)
+    if blob is None:
+        # Undo has already taken the blob back into the user's own file.
+        return
+    mode = st.st_mode & 0o7777 | 0o200
+    if link.kind == "hardlink" and keep_shared:
+        modes[link.path] = mode
+        return
+    change = Change.before("adopt", link.path, link.digest, st)
+    if link.kind == "hardlink":
+        change.mode, change.links = mode, 1
+        try:
+            undo_adopt(volume, change, undoing)
+        except FileChangedError:
+            # Somebody wrote into it: the bytes are the user's, and need the mode only.
+            modes[link.path] = mode
+    else:
+        change.mode, change.mtime_ns = None, blob.key.mtime_ns
+        give_own_copy(volume, change, undoing.batch)
+        volume.index.drop_link(link.path)
+
+
+def finish_eject(volume: Volume) -> None:
+    """Make blobs read-only again whose eject was killed at the very end: the store lives on."""
+    if volume.index.note(EJECTING) is None:
+        return
+    for blob in all_blobs(volume):
+        path = volume.layout.blob(blob.digest)
+        with suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode
+            if mode & 0o222:
+                os.chmod(path, mode & 0o7555)
+                volume.index.refresh(blob.id, os.stat(path), Trust.UNPROVEN)
+    volume.index.set_note(EJECTING, None)
+
+
+def remove_store(volume: Volume, modes: Iterable[tuple[Path, int]] = ()) -> None:
+    """Remove the whole tree: first its name, in one step, then what was in it.
+
+    `modes` are given to files that still share a blob, when nothing can go wrong any more.
+    """
+    with volume.guard("eject", exclusive=True):
+        reached("eject: files restored")
+        volume.index.set_note(EJECTING, "1")
+        for path, mode in modes:
+            os.chmod(path, mode)
+        reached("eject: modes restored")
+        former = former_roots(volume)
+        volume.close()
+        doomed = volume.root.with_name(f"{volume.root.name}.ejected-{secrets.token_hex(4)}")
+        try:
+            os.rename(volume.root, doomed)
+        except OSError:  # the root is a mount point, or its parent is not ours
+            doomed = volume.root
+    reached("eject: renamed")
+    remove_former_roots(former)
+    for leftover in {doomed, *leftovers(volume.root)}:
+        shutil.rmtree(leftover, ignore_errors=leftover == volume.root)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Return what an eject that was killed at the very end left beside the root."""
+    return sorted(root.parent.glob(f"{root.name}.ejected-*"))

@@ -1,0 +1,106 @@
+"""The SQL for files outside the store: remembered hashes, known folders, files seen by size."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from smartcache.store.database import Database
+from smartcache.store.digest import Algorithm
+from smartcache.store.records import Memo, Sighting
+from smartcache.store.schema import signed
+from smartcache.store.statkey import StatKey
+
+_MEMO_COLUMNS: dict[Algorithm, str] = {
+    "blake3": "blake3",
+    "sha256": "sha256",
+    "xet": "xet",
+    "git-sha1": "git_sha1",
+}
+_COLUMNS = ", ".join(_MEMO_COLUMNS.values())
+_Row = tuple[int, int, int, int, bytes | None, bytes | None, bytes | None, bytes | None]
+
+
+class FileMemory(Database):
+    """What is known of files that are not blobs."""
+
+    def memo(self, filesystem: str, inode: int) -> Memo | None:
+        """Return the remembered hashes of a file."""
+        return self.memos(filesystem, [inode]).get(signed(inode))
+
+    def memos(self, filesystem: str, inodes: Iterable[int]) -> dict[int, Memo]:
+        """Return the remembered hashes of files of one filesystem, by inode."""
+        sql = (
+            f"SELECT inode, size, mtime_ns, ctime_ns, racy, {_COLUMNS} FROM memos"
+            " WHERE filesystem = ? AND inode IN (SELECT value FROM json_each(?))"
+        )
+        wanted = json.dumps([signed(inode) for inode in inodes])
+        return {row[0]: _memo(row[1:]) for row in self._all(sql, filesystem, wanted)}
+
+    def put_memo(self, filesystem: str, inode: int, memo: Memo) -> None:
+        """Remember hashes of a file; they replace what was known of it."""
+        raw = [memo.values.get(name) for name in _MEMO_COLUMNS]
+        hashes = [None if value is None else bytes.fromhex(value) for value in raw]
+        key = memo.key
+        sql = "INSERT OR REPLACE INTO memos VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        values = (
+            filesystem,
+            signed(inode),
+            key.size,
+            key.mtime_ns,
+            key.ctime_ns,
+            int(memo.is_racy),
+        )
+        self._run(sql, *values, *hashes)
+
+    def set_folder(self, path: Path, *, program: str, given: bool) -> int:
+        """Insert or renew a known folder; return its id."""
+        sql = (
+            "INSERT INTO folders (path, program, given, walked_at) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (path) DO UPDATE SET program = excluded.program, given = excluded.given,"
+            " walked_at = excluded.walked_at RETURNING id"
+        )
+        values = (os.fsencode(path), program, int(given), int(time.time()))
+        return int(self._value(sql, *values))
+
+    def replace_sightings(self, folder: int, sightings: Iterable[Sighting]) -> int:
+        """Make these the sightings of a folder; return how many."""
+        self._run("DELETE FROM sightings WHERE folder = ?", folder)
+        rows = (
+            (
+                os.fsencode(s.path),
+                folder,
+                s.size,
+                s.filesystem,
+                signed(s.inode),
+                s.key.mtime_ns,
+                s.key.ctime_ns,
+            )
+            for s in sightings
+        )
+        sql = "INSERT OR REPLACE INTO sightings VALUES (?, ?, ?, ?, ?, ?, ?)"
+        return self._run_many(sql, rows)
+
+    def sightings_of_size(self, size: int) -> list[Sighting]:
+        """Return the files seen with exactly this size."""
+        sql = (
+            "SELECT path, size, filesystem, inode, mtime_ns, ctime_ns FROM sightings"
+            " WHERE size = ? ORDER BY path"
+        )
+        return [
+            Sighting(
+                path=Path(os.fsdecode(path)), size=size, filesystem=fs, inode=inode,
+                key=StatKey(size, mtime_ns, ctime_ns),
+            )
+            for path, size, fs, inode, mtime_ns, ctime_ns in self._all(sql, size)
+        ]  # fmt: skip
+
+
+def _memo(row: _Row) -> Memo:
+    size, mtime_ns, ctime_ns, racy, *hashes = row
+    found = zip(_MEMO_COLUMNS, hashes, strict=True)
+    values = {name: value.hex() for name, value in found if value is not None}
+    return Memo(key=StatKey(size, mtime_ns, ctime_ns), is_racy=bool(racy), values=values)

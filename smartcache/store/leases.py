@@ -1,0 +1,190 @@
+"""One worker per key, among all threads and processes of a host.
+
+A lease is an exclusively locked file in one directory, named by a hash of its key: the kernel frees
+it when the holder dies. The holder removes the file before it unlocks, and whoever then gets the
+lock of the nameless file sees that its name is gone or names another file, and starts again: so a
+holder always has the file that bears the name, and there is only one. Within a process a table lets
+one thread per key go to the kernel, and knows when a thread asks for what it holds itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from blake3 import blake3
+
+from smartcache.errors import LeaseTimeoutError, StoreError
+from smartcache.store.flock import (
+    Descriptor,
+    Patience,
+    holder_text,
+    read_holder,
+    refusal,
+    try_lock,
+    write_note,
+)
+from smartcache.store.locks import Claim, OnWait, wait_for_claim
+
+_NAME_CHARACTERS = 32
+_UNSPOKEN = 0.004
+"""Seconds a wait for another thread lasts before it is worth a word."""
+_ANOTHER_THREAD = "another thread of this process"
+_SLICE = 1.0
+"""Longest single wait for another thread: on Windows an endless one would not hear Ctrl-C."""
+
+
+class Leases:
+    """The leases of one directory, which is made when the first is taken."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(os.path.abspath(directory))
+
+    def hold(
+        self,
+        keys: str | Iterable[str],
+        *,
+        what: str = "",
+        timeout: float | None = None,
+        on_wait: OnWait | None = None,
+    ) -> AbstractContextManager[None]:
+        """Be the only holder of every key, for the length of a `with` block.
+
+        Ask for all keys at once: they are taken in sorted order, so callers cannot wait for each
+        other in a circle. A thread that asks for a key it holds gets a StoreError, for it would
+        wait for itself. `on_wait` hears once per key who holds it; LeaseTimeoutError (with `key`
+        and `holder`) when not all are taken within `timeout` seconds, and then none is.
+        """
+        wanted = {keys} if isinstance(keys, str) else set(keys)
+        return self._hold_all(sorted(wanted), what, Patience(timeout, on_wait))
+
+    def busy(self, key: str) -> str | None:
+        """Return who holds a key, in words; None: nobody. It may have changed when you read it."""
+        return _who_holds(self._path(key))
+
+    @contextlib.contextmanager
+    def _hold_all(self, keys: list[str], what: str, patience: Patience) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for key in keys:
+                patience.start_next()
+                stack.enter_context(self._hold_one(key, what, patience))
+            yield
+
+    @contextlib.contextmanager
+    def _hold_one(self, key: str, what: str, patience: Patience) -> Iterator[None]:
+        path = self._path(key)
+        with _one_thread(path, key, patience):
+            claim = wait_for_claim(path, patience, name=_name(key))
+            if not isinstance(claim, Claim):
+                raise _timeout(key, claim, patience)
+            try:
+                write_note(claim.fd, what, key=key)
+                yield
+            finally:
+                claim.release()
+
+    def _path(self, key: str) -> Path:
+        # Keys may be file names, and those may be no valid text.
+        digest = blake3(key.encode("utf-8", "surrogatepass")).hexdigest()
+        return self.directory / digest[:_NAME_CHARACTERS]
+
+
+class _Turn:
+    """A thread's right to go to the kernel for a key; the others wait for it to be `over`."""
+
+    __slots__ = ("over", "thread")
+
+    def __init__(self, guard: threading.Lock) -> None:
+        self.thread = threading.get_ident()
+        self.over = threading.Condition(guard)
+
+
+class _Table:
+    """Which thread of this process has its turn at which lease file."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.turns: dict[Path, _Turn] = {}
+
+
+_table = _Table()
+
+
+def _empty_table() -> None:
+    # Another thread may have held the guard of the old one at the moment of the fork.
+    global _table  # noqa: PLW0603
+    _table = _Table()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_empty_table)
+
+
+@contextlib.contextmanager
+def _one_thread(path: Path, key: str, patience: Patience) -> Iterator[None]:
+    """Keep the other threads of this process away from a lease file."""
+    table = _table
+    turn = _Turn(table.guard)
+    try:
+        _wait_for_turn(table, turn, path, key, patience)
+        yield
+    finally:
+        # In a forked child the turn is its parent's.
+        if table is _table:
+            with table.guard:
+                if table.turns.get(path) is turn:
+                    del table.turns[path]
+                    turn.over.notify_all()
+
+
+def _wait_for_turn(table: _Table, turn: _Turn, path: Path, key: str, patience: Patience) -> None:
+    seconds = _UNSPOKEN
+    while True:
+        with table.guard:
+            before = table.turns.setdefault(path, turn)
+            if before is turn:
+                return
+            if before.thread == turn.thread:
+                message = f"This thread already holds {_name(key)} and would wait for itself"
+                raise StoreError(message, key=key)
+            remaining = patience.remaining
+            if remaining is None or remaining > 0:
+                before.over.wait(seconds if remaining is None else min(seconds, remaining))
+            if table.turns.get(path) is not before:
+                continue
+        # The thread that has its turn may itself be waiting for another process.
+        holder = _who_holds(path) or _ANOTHER_THREAD
+        if remaining is not None and remaining <= 0:
+            raise _timeout(key, holder, patience)
+        patience.say(f"{_name(key)} is held by {holder}")
+        seconds = _SLICE
+
+
+def _who_holds(path: Path) -> str | None:
+    text = os.fspath(path)
+    try:
+        descriptor = Descriptor(text, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise refusal(text, error) from error
+    try:
+        if try_lock(descriptor.fd, exclusive=False):
+            return None
+        return holder_text(read_holder(descriptor.fd))
+    finally:
+        descriptor.close()
+
+
+def _name(key: str) -> str:
+    return f"the lease on {key!r}"
+
+
+def _timeout(key: str, holder: str, patience: Patience) -> LeaseTimeoutError:
+    message = f"Gave up after {patience.timeout:g} s: {_name(key)} is held by {holder}"
+    return LeaseTimeoutError(message, key=key, holder=holder)

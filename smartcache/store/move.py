@@ -1,0 +1,343 @@
+"""Move a store to another root; links stay right.
+
+On the same filesystem the two directories change places in one step: the store is at the new root,
+and the old root holds a `moved-to` file and a `blobs` symlink, so that programs and symlinks that
+know the old place still work. On another filesystem every blob is copied and hashed on the way,
+then the old root is switched over, then emptied. What remains to be done after the switch
+(symlinks to point anew, old files to remove) is noted in the index first and finished by the next
+open if this process dies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote_from_bytes, unquote_to_bytes
+
+from smartcache.errors import BlobNotFoundError, DestinationExistsError, NoSpaceError, StoreError
+from smartcache.progress import Progress, silent
+from smartcache.sizes import format_size
+from smartcache.store.blobs import READ_ONLY, explained
+from smartcache.store.copies import copy_verified
+from smartcache.store.digest import hash_file
+from smartcache.store.faults import reached
+from smartcache.store.filesystems import free_bytes, nearest_existing
+from smartcache.store.index import Index
+from smartcache.store.journal import Batch, Change
+from smartcache.store.kernel import exchange, sync_directory
+from smartcache.store.layout import Layout
+from smartcache.store.records import Blob, Trust
+from smartcache.store.swap import beside, swap_in
+from smartcache.store.volume import Volume, all_blobs, has_row
+
+MOVED_FROM = "moved_from"
+"""Note in the index: the old root of a move whose last steps are not done yet."""
+FORMER_ROOTS = "former_roots"
+"""Note in the index: where this store was before; each of these places leads here."""
+_NEW_FORWARDING = ".moved-to-new"
+_MOVING = ".moving"
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovePlan:
+    """Where the store goes, how, and what that costs."""
+
+    root: Path
+    new_root: Path
+    is_rename: bool
+    copied_size: int
+    free_size: int
+    symlinks: int
+    warnings: tuple[str, ...]
+    _execute: Callable[[MovePlan, Progress], Path] = field(repr=False, compare=False)
+
+    @property
+    def freed_size(self) -> int:
+        """A move frees nothing in the end."""
+        return 0
+
+    def execute(self, progress: Progress = silent) -> Path:
+        """Move the store; returns the new root. The `Volume` it was planned with is closed."""
+        return self._execute(self, progress)
+
+
+def plan_move(volume: Volume, new_root: Path) -> MovePlan:
+    """Plan to move a store to a directory that does not exist yet (or is empty)."""
+    new_root = Path(os.path.abspath(new_root))
+    _refuse_bad_target(volume, new_root)
+    place = nearest_existing(new_root)
+    is_rename = os.stat(place).st_dev == volume.device
+    totals = volume.index.totals()
+    copied = 0 if is_rename else totals.allocated
+    warnings = []
+    if not is_rename:
+        warnings.append(
+            "Another filesystem: files that share bytes with the store keep them, unshared"
+        )
+    return MovePlan(
+        root=volume.root, new_root=new_root, is_rename=is_rename, copied_size=copied,
+        free_size=free_bytes(place), symlinks=sum(1 for _ in _symlinks(volume)),
+        warnings=tuple(warnings),
+        _execute=lambda plan, progress: _execute(volume, plan, progress),
+    )  # fmt: skip
+
+
+def _refuse_bad_target(volume: Volume, new_root: Path) -> None:
+    real, old = Path(os.path.realpath(new_root)), Path(os.path.realpath(volume.root))
+    if real == old or real.is_relative_to(old) or old.is_relative_to(real):
+        message = f"{new_root} and {volume.root} lie within each other"
+        raise StoreError(message, hint="Choose a directory outside of the store.")
+    if os.path.lexists(new_root) and not _is_free(new_root, volume):
+        message = f"{new_root} exists and is not empty"
+        raise DestinationExistsError(
+            message, hint="Choose a new or empty directory.", path=new_root
+        )
+
+
+def _is_free(new_root: Path, volume: Volume) -> bool:
+    """Say whether a directory is empty, a former root of this store, or half moved into."""
+    if not new_root.is_dir() or new_root.is_symlink():
+        return False
+    names = set(os.listdir(new_root))
+    if _MOVING in names:
+        return True
+    is_forwarding = names <= {"moved-to", "blobs", _NEW_FORWARDING}
+    if new_root in former_roots(volume):
+        return is_forwarding
+    return is_forwarding and Layout(new_root).forwarding() in (None, volume.root, new_root)
+
+
+def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
+    if plan.copied_size > plan.free_size:
+        message = (
+            f"The store has {format_size(plan.copied_size)}, but"
+            f" {format_size(plan.free_size)} are free at {plan.new_root}; nothing was changed"
+        )
+        raise NoSpaceError(message, needed=plan.copied_size, free=plan.free_size)
+    with explained(plan.new_root.parent):
+        plan.new_root.parent.mkdir(parents=True, exist_ok=True)
+        with volume.leases.hold("move", what="move the store", on_wait=volume.on_wait):
+            if plan.is_rename:
+                _rename(volume, plan.new_root)
+            else:
+                _copy_over(volume, plan.new_root, progress)
+    moved = Volume(plan.new_root, volume.settings, create=False)
+    try:
+        finish_move(moved)
+    finally:
+        moved.close()
+    return plan.new_root
+
+
+def _rename(volume: Volume, new_root: Path) -> None:
+    _write_forwarding(new_root, new_root)
+    reached("move: prepared")
+    with volume.guard("move the store", exclusive=True):
+        volume.index.set_note(MOVED_FROM, quote_path(volume.root))
+        volume.close()
+        reached("move: noted")
+        if not exchange(volume.root, new_root):
+            # Without an exchange there is a moment in which neither root leads to the store.
+            spare = beside(new_root)
+            os.rename(new_root, spare)
+            os.rename(volume.root, new_root)
+            os.rename(spare, volume.root)
+        reached("move: exchanged")
+    sync_directory(new_root.parent)
+
+
+def _write_forwarding(where: Path, target: Path) -> None:
+    """Make a directory into a former root that leads to `target`."""
+    where.mkdir(exist_ok=True)
+    blobs = where / "blobs"
+    if not os.path.lexists(blobs):
+        os.symlink(target / "blobs", blobs)
+    temporary = where / _NEW_FORWARDING
+    temporary.write_bytes(os.fsencode(target) + b"\n")
+    os.replace(temporary, where / "moved-to")
+
+
+def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
+    new = Layout(new_root)
+    new_root.mkdir(exist_ok=True)
+    (new_root / "moved-to").unlink(missing_ok=True)
+    if (new_root / "blobs").is_symlink():
+        (new_root / "blobs").unlink()
+    (new_root / _MOVING).write_bytes(os.fsencode(volume.root))
+    for directory in (new.blobs, new.sets, new.tmp, new.trash, new.bad, new.leases):
+        directory.mkdir(exist_ok=True)
+        directory.chmod(os.stat(volume.layout.blobs).st_mode & 0o7777)
+    reached("move: prepared")
+    copied: set[bytes] = set()
+    with progress("Copying blobs", volume.index.totals().size, "bytes") as job:
+        _copy_blobs(volume, new, copied, job.advance)
+    reached("move: blobs copied")
+    with volume.guard("move the store", exclusive=True):
+        # Only what came in meanwhile: the store's lock is not held while terabytes are copied.
+        _copy_blobs(volume, new, copied, lambda _: None)
+        for digest in (name.hex() for name in copied):
+            if not has_row(volume, digest):
+                os.unlink(new.blob(digest))
+        _copy_rest(volume, new)
+        reached("move: copied")
+        sync_directory(new_root)
+        volume.close()
+        # The switch: from here on the old root leads to the new one.
+        temporary = volume.root / _NEW_FORWARDING
+        temporary.write_bytes(os.fsencode(new_root) + b"\n")
+        os.replace(temporary, volume.layout.moved_to)
+        sync_directory(volume.root)
+        reached("move: switched")
+
+
+def _copy_blobs(
+    volume: Volume, new: Layout, copied: set[bytes], advance: Callable[[int], None]
+) -> None:
+    for blob in all_blobs(volume):
+        name = bytes.fromhex(blob.digest)
+        if name in copied or not blob.is_here:
+            continue
+        target = new.blob(blob.digest)
+        try:
+            if not _is_there(target, blob.digest):
+                _copy_blob(volume, blob, new, target)
+        except BlobNotFoundError:
+            if has_row(volume, blob.digest):
+                raise
+            continue  # pruned in the meantime
+        copied.add(name)
+        advance(blob.size)
+
+
+def _is_there(target: str, digest: str) -> bool:
+    """Say whether a blob was copied already; what a killed move left is proven by its hash."""
+    try:
+        hashes, _ = hash_file(Path(target))
+    except FileNotFoundError:
+        return False
+    if hashes.digest == digest:
+        return True
+    os.unlink(target)
+    return False
+
+
+def _copy_blob(volume: Volume, blob: Blob, new: Layout, target: str) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    temporary = new.new_tmp()
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        copy_verified(volume, blob.digest, descriptor)
+        st = os.stat(volume.layout.blob(blob.digest))
+        os.fchmod(descriptor, st.st_mode & 0o7555 or READ_ONLY)
+        os.utime(descriptor, ns=(st.st_mtime_ns, st.st_mtime_ns))
+        os.fsync(descriptor)
+        os.rename(temporary, target)
+    finally:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+
+
+def _copy_rest(volume: Volume, new: Layout) -> None:
+    """Copy the index, the journal and the side folders, under the exclusive lock."""
+    for name in ("sets", "trash", "bad"):
+        shutil.copytree(volume.root / name, new.root / name, dirs_exist_ok=True)
+    if volume.layout.journal.exists():
+        shutil.copy2(volume.layout.journal, new.journal)
+    new.index.unlink(missing_ok=True)
+    volume.index.backup(new.index)
+    index = Index(new.index, wal=True)
+    try:
+        with index.write(durable=True):
+            index.set_note(MOVED_FROM, quote_path(volume.root))
+            for blob in all_blobs(volume):
+                if blob.is_here:
+                    index.refresh(
+                        blob.id, os.stat(new.blob(blob.digest)), Trust.VERIFIED, synced=True
+                    )
+    finally:
+        index.close()
+    for name in ("CACHEDIR.TAG", "format"):
+        shutil.copy2(volume.root / name, new.root / name)
+
+
+def finish_move(volume: Volume) -> None:
+    """Point symlinks at the new root and clear the old one, if a move was just made."""
+    note = volume.index.note(MOVED_FROM)
+    if note is None:
+        return
+    old = Layout(Path(os.fsdecode(unquote_to_bytes(note))))
+    with volume.batch("mv") as batch:
+        for path, digest in list(_symlinks(volume)):
+            _point_anew(path, old.blob(digest), volume.layout.blob(digest), digest, batch)
+    reached("move: symlinks pointed")
+    if old.forwarding() == volume.root:
+        _clear_old_root(old, volume.root)
+    former = [*former_roots(volume), old.root]
+    volume.index.set_note(
+        FORMER_ROOTS, " ".join(quote_path(root) for root in dict.fromkeys(former))
+    )
+    (volume.root / _MOVING).unlink(missing_ok=True)
+    volume.index.set_note(MOVED_FROM, None)
+    reached("move: finished")
+
+
+def former_roots(volume: Volume) -> list[Path]:
+    """Return the places this store was at before."""
+    note = volume.index.note(FORMER_ROOTS) or ""
+    return [Path(os.fsdecode(unquote_to_bytes(text))) for text in note.split()]
+
+
+def remove_former_roots(roots: list[Path]) -> None:
+    """Remove the directories that lead from former roots to a store that is no more."""
+    for root in roots:
+        (root / "moved-to").unlink(missing_ok=True)
+        if (root / "blobs").is_symlink():
+            (root / "blobs").unlink()
+        with suppress(OSError):  # somebody put something there
+            root.rmdir()
+
+
+def quote_path(path: Path) -> str:
+    """Return a path as plain text that any database can hold."""
+    return quote_from_bytes(os.fsencode(path))
+
+
+def _clear_old_root(old: Layout, new_root: Path) -> None:
+    for name in os.listdir(old.root):
+        path = old.root / name
+        if name == "moved-to" or path.is_symlink():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    _write_forwarding(old.root, new_root)
+
+
+def _point_anew(path: Path, old_target: str, new_target: str, digest: str, batch: Batch) -> None:
+    try:
+        st = os.lstat(path)
+        if not path.is_symlink() or os.readlink(path) != old_target:
+            return
+    except FileNotFoundError:
+        return
+    temporary = beside(path)
+    note = Change(op="own", path=path, digest=digest, size=0, temporary=temporary)
+    batch.begin([note])
+    os.symlink(new_target, temporary)
+    reached("move: temporary made")
+    swap_in(temporary, path, st.st_ino)
+    temporary.unlink(missing_ok=True)
+    batch.end(note, "done")
+
+
+def _symlinks(volume: Volume) -> Iterator[tuple[Path, str]]:
+    after = ""
+    while page := volume.index.links_after(after, _PAGE, kind="symlink"):
+        after = str(page[-1].path)
+        yield from ((link.path, link.digest) for link in page)

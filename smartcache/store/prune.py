@@ -1,0 +1,272 @@
+"""Remove blobs that only smartcache holds and nobody wants any more.
+
+A blob may go only if the store's name is its last link, no live owner holds it and no recorded
+symlink points at it. All of that is looked up again, under the exclusive lock, right before each
+removal. The row goes first and durably, then the file: a crash leaves an unindexed blob, never a
+row that lies. What is reported as freed are the blocks of inodes whose last link went.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from smartcache.errors import PruneRefusedError
+from smartcache.progress import Progress, silent
+from smartcache.sizes import format_size
+from smartcache.store.faults import reached
+from smartcache.store.index import allocated_bytes
+from smartcache.store.owners import live_holders, living_symlinks
+from smartcache.store.records import Blob
+from smartcache.store.volume import Volume
+
+CHUNK_BLOBS = 64
+REBUILT = "rebuilt_at"
+"""Note in the index: it was made again from the disk and may lack owners and symlinks."""
+
+Reason = Literal["unowned", "over size", "unused", "trash", "bad"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """One blob (or trashed or damaged file) that would be removed."""
+
+    digest: str
+    size: int
+    allocated: int
+    reason: Reason
+    used_at: datetime | None = None
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneResult:
+    """What was really done."""
+
+    removed: int
+    freed_size: int
+    kept: int
+    """Victims that turned out to be wanted again when their turn came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What `prune` would remove; `execute` reports what really came back."""
+
+    victims: tuple[Victim, ...]
+    held_size: int
+    """Bytes that stay because an owner or a symlink holds them."""
+    warnings: tuple[str, ...] = ()
+    _execute: Callable[[PrunePlan, Progress], PruneResult] = field(repr=False, compare=False)
+
+    @property
+    def freed_size(self) -> int:
+        """The bytes this plan expects the filesystem to give back."""
+        return sum(victim.allocated for victim in self.victims)
+
+    def execute(self, progress: Progress = silent) -> PruneResult:
+        """Remove the victims, each checked again right before."""
+        return self._execute(self, progress)
+
+
+def plan_prune(
+    volume: Volume,
+    *,
+    max_size: int | None = None,
+    unused_for: timedelta | None = None,
+    drop_away: bool = False,
+    after_rebuild: bool = False,
+    with_bad: bool = False,
+) -> PrunePlan:
+    """Choose what may go: all unowned blobs, those unused for an age, or the oldest.
+
+    `drop_away` counts owners on drives that are not mounted as gone; `after_rebuild` allows
+    pruning with an index that was rebuilt and not yet completed by a scan.
+    """
+    if volume.index.note(REBUILT) is not None and not after_rebuild:
+        message = (
+            "The index was rebuilt from the disk: pins, owners and symlinks may be missing from it"
+        )
+        hint = "Look at 'smartcache ls', pin what you need, then allow it with --after-rebuild."
+        raise PruneRefusedError(message, hint=hint)
+    free, held_size, warnings = _sort_out(volume, drop_away=drop_away)
+    victims = _choose(free, held_size, max_size=max_size, unused_for=unused_for, warnings=warnings)
+    victims += _files(volume.layout.trash, "trash")
+    if with_bad:
+        victims += _files(volume.layout.bad, "bad")
+    return PrunePlan(
+        victims=tuple(victims), held_size=held_size, warnings=tuple(warnings),
+        _execute=lambda plan, progress: _execute(volume, plan, progress, drop_away=drop_away),
+    )  # fmt: skip
+
+
+def is_wanted(volume: Volume, blob: Blob, *, drop_away: bool = False) -> bool:
+    """Say whether an owner or a symlink keeps a blob alive, checked against the disk now."""
+    states = {state for _, state in live_holders(volume, blob)}
+    is_held = "live" in states or ("away" in states and not drop_away)
+    return is_held or bool(living_symlinks(volume, blob))
+
+
+def _sort_out(volume: Volume, *, drop_away: bool) -> tuple[list[Blob], int, list[str]]:
+    """Split what only smartcache holds into free (oldest first) and held; name who is away."""
+    free: list[Blob] = []
+    held_size = 0
+    away: set[str] = set()
+    for blob in volume.index.blobs(order="oldest"):
+        allocated = _held_alone(volume, blob)
+        if allocated is None:
+            continue
+        holders = live_holders(volume, blob)
+        away |= {str(owner) for owner, state in holders if state == "away"}
+        if is_wanted(volume, blob, drop_away=drop_away):
+            held_size += allocated
+        else:
+            free.append(replace(blob, allocated=allocated))
+    verb = "is not mounted or was removed as a whole"
+    kept = "; what it owns counts as gone" if drop_away else "; what it owns is kept"
+    return free, held_size, [f"{name} {verb}{kept}" for name in sorted(away)]
+
+
+def _held_alone(volume: Volume, blob: Blob) -> int | None:
+    """Return the bytes of a blob whose last link is the store's, as of now; else None."""
+    try:
+        st = os.stat(volume.layout.blob(blob.digest))
+    except FileNotFoundError:
+        return None
+    is_ours = st.st_nlink == 1 and volume.may_remove(st)
+    return allocated_bytes(st) if is_ours else None
+
+
+def _choose(
+    free: list[Blob],
+    held_size: int,
+    *,
+    max_size: int | None,
+    unused_for: timedelta | None,
+    warnings: list[str],
+) -> list[Victim]:
+    if unused_for is not None:
+        limit = datetime.now(UTC) - unused_for
+        old = [blob for blob in free if blob.used_at < limit]
+    else:
+        old = free if max_size is None else []
+    victims = [_victim(blob, "unused" if unused_for is not None else "unowned") for blob in old]
+    if max_size is None:
+        return victims
+    taken = {blob.digest for blob in old}
+    excess = held_size + sum(blob.allocated for blob in free if blob.digest not in taken) - max_size
+    for blob in free:
+        if excess <= 0:
+            break
+        if blob.digest not in taken:
+            victims.append(_victim(blob, "over size"))
+            excess -= blob.allocated
+    if excess > 0:
+        size = format_size(excess)
+        warnings.append(f"{size} above the maximum size are held by owners or pins and stay")
+    return victims
+
+
+def _victim(blob: Blob, reason: Reason) -> Victim:
+    return Victim(
+        digest=blob.digest,
+        size=blob.size,
+        allocated=blob.allocated,
+        reason=reason,
+        used_at=blob.used_at,
+    )
+
+
+def _files(directory: Path, reason: Reason) -> list[Victim]:
+    victims = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            st = entry.stat(follow_symlinks=False)
+            allocated = allocated_bytes(st) if st.st_nlink == 1 else 0
+            digest = entry.name.partition(".")[0]
+            victims.append(
+                Victim(
+                    digest=digest,
+                    size=st.st_size,
+                    allocated=allocated,
+                    reason=reason,
+                    path=Path(entry.path),
+                )
+            )
+    return victims
+
+
+def _execute(
+    volume: Volume, plan: PrunePlan, progress: Progress, *, drop_away: bool
+) -> PruneResult:
+    removed = freed = kept = 0
+    volume.give_up_reserve()  # on a full disk even the removal of rows needs room
+    with progress("Pruning", len(plan.victims)) as job:
+        for start in range(0, len(plan.victims), CHUNK_BLOBS):
+            chunk = plan.victims[start : start + CHUNK_BLOBS]
+            with volume.guard("prune", exclusive=True):
+                gone = _remove_rows(volume, chunk, drop_away=drop_away)
+                reached("prune: rows removed")
+                for path in gone:
+                    freed += unlink_measured(path)
+                    removed += 1
+                    reached("prune: blob removed")
+            kept += len(chunk) - len(gone)
+            job.advance(len(chunk))
+    _note_emptied_trash(volume, plan)
+    volume.make_reserve()
+    return PruneResult(removed=removed, freed_size=freed, kept=kept)
+
+
+def _note_emptied_trash(volume: Volume, plan: PrunePlan) -> None:
+    """Note in the journal what cannot be brought back from the trash any more."""
+    emptied = {victim.digest for victim in plan.victims if victim.reason == "trash"}
+    if not emptied:
+        return
+    with volume.batch("prune") as batch:
+        for change in volume.journal.open_changes():
+            if change.op == "forget" and change.digest in emptied:
+                batch.end(change, "gone")
+
+
+def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool) -> list[str]:
+    """Forget the victims that are still free, durably; return the files to unlink."""
+    paths = []
+    with volume.index.write(durable=True):
+        for victim in victims:
+            blob = volume.index.blob(victim.digest)
+            if victim.path is not None:
+                if victim.reason == "trash" and blob is not None and not blob.is_here:
+                    volume.index.drop_blob(blob.id)
+                paths.append(str(victim.path))
+                continue
+            path = volume.layout.blob(victim.digest)
+            try:
+                st = os.stat(path)
+            except FileNotFoundError:
+                continue
+            if blob is None or st.st_nlink > 1 or not volume.may_remove(st):
+                continue
+            if is_wanted(volume, blob, drop_away=drop_away):
+                continue
+            volume.index.drop_blob(blob.id)
+            paths.append(path)
+    return paths
+
+
+def unlink_measured(path: str | Path) -> int:
+    """Remove a name; return the bytes the filesystem gives back (0 while links remain)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:
+        return 0
+    try:
+        before = os.fstat(descriptor)
+        os.unlink(path)
+        return allocated_bytes(before) if os.fstat(descriptor).st_nlink == 0 else 0
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,343 @@
+"""Replace a file that has a blob's bytes by a hard link to it: atomic, journaled, undoable.
+
+The name exists at every moment and always shows the same bytes. The order of steps closes the
+windows in which a write could be lost: a read lease proves that nobody writes; the journal line
+comes first; names are exchanged, not removed; the old file is kept under a temporary name until,
+at the end of the batch, a second lease proves that no writer slipped in. A writer who did gets the
+file back (`give_back`), with everything that was written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from smartcache.errors import (
+    FileBusyError,
+    FileChangedError,
+    FileSkippedError,
+    SmartcacheError,
+)
+from smartcache.store.adopt import CHUNK_FILES
+from smartcache.store.blobs import explained
+from smartcache.store.copies import rotate
+from smartcache.store.faults import reached
+from smartcache.store.hold import Held, hold, refuse_unsuitable
+from smartcache.store.index import allocated_bytes
+from smartcache.store.journal import Batch, Change
+from smartcache.store.kernel import drop_lease, exchange, lease_intact, link_fd, take_lease
+from smartcache.store.links import renew, unchanged
+from smartcache.store.memos import Known, hash_all
+from smartcache.store.proof import checked
+from smartcache.store.statkey import StatKey
+from smartcache.store.swap import beside, swap_in
+from smartcache.store.volume import Volume
+
+MOST_LINKS = 60_000
+"""Rotate before ext4's 65,000, so that no link fails inside a transaction."""
+
+GRACE_SECONDS = 0.01
+"""A writer may wait for the scheduler between looking a name up and opening it."""
+
+Outcome = Literal["replaced", "present", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """What became of one file. `freed` is what the filesystem gave back."""
+
+    path: Path
+    outcome: Outcome
+    digest: str = ""
+    freed: int = 0
+    error: Exception | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    file: Held
+    digest: str
+    change: Change
+    temporary: Path
+    blob_inode: int = -1
+    swapped: StatKey | None = None
+    error: Exception | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+
+def replace_many(
+    volume: Volume, files: Iterable[tuple[Path, str]], *, batch: Batch, owner: int | None = None
+) -> Iterator[Replacement]:
+    """Replace (path, digest) pairs by hard links; what cannot be is returned with its reason."""
+    remaining = ((Path(os.path.abspath(path)), digest) for path, digest in files)
+    postponed: list[tuple[Path, str]] = []
+    while chunk := postponed + list(islice(remaining, CHUNK_FILES - len(postponed))):
+        held: list[tuple[Held, str]] = []
+        postponed, inodes = [], set()
+        known = hash_all(volume, [path for path, _ in chunk])
+        try:
+            for path, digest in chunk:
+                found = _examine(volume, path, digest, known.get(path))
+                if isinstance(found, Replacement):
+                    _let_own(volume, found, owner)
+                    yield found
+                elif found.st.st_ino in inodes:
+                    # Two names of one file: replacing one moves the change time of the other.
+                    found.release()
+                    postponed.append((path, digest))
+                else:
+                    inodes.add(found.st.st_ino)
+                    held.append((found, digest))
+            results: list[Replacement] = []
+            if held:
+                with explained(volume.root):
+                    results = _replace_chunk(volume, held, batch, owner)
+        finally:
+            for file, _ in held:
+                file.release()
+        yield from results
+
+
+def _examine(volume: Volume, path: Path, digest: str, known: Known | None) -> Held | Replacement:
+    """Prove that a file has a blob's bytes and that nobody writes it; else say why not."""
+    try:
+        checked(volume, digest)
+        st = os.lstat(path)
+        refuse_unsuitable(path, st)
+        if not volume.is_here(st):
+            message = f"{path} is on another filesystem than the blob"
+            raise FileSkippedError(message, reason="other filesystem", path=path)
+        blob_st = os.stat(volume.layout.blob(digest))
+        if os.path.samestat(st, blob_st):
+            return Replacement(path=path, outcome="present", digest=digest)
+        _refuse_visible_change(path, st, blob_st)
+        if blob_st.st_nlink >= MOST_LINKS:
+            rotate(volume, digest)
+        file = hold(volume, path, known=known)
+    except (SmartcacheError, OSError) as error:
+        return Replacement(path=path, outcome="skipped", digest=digest, error=error)
+    try:
+        _refuse_wrong_bytes(file, digest)
+    except FileSkippedError as error:
+        file.release()
+        return Replacement(path=path, outcome="skipped", digest=digest, error=error)
+    return file
+
+
+def _let_own(volume: Volume, found: Replacement, owner: int | None) -> None:
+    """Record a file that was the blob's link already."""
+    blob = volume.index.blob(found.digest) if found.outcome == "present" else None
+    if blob is not None:
+        path, inode = str(found.path), os.lstat(found.path).st_ino
+        _record(volume, blob.id, path, inode, owner)
+
+
+def _record(volume: Volume, blob: int, path: str, inode: int, owner: int | None) -> None:
+    with volume.index.write():
+        volume.index.add_link(
+            path, blob, kind="hardlink", filesystem=volume.filesystem, inode=inode, owner=owner
+        )
+        if owner is not None:
+            volume.index.hold(owner, blob)
+
+
+def _refuse_wrong_bytes(file: Held, digest: str) -> None:
+    path = file.path
+    if file.hashes.digest != digest:
+        message = f"{path} has not the bytes of blob {digest[:12]}"
+        raise FileSkippedError(message, reason="different", path=path)
+    if not file.is_proven:
+        raise FileChangedError(f"{path} was changed a moment ago", path=path)
+
+
+def _refuse_visible_change(path: Path, st: os.stat_result, blob_st: os.stat_result) -> None:
+    """Raise if a link would show another owner, other permissions or attributes."""
+    reason = ""
+    if (st.st_uid, st.st_gid) != (blob_st.st_uid, blob_st.st_gid):
+        reason = "different owner or group"
+    elif stat.S_IMODE(st.st_mode) & 0o7555 != stat.S_IMODE(blob_st.st_mode) & 0o7555:
+        reason = "different permissions"
+    elif _attributes(path):
+        reason = "has extended attributes"
+    if reason:
+        raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
+
+
+def _attributes(path: Path) -> list[str]:
+    if not hasattr(os, "listxattr"):
+        return []
+    try:
+        names: list[str] = os.listxattr(path, follow_symlinks=False)
+    except OSError:
+        return []
+    return [name for name in names if not name.startswith("security.")]
+
+
+def _replace_chunk(
+    volume: Volume, held: list[tuple[Held, str]], batch: Batch, owner: int | None
+) -> list[Replacement]:
+    changes = [
+        Change.before("replace", file.path, digest, file.st, temporary=beside(file.path),
+                      kind="hardlink", filesystem=volume.filesystem)
+        for file, digest in held
+    ]  # fmt: skip
+    works = [
+        _Work(file=file, digest=digest, change=change, temporary=change.temporary or file.path)
+        for (file, digest), change in zip(held, batch.begin(changes), strict=True)
+    ]
+    reached("replace: journaled")
+    results: list[Replacement] = []
+    try:
+        with volume.guard("replace"), volume.index.write():
+            for work in works:
+                try:
+                    _swap(volume, work, owner)
+                except (SmartcacheError, OSError) as error:
+                    work.error = _as_skipped(work.path, error)
+        time.sleep(GRACE_SECONDS)
+        results.extend(_finish(volume, work, batch) for work in works)
+    finally:
+        # Ctrl-C or a full disk in the middle: what is not finished is taken back.
+        for work in works[len(results) :]:
+            take_back(work.path, work.temporary, work.blob_inode)
+            batch.end(work.change, "back")
+        batch.flush()
+    return results
+
+
+def _as_skipped(path: Path, error: Exception) -> Exception:
+    """Word the errors that hold for one file only."""
+    if isinstance(error, OSError) and error.errno == errno.EXDEV:
+        message = f"{path} is on another mount than the blob"
+        return FileSkippedError(message, reason="other filesystem", path=path)
+    return error
+
+
+def _swap(volume: Volume, work: _Work, owner: int | None) -> None:
+    """Exchange the file and a link to the blob, inside a transaction: the row stays true."""
+    blob, before = unchanged(volume, work.digest)
+    if blob is None or before is None:
+        raise FileChangedError(
+            f"Blob {work.digest[:12]} changed; nothing was replaced", path=work.path
+        )
+    work.blob_inode = before.st_ino
+    os.link(volume.layout.blob(work.digest), work.temporary)
+    reached("replace: temporary linked")
+    _exchange(work)
+    reached("replace: exchanged")
+    renew(volume, blob, before)
+    if not work.file.is_untouched(os.lstat(work.temporary)):
+        give_back(work.path, work.temporary, work.blob_inode)
+        raise FileChangedError(f"{work.path} was written to; it was left as it is", path=work.path)
+    work.swapped = StatKey.of(os.fstat(work.file.fd))
+    work.file.drop_lease()
+    _record(volume, blob.id, str(work.path), before.st_ino, owner)
+
+
+def _exchange(work: _Work) -> None:
+    """Let `path` and the temporary name change places; the name `path` exists at every moment."""
+    if exchange(work.temporary, work.path):
+        return
+    # No RENAME_EXCHANGE here: keep the old file under a third name, rename over, rename that.
+    spare = work.temporary.with_name(work.temporary.name + "-old")
+    os.link(work.path, spare)
+    try:
+        same = os.path.samestat(os.lstat(spare), work.file.st)
+        if not same:
+            raise FileChangedError(f"{work.path} was replaced meanwhile", path=work.path)
+        os.rename(work.temporary, work.path)
+        os.rename(spare, work.temporary)
+    except BaseException:
+        spare.unlink(missing_ok=True)
+        work.temporary.unlink(missing_ok=True)
+        raise
+
+
+def _finish(volume: Volume, work: _Work, batch: Batch) -> Replacement:
+    """Remove the old file once it is certain that nobody wrote to it; else give it back."""
+    error = work.error
+    if error is None:
+        try:
+            freed = settle_swap(
+                work.path, work.temporary, work.blob_inode, work.swapped, fd=work.file.fd
+            )
+            reached("replace: old removed")
+            batch.end(work.change, "done")
+            return Replacement(path=work.path, outcome="replaced", digest=work.digest, freed=freed)
+        except (FileSkippedError, OSError) as raised:
+            error = raised
+    take_back(work.path, work.temporary, work.blob_inode)
+    batch.end(work.change, "back")
+    if _is_link_of(work.path, work.blob_inode):
+        # Another process has replaced it in the meantime.
+        return Replacement(path=work.path, outcome="present", digest=work.digest)
+    volume.index.drop_link(work.path)
+    return Replacement(path=work.path, outcome="skipped", digest=work.digest, error=error)
+
+
+def _is_link_of(path: Path, inode: int) -> bool:
+    try:
+        return os.lstat(path).st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def settle_swap(
+    path: Path, temporary: Path, blob_inode: int, swapped: StatKey | None, *, fd: int
+) -> int:
+    """Unlink the old file under its temporary name, or give it back and raise; return bytes freed.
+
+    `swapped` is the old file's stat key right after the exchange, or None if it is not known.
+    """
+    lease = take_lease(fd)
+    try:
+        if lease == "busy" or StatKey.of(os.fstat(fd)) != swapped:
+            give_back(path, temporary, blob_inode)
+            raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
+        os.unlink(temporary)
+        if lease == "held" and not lease_intact(fd):
+            # The writer that broke the lease holds an inode without a name: give it back.
+            _relink(fd, path, blob_inode)
+            raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
+    finally:
+        if lease == "held":
+            drop_lease(fd)
+    st = os.fstat(fd)
+    return allocated_bytes(st) if st.st_nlink == 0 else 0
+
+
+def _relink(fd: int, path: Path, blob_inode: int) -> None:
+    rescue = beside(path)
+    link_fd(fd, rescue)
+    give_back(path, rescue, blob_inode)
+
+
+def give_back(path: Path, temporary: Path, blob_inode: int) -> None:
+    """Put the old file back under its name and remove our link; what others put there stays.
+
+    Where the name was deleted or renamed over meanwhile, the old file is superseded and goes.
+    """
+    if not swap_in(temporary, path, blob_inode):
+        temporary.unlink(missing_ok=True)
+
+
+def take_back(path: Path, temporary: Path, blob_inode: int) -> None:
+    """Take a replacement back that got no further than the two names: as it was before."""
+    try:
+        is_our_link = os.lstat(temporary).st_ino == blob_inode
+    except FileNotFoundError:
+        return
+    if is_our_link:
+        temporary.unlink()
+    else:
+        give_back(path, temporary, blob_inode)

@@ -1,0 +1,229 @@
+"""The tables of the index, how they are opened, and how an older index becomes a current one.
+
+Paths are BLOBs (file names need not be UTF-8), digests are 32 raw bytes, times are Unix seconds,
+and inode numbers are stored as signed 64-bit integers (`signed`). Nothing here knows what the rows
+are for.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote_from_bytes
+
+from smartcache.errors import (
+    BlobNotFoundError,
+    IndexDamagedError,
+    NoSpaceError,
+    StoreError,
+    StoreFormatError,
+    StoreUnwritableError,
+)
+from smartcache.store.filesystems import free_bytes
+from smartcache.store.flock import open_to_directory_writers
+
+BUSY_SECONDS = 60.0
+_SCARCE = 1 << 20
+"""With less free than this, an I/O error means that SQLite found no room for its shared memory."""
+
+_VERSION_1 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE blobs (
+    id        INTEGER PRIMARY KEY,
+    digest    BLOB NOT NULL UNIQUE,
+    size      INTEGER NOT NULL,
+    allocated INTEGER NOT NULL,   -- bytes of disk blocks
+    inode     INTEGER NOT NULL,
+    mtime_ns  INTEGER NOT NULL,
+    ctime_ns  INTEGER NOT NULL,
+    links     INTEGER NOT NULL,   -- hard links, the store's own name included
+    trust     INTEGER NOT NULL,   -- records.Trust: verified, relinked, unproven, lost
+    unsynced  TEXT,               -- boot in which bytes were adopted that we did not fsync
+    added_at  INTEGER NOT NULL,
+    used_at   INTEGER NOT NULL
+);
+CREATE INDEX blobs_inode ON blobs (inode);
+
+CREATE TABLE aliases (
+    algorithm TEXT NOT NULL,
+    value     BLOB NOT NULL,
+    blob      INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
+    PRIMARY KEY (algorithm, value)
+) WITHOUT ROWID;
+CREATE INDEX aliases_blob ON aliases (blob);
+
+CREATE TABLE owners (
+    id         INTEGER PRIMARY KEY,
+    kind       TEXT NOT NULL,
+    name       BLOB NOT NULL,     -- may be a path, which need not be UTF-8
+    path       BLOB,              -- what must exist for the owner to be live; NULL: always live
+    root       BLOB,              -- the directory whose absence means "unmounted", not "deleted"
+    filesystem TEXT,
+    made_at    INTEGER NOT NULL,
+    UNIQUE (kind, name)
+);
+
+CREATE TABLE holds (
+    owner INTEGER NOT NULL REFERENCES owners (id) ON DELETE CASCADE,
+    blob  INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
+    PRIMARY KEY (owner, blob)
+) WITHOUT ROWID;
+CREATE INDEX holds_blob ON holds (blob);
+
+CREATE TABLE links (
+    path       BLOB PRIMARY KEY,
+    blob       INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
+    kind       TEXT NOT NULL,
+    filesystem TEXT NOT NULL,     -- of the directory the link is in
+    inode      INTEGER NOT NULL,
+    owner      INTEGER REFERENCES owners (id) ON DELETE SET NULL,
+    made_at    INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX links_blob ON links (blob);
+CREATE INDEX links_owner ON links (owner);
+
+CREATE TABLE folders (
+    id        INTEGER PRIMARY KEY,
+    path      BLOB NOT NULL UNIQUE,
+    program   TEXT NOT NULL,
+    given     INTEGER NOT NULL,   -- 1: the user gave it to smartcache, 0: merely discovered
+    walked_at INTEGER NOT NULL
+);
+
+CREATE TABLE sightings (
+    path       BLOB PRIMARY KEY,
+    folder     INTEGER NOT NULL REFERENCES folders (id) ON DELETE CASCADE,
+    size       INTEGER NOT NULL,
+    filesystem TEXT NOT NULL,
+    inode      INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX sightings_size ON sightings (size);
+CREATE INDEX sightings_folder ON sightings (folder);
+
+CREATE TABLE memos (
+    filesystem TEXT NOT NULL,
+    inode      INTEGER NOT NULL,
+    size       INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL,
+    racy       INTEGER NOT NULL,
+    blake3     BLOB,
+    sha256     BLOB,
+    xet        BLOB,
+    git_sha1   BLOB,
+    PRIMARY KEY (filesystem, inode)
+) WITHOUT ROWID;
+CREATE INDEX memos_blake3 ON memos (blake3) WHERE blake3 IS NOT NULL;
+
+CREATE TABLE volumes (
+    path       BLOB PRIMARY KEY,
+    filesystem TEXT NOT NULL,
+    added_at   INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1,)
+"""MIGRATIONS[n] turns version n into version n + 1, in one transaction."""
+
+VERSION = len(MIGRATIONS)
+
+
+def signed(inode: int) -> int:
+    """Return an unsigned 64-bit inode number as SQLite can hold it."""
+    return inode - (1 << 64) if inode >= 1 << 63 else inode
+
+
+def connect(path: Path, *, wal: bool, create: bool) -> sqlite3.Connection:
+    """Open the index, bring its schema up to date, and set what every connection needs."""
+    # A path may hold any byte; percent-encoding carries it through the URI.
+    uri = f"file:{quote_from_bytes(os.fsencode(path))}?mode=rw"
+    try:
+        if create:
+            _make_file(path)
+        connection = sqlite3.connect(
+            uri,
+            uri=True,
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            cached_statements=256,
+            check_same_thread=False,  # used by one thread, closed by any
+        )
+        # WAL needs shared memory, which network filesystems do not have: rollback journal there.
+        mode = "WAL" if wal else "DELETE"
+        if str(connection.execute("PRAGMA journal_mode").fetchone()[0]).upper() != mode:
+            connection.execute(f"PRAGMA journal_mode = {mode}")
+        # NORMAL: after power loss the last rows may be missing: an unindexed blob, not a lie.
+        # Removal asks for FULL (see `write`), because a missing deletion would be one.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA cache_size = -16000")
+        migrate(connection, path)
+    except sqlite3.Error as error:
+        raise translated(error, path) from error
+    return connection
+
+
+def _make_file(path: Path) -> None:
+    """Make an empty index where there is none, writable for all who may write the directory.
+
+    SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise StoreUnwritableError(f"Cannot make {path}: {error.strerror}", path=path) from error
+    open_to_directory_writers(descriptor, str(path.parent))
+    os.close(descriptor)
+
+
+def migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Apply the migrations this index lacks; two processes at once apply each once."""
+    while (version := _version(connection)) < VERSION:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            if _version(connection) == version:
+                for statement in _statements(MIGRATIONS[version]):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {version + 1}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+    if version > VERSION:
+        message = f"{path} has schema {version}; this smartcache reads up to {VERSION}"
+        raise StoreFormatError(message, path=path)
+
+
+def translated(error: sqlite3.Error, path: Path) -> StoreError:
+    """Return the error of ours that says what an SQLite error means for the user."""
+    text = str(error)
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    is_io = code == sqlite3.SQLITE_IOERR and free_bytes(path.parent) < _SCARCE
+    if code == sqlite3.SQLITE_FULL or is_io:
+        return NoSpaceError(f"No space left to write {path}", path=path)
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return StoreUnwritableError(f"Cannot write {path}: {text}", path=path)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return IndexDamagedError(f"{path} is damaged: {text}", path=path)
+    if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
+        return BlobNotFoundError("The blob was removed in this moment", path=path)
+    if code == sqlite3.SQLITE_BUSY:
+        hint = "Another process has kept the index locked for a minute; see which with 'fuser'."
+        return StoreError(f"{path} is locked", hint=hint, path=path)
+    return StoreError(f"{path}: {text}", path=path)
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _statements(script: str) -> list[str]:
+    """Split a migration; `executescript` would commit the transaction it runs in."""
+    lines = (line.partition("--")[0] for line in script.splitlines())
+    return [text.strip() for text in "\n".join(lines).split(";") if text.strip()]

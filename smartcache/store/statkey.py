@@ -1,0 +1,52 @@
+"""What `stat` says about a file, as a key that changes whenever its bytes may have changed.
+
+Size and modification time alone are not enough: overwriting and setting the time back is caught by
+the change time only. Making or removing a hard link changes the change time too, so for blobs a
+changed link count explains a changed change time (`judge`); nothing else does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+RACY_NS = 2_000_000_000
+"""A file younger than this when hashed may change again within one tick (FAT ticks in 2 s)."""
+
+Verdict = Literal["same", "relinked", "suspect"]
+
+
+@dataclass(frozen=True, slots=True)
+class StatKey:
+    """Size, modification time and change time, in integers."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, st: os.stat_result) -> StatKey:
+        """Return the key of a stat result."""
+        return cls(st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+
+    def is_racy(self, now_ns: int | None = None) -> bool:
+        """Say whether a change right after `now` could leave this key as it is."""
+        now = time.time_ns() if now_ns is None else now_ns
+        return max(self.mtime_ns, self.ctime_ns) > now - RACY_NS
+
+
+def judge(*, recorded: StatKey, recorded_links: int, current: os.stat_result) -> Verdict:
+    """Compare a blob's recorded stat key with what is on disk now.
+
+    "same": nothing happened. "relinked": somebody made or removed a link, the bytes are as
+    recorded unless somebody also set the clock back: usable, to be hashed again some day.
+    "suspect": hash before use.
+    """
+    if StatKey.of(current) == recorded:
+        return "same"
+    same_content = current.st_size == recorded.size and current.st_mtime_ns == recorded.mtime_ns
+    if same_content and current.st_nlink != recorded_links:
+        return "relinked"
+    return "suspect"

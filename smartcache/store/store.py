@@ -1,0 +1,327 @@
+"""The store: the only class the layers above know.
+
+A `Store` is one volume and knows its neighbours, the volumes on other filesystems. Questions
+(`find`, `open`, `place`) look at all of them; changes to a file happen on the volume of its
+filesystem. Every method that changes a user's file journals it, so that `undo` can give it back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, Literal, Self
+
+from smartcache.config import Settings
+from smartcache.errors import StoreError
+from smartcache.progress import Progress, silent
+from smartcache.store import blobs as _blobs
+from smartcache.store import eject as _eject
+from smartcache.store import forget as _forget
+from smartcache.store import links as _links
+from smartcache.store import move as _move
+from smartcache.store import owners as _owners
+from smartcache.store import proof as _proof
+from smartcache.store import prune as _prune
+from smartcache.store import put as _put
+from smartcache.store import rebuild as _rebuild
+from smartcache.store import undo as _undo
+from smartcache.store import usage as _usage
+from smartcache.store import verify as _verify
+from smartcache.store.adopt import Adoption, adopt_many
+from smartcache.store.digest import Algorithm, check_hex
+from smartcache.store.filesystems import nearest_existing
+from smartcache.store.journal import Batch
+from smartcache.store.reading import StoreReader
+from smartcache.store.records import Blob, Link, Owner, Sighting
+from smartcache.store.recovery import recover
+from smartcache.store.replace import Replacement, replace_many
+
+DEFAULT_PIN = "kept"
+
+
+class Store(StoreReader):
+    """Content-addressed blobs in one directory, with an index, a journal and honest figures."""
+
+    def __init__(self, root: str | Path | None = None, *, settings: Settings | None = None) -> None:
+        super().__init__(root, settings=settings)
+        self._thread = threading.local()
+        _rebuild.rebuild_if_lost(self.volume)
+        _move.finish_move(self.volume)
+        _eject.finish_eject(self.volume)
+        recover(self.volume)
+
+    @contextmanager
+    def batch(self, label: str) -> Iterator[Batch]:
+        """Let all changes made in this block be one entry of the history, to be undone together."""
+        current: Batch | None = getattr(self._thread, "batch", None)
+        if current is not None:
+            yield current
+            return
+        with self.volume.batch(label) as batch:
+            self._thread.batch = batch
+            try:
+                yield batch
+            finally:
+                self._thread.batch = None
+
+    # bringing bytes in
+
+    def put_stream(
+        self,
+        stream: BinaryIO | Iterable[bytes],
+        *,
+        size: int | None = None,
+        expected: Mapping[Algorithm, str] | None = None,
+        algorithms: Iterable[Algorithm] = (),
+        progress: Progress = silent,
+        label: str = "Storing",
+    ) -> Blob:
+        """Store a file object or an iterable of bytes; announced size and hashes are checked."""
+        reader = getattr(stream, "read", None)
+        chunks = stream if reader is None else iter(lambda: reader(_proof.CHUNK), b"")
+        with progress(label, size, "bytes") as job:
+            digest = _blobs.put_stream(
+                self.volume, chunks, size=size, expected=expected, algorithms=algorithms,
+                advance=job.advance,
+            )  # fmt: skip
+        return self.get(digest)
+
+    def put_file(
+        self,
+        path: str | Path,
+        *,
+        how: Literal["copy", "move"] = "copy",
+        expected: Mapping[Algorithm, str] | None = None,
+        algorithms: Iterable[Algorithm] = (),
+        progress: Progress = silent,
+    ) -> Blob:
+        """Copy a file into the store, or move it there: pinned then, and undo brings it back."""
+        source = Path(os.path.abspath(path))
+        with progress(source.name, os.stat(source).st_size, "bytes") as job:
+            if how == "copy":
+                digest = _put.put_copy(
+                    self.volume,
+                    source,
+                    expected=expected,
+                    algorithms=algorithms,
+                    advance=job.advance,
+                )
+            else:
+                with self.batch("add --move") as batch:
+                    digest = _put.put_moved(
+                        self.volume, source, batch=batch, pin_name=DEFAULT_PIN, expected=expected,
+                        algorithms=algorithms, advance=job.advance,
+                    )  # fmt: skip
+        return self.get(digest)
+
+    def adopt(
+        self,
+        path: str | Path,
+        *,
+        owner: Owner | None = None,
+        expected: Mapping[Algorithm, str] | None = None,
+        algorithms: Iterable[Algorithm] = (),
+    ) -> Blob:
+        """Make a file a blob in place, unless its bytes are one already; raise if it cannot be."""
+        store = self.volume_of(path)
+        (adoption,) = store.adopt_many(
+            [path], owner=owner, expected=expected, algorithms=algorithms
+        )
+        if adoption.error is not None:
+            raise adoption.error
+        return store.get(adoption.digest)
+
+    def adopt_many(
+        self,
+        paths: Iterable[str | Path],
+        *,
+        owner: Owner | None = None,
+        expected: Mapping[Algorithm, str] | None = None,
+        algorithms: Iterable[Algorithm] = (),
+        progress: Progress = silent,
+    ) -> Iterator[Adoption]:
+        """Adopt files of this filesystem; what cannot be adopted is yielded with its reason."""
+        owner_id = None if owner is None else self.record_owner(owner)
+        files = (Path(os.path.abspath(path)) for path in paths)
+        with self.batch("add --adopt") as batch:
+            yield from adopt_many(
+                self.volume, files, batch=batch, owner=owner_id, expected=expected,
+                algorithms=algorithms, progress=progress,
+            )  # fmt: skip
+
+    # handing bytes out
+
+    def place(
+        self,
+        digest: str,
+        path: str | Path,
+        *,
+        kind: _links.Kind = "auto",
+        overwrite: bool = False,
+        whole: bool = False,
+        owner: Owner | None = None,
+        progress: Progress = silent,
+    ) -> Link:
+        """Put a blob at a path by the best kind of link that works there, or the kind asked for."""
+        target = Path(os.path.abspath(path))
+        digest = check_hex("blake3", digest)
+        holder = self._holder_for(digest, target)
+        owner_id = None if owner is None else holder.record_owner(owner)
+        size = holder.get(digest).size
+        request = _links.Request(
+            path=target, kind=kind, overwrite=overwrite, whole=whole, owner=owner_id
+        )
+        with holder.batch("link") as batch, progress(target.name, size, "bytes") as job:
+            return _links.place(holder.volume, digest, request, batch=batch, advance=job.advance)
+
+    def replace(self, path: str | Path, digest: str, *, owner: Owner | None = None) -> Replacement:
+        """Replace a file that has a blob's bytes by a hard link to it; raise if it must not be."""
+        (result,) = self.volume_of(path).replace_many([(path, digest)], owner=owner)
+        if result.error is not None:
+            raise result.error
+        return result
+
+    def replace_many(
+        self, files: Iterable[tuple[str | Path, str]], *, owner: Owner | None = None
+    ) -> Iterator[Replacement]:
+        """Replace (path, digest) pairs; what cannot be replaced is yielded with its reason."""
+        owner_id = None if owner is None else self.record_owner(owner)
+        pairs = ((Path(path), check_hex("blake3", digest)) for path, digest in files)
+        with self.batch("replace") as batch:
+            yield from replace_many(self.volume, pairs, batch=batch, owner=owner_id)
+
+    def sight(
+        self,
+        folder: str | Path,
+        files: Iterable[Sighting],
+        *,
+        program: str = "",
+        given: bool = False,
+    ) -> int:
+        """Record the files of a folder by size, unhashed, in place of what was recorded before."""
+        with self.volume.index.write():
+            folder_id = self.volume.index.set_folder(Path(folder), program=program, given=given)
+            return self.volume.index.replace_sightings(folder_id, files)
+
+    # keeping and letting go
+
+    def own(self, owner: Owner, digests: Iterable[str]) -> None:
+        """Let an owner keep blobs alive, for as long as it exists."""
+        wanted = [check_hex("blake3", digest) for digest in digests]
+        _owners.own(self.volume, owner, wanted)
+
+    def disown(self, owner: Owner) -> None:
+        """End an owner; what nobody else holds can be pruned."""
+        found = _owners.find_owner(self.volume, owner.kind, owner.name)
+        if found is not None:
+            self.volume.index.drop_owner(found.id)
+
+    def pin(self, digest: str, name: str = DEFAULT_PIN) -> None:
+        """Keep a blob until it is unpinned."""
+        digest = self.get(digest).digest
+        with (
+            self.batch("pin") as batch,
+            _owners.journaled_pin(batch, digest, name, pinned=True),
+        ):
+            self.own(_owners.pin(name), [digest])
+
+    def unpin(self, digest: str, name: str | None = None) -> list[str]:
+        """End the pins of a blob (or one of them); return the names of those that were ended."""
+        blob = self.get(digest)
+        digest = blob.digest
+        ended = []
+        with self.batch("unpin") as batch:
+            for owner in self.volume.index.holders_of(blob.id):
+                if owner.kind == "pin" and name in (None, owner.name):
+                    with _owners.journaled_pin(batch, digest, owner.name, pinned=False):
+                        self.volume.index.release(owner.id, blob.id)
+                    ended.append(owner.name)
+        return ended
+
+    def forget(self, digest: str, *, to_trash: bool = True) -> _forget.Forgotten:
+        """Remove a blob that nobody holds: to the trash, where undo finds it, or for good."""
+        digest = check_hex("blake3", digest)
+        with self.batch("rm") as batch:
+            return _forget.forget(self.volume, digest, batch=batch, to_trash=to_trash)
+
+    # looking after the whole
+
+    def usage(self, *, check: bool = False, progress: Progress = silent) -> _usage.StoreUsage:
+        """Say what is on the disk: index figures, or (`check`) every blob looked at again."""
+        return _usage.store_usage(self.volume, check=check, progress=progress)
+
+    def folder_usage(
+        self, paths: Iterable[str | Path], *, progress: Progress = silent
+    ) -> list[_usage.FolderUsage]:
+        """Say what folders take on the disk, links counted once, and share with the store."""
+        return _usage.folder_usage(map(Path, paths), volume=self.volume, progress=progress)
+
+    def plan_prune(
+        self,
+        *,
+        max_size: int | None = None,
+        unused_for: timedelta | None = None,
+        drop_away: bool = False,
+        after_rebuild: bool = False,
+        with_bad: bool = False,
+    ) -> _prune.PrunePlan:
+        """Plan to remove what only smartcache holds and nobody wants."""
+        return _prune.plan_prune(
+            self.volume, max_size=max_size, unused_for=unused_for, drop_away=drop_away,
+            after_rebuild=after_rebuild, with_bad=with_bad,
+        )  # fmt: skip
+
+    def verify(
+        self, *, full: bool = False, repair: bool = False, progress: Progress = silent
+    ) -> _verify.VerifyReport:
+        """Compare index and disk; name every difference; heal what can be healed."""
+        others = [store.volume for store in self.stores() if store is not self]
+        return _verify.verify(
+            self.volume, full=full, repair=repair, others=others, progress=progress
+        )
+
+    def rebuild(self, *, progress: Progress = silent) -> int:
+        """Make the index again from the disk; `prune` is careful until the next scan."""
+        return _rebuild.rebuild(self.volume, progress=progress)
+
+    def confirm_links(self) -> None:
+        """Say that a scan has found the links again after a rebuild: `prune` may run."""
+        self.volume.index.set_note(_prune.REBUILT, None)
+
+    def plan_undo(
+        self, batches: Iterable[str] | None = None, *, last: bool = False
+    ) -> _undo.UndoPlan:
+        """Plan to undo some batches, the last one, or (neither given) everything."""
+        wanted = [_undo.last_batch(self.volume)] if last else batches
+        return _undo.plan_undo(self.volume, wanted)
+
+    def plan_eject(
+        self, *, keep_shared: bool = False, drop_pinned: bool = False
+    ) -> _eject.EjectPlan:
+        """Plan to give every file its own state back and to remove the store."""
+        return _eject.plan_eject(self.volume, keep_shared=keep_shared, drop_pinned=drop_pinned)
+
+    def plan_move(self, new_root: str | Path) -> _move.MovePlan:
+        """Plan to move the store to another root; close this object after executing it."""
+        return _move.plan_move(self.volume, Path(new_root))
+
+    # volumes
+
+    def add_volume(self, root: str | Path) -> Self:
+        """Make (or find) a volume on another filesystem and remember it as a neighbour."""
+        path = Path(os.path.abspath(root))
+        if os.stat(nearest_existing(path)).st_dev == self.volume.device:
+            message = f"{path} is on the filesystem of the store already"
+            raise StoreError(message, hint="A volume is for another filesystem.")
+        store = type(self)(path, settings=self.settings)
+        self.volume.index.add_volume(store.root, store.volume.filesystem)
+        self._others[store.root] = store
+        return store
+
+    def record_owner(self, owner: Owner) -> int:
+        """Record an owner that holds nothing yet; return its number in the index of this volume."""
+        return self.volume.index.add_owner(_owners.complete(owner))

@@ -1,0 +1,342 @@
+"""Give files back what they had before smartcache changed them: own bytes, mode, owner, time.
+
+Undo reads the journal backwards and looks at the disk before every step: a file that was changed,
+replaced or deleted by somebody else since is left alone, with the reason said. A file gets its own
+bytes by a copy beside it, hashed while it is copied, and a rename; files that were one inode
+before are one inode again. Space is checked before the first step.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from smartcache.errors import NoSpaceError, NothingToUndoError, SmartcacheError
+from smartcache.progress import Progress, silent
+from smartcache.sizes import format_size
+from smartcache.store.blobs import commit, explained
+from smartcache.store.digest import hash_file
+from smartcache.store.faults import reached
+from smartcache.store.filesystems import free_bytes
+from smartcache.store.journal import UNDOABLE, Batch, Change
+from smartcache.store.links import own_unlink
+from smartcache.store.memos import hashes_of
+from smartcache.store.own_copy import give_own_copy, link_to_twin, restore_missing
+from smartcache.store.owners import (
+    find_owner,
+    journaled_pin,
+    link_liveness,
+    live_holders,
+    living_symlinks,
+)
+from smartcache.store.proof import checked
+from smartcache.store.restored import is_our_link, is_restored, links_with_store, needed_bytes
+from smartcache.store.schema import signed
+from smartcache.store.volume import Volume, has_row
+
+TwinKey = tuple[str | None, int | None, str]
+_LEFT_ALONE = "changed, replaced or removed by somebody else since; left as it is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone:
+    """What became of one change: undone, or why not."""
+
+    change: Change
+    is_undone: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undoing:
+    """One run of undo: its batch, and the restored files by the inode they had, to link twins."""
+
+    batch: Batch
+    twins: dict[TwinKey, Path]
+    old_names: dict[tuple[str, int | None], set[Path]]
+    """The names that adopted inodes had before, by digest and inode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndoPlan:
+    """The changes that would be undone, last first, and the space their own bytes need."""
+
+    changes: tuple[Change, ...]
+    needed_size: int
+    free_size: int
+    warnings: tuple[str, ...] = ()
+    _execute: Callable[[UndoPlan, Progress], list[Undone]] = field(repr=False, compare=False)
+
+    @property
+    def freed_size(self) -> int:
+        """Undo frees nothing: it needs `needed_size`."""
+        return 0
+
+    def execute(self, progress: Progress = silent) -> list[Undone]:
+        """Undo the changes; raises NoSpaceError before the first one if they do not fit."""
+        return self._execute(self, progress)
+
+
+def plan_undo(volume: Volume, batches: Iterable[str] | None = None) -> UndoPlan:
+    """Plan to undo the given batches, or all of them (None)."""
+    wanted = None if batches is None else list(batches)
+    changes = _open_changes(volume, wanted)
+    if not changes:
+        raise NothingToUndoError("There is nothing to undo")
+    changes.reverse()
+    needed = needed_bytes(volume, changes)
+    return UndoPlan(
+        changes=tuple(changes), needed_size=needed, free_size=free_bytes(volume.root),
+        _execute=lambda plan, progress: _execute(volume, plan, progress),
+    )  # fmt: skip
+
+
+def last_batch(volume: Volume) -> str:
+    """Return the id of the newest batch that can be undone."""
+    history = volume.journal.history()
+    if not history:
+        raise NothingToUndoError("There is nothing to undo")
+    return history[-1].id
+
+
+def _open_changes(volume: Volume, wanted: list[str] | None) -> list[Change]:
+    if wanted is None:
+        found = volume.journal.open_changes()
+    else:
+        found = []
+        known = {batch.id for batch in volume.journal.history()}
+        for batch in wanted:
+            if batch not in known:
+                raise NothingToUndoError(f"There is no change {batch} to undo", batch=batch)
+            found += volume.journal.open_changes(batch)
+    return [change for change in found if change.op in UNDOABLE]
+
+
+def _execute(volume: Volume, plan: UndoPlan, progress: Progress) -> list[Undone]:
+    if plan.needed_size > plan.free_size:
+        message = (
+            f"Undo needs {format_size(plan.needed_size)}, but"
+            f" {format_size(plan.free_size)} are free at {volume.root}"
+        )
+        hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
+        raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)
+    results = []
+    total = sum(change.size for change in plan.changes)
+    with (
+        volume.leases.hold("undo", what="undo", on_wait=volume.on_wait),
+        volume.batch("undo") as batch,
+        progress("Undoing", total, "bytes") as job,
+    ):
+        undoing = new_undoing(volume, batch)
+        for change in plan.changes:
+            results.append(undo_one(volume, change, undoing))
+            job.advance(change.size)
+    return results
+
+
+def new_undoing(volume: Volume, batch: Batch) -> Undoing:
+    """Begin a run of undo with what the journal knows of files that belong together."""
+    undoing = Undoing(batch=batch, twins={}, old_names={})
+    for change in volume.journal.changes():
+        if change.op == "replace" and change.state == "undone" and change.path.is_file():
+            undoing.twins[twin_key(change)] = change.path
+        elif change.op == "adopt":
+            names = undoing.old_names.setdefault((change.digest, change.inode), set())
+            names.add(change.path)
+    return undoing
+
+
+def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
+    """Undo one change and note it in the journal, or leave it and say why."""
+    verbs: dict[str, Callable[[], str]] = {
+        "adopt": lambda: undo_adopt(volume, change, undoing),
+        "move": lambda: _undo_move(volume, change, undoing),
+        "place": lambda: _undo_place(volume, change, undoing.batch),
+        "replace": lambda: _undo_replace(volume, change, undoing),
+        "forget": lambda: _undo_forget(volume, change),
+    }
+    try:
+        with explained(change.path.parent):
+            is_done = is_restored(volume, change)
+            note = _tidy(volume, change, undoing) if is_done else verbs[change.op]()
+    except (SmartcacheError, OSError) as error:
+        note = str(error)
+    if not note:
+        undoing.batch.end(change, "undone")
+        undoing.batch.flush()
+        reached("undo: noted")
+    return Undone(change=change, is_undone=not note, note=note)
+
+
+def _tidy(volume: Volume, change: Change, undoing: Undoing) -> str:
+    if change.op == "move":
+        _release_pin(volume, change, undoing.batch)
+    if change.op != "forget":
+        volume.index.drop_link(change.path)
+        undoing.twins[twin_key(change)] = change.path
+    return ""
+
+
+def twin_key(change: Change) -> TwinKey:
+    """Name the file a path stood for before it was replaced."""
+    return change.filesystem, change.inode, change.digest
+
+
+def _undo_replace(volume: Volume, change: Change, undoing: Undoing) -> str:
+    if not is_our_link(volume, change):
+        return _LEFT_ALONE
+    key = twin_key(change)
+    twin = undoing.twins.get(key)
+    if twin is None or not link_to_twin(volume, change, twin, undoing.batch):
+        give_own_copy(volume, change, undoing.batch)
+        undoing.twins[key] = change.path
+    reached("undo: own bytes")
+    volume.index.drop_link(change.path)
+    return ""
+
+
+def undo_adopt(volume: Volume, change: Change, undoing: Undoing) -> str:
+    """Take the store's name off a file and give its mode back; a shared file gets own bytes."""
+    if not is_our_link(volume, change):
+        return _restore_mode(change)
+    # If this process dies between taking the blob's name away and restoring the mode, the next open
+    # finds this note and restores it.
+    (note,) = undoing.batch.begin([replace(change, op="own", temporary=None)], sync=False)
+    with volume.guard("undo", exclusive=True):
+        blob = volume.index.blob(change.digest)
+        source = volume.layout.blob(change.digest)
+        is_alone = _is_alone(volume, change, source, undoing)
+        is_alone = is_alone and volume.may_remove(os.lstat(source))
+        if is_alone and not _is_held_besides(volume, change):
+            if blob is not None:
+                with volume.index.write(durable=True):
+                    volume.index.drop_blob(blob.id)
+            reached("undo: row removed")
+            os.unlink(source)
+            reached("undo: blob removed")
+            reason = _restore_mode(change)
+            undoing.batch.end(note, "done")
+            return reason
+    undoing.batch.end(note, "back")
+    give_own_copy(volume, change, undoing.batch)
+    volume.index.drop_link(change.path)
+    return ""
+
+
+def _is_alone(volume: Volume, change: Change, source: str, undoing: Undoing) -> bool:
+    """Say whether an adopted file shares its inode with the store and its own old names only."""
+    try:
+        st = os.lstat(source)
+    except FileNotFoundError:
+        return False
+    if st.st_nlink > links_with_store(change) or not os.path.samestat(st, os.lstat(change.path)):
+        return False
+    blob = volume.index.blob(change.digest)
+    old_names = undoing.old_names.get((change.digest, change.inode), set()) | {change.path}
+    links = [] if blob is None else volume.index.links_of(blob.id)
+    return not any(
+        link.kind == "hardlink"
+        and link.path not in old_names
+        and link.inode == signed(st.st_ino)
+        and link_liveness(volume, link) == "live"
+        for link in links
+    )
+
+
+def _restore_mode(change: Change) -> str:
+    """Give an adopted file its mode back, whatever was written into it since."""
+    try:
+        st = os.lstat(change.path)
+    except FileNotFoundError:
+        return _LEFT_ALONE
+    if change.mode is None or st.st_ino != change.inode:
+        return _LEFT_ALONE
+    if stat.S_IMODE(st.st_mode) not in (change.mode, change.mode & ~0o222):
+        return _LEFT_ALONE  # somebody chose another mode since
+    if st.st_nlink > (change.links or 1):
+        return "it shares its bytes with other files, so it stays read-only"
+    os.chmod(change.path, change.mode)
+    return ""
+
+
+def _is_held_besides(volume: Volume, change: Change) -> bool:
+    """Say whether an owner or a symlink holds a blob besides the link to be undone."""
+    blob = volume.index.blob(change.digest)
+    if blob is None:
+        return False
+    if living_symlinks(volume, blob):
+        return True
+    link = volume.index.link(change.path)
+    through = None if link is None else link.owner
+    return any(owner.id != through for owner, _ in live_holders(volume, blob))
+
+
+def _undo_move(volume: Volume, change: Change, undoing: Undoing) -> str:
+    """Put a file that was moved into the store back where it was, with its mode and time."""
+    if os.path.lexists(change.path):
+        if not is_our_link(volume, change):
+            return "there is another file at its place now; left in the store"
+        # The process died before it removed the name.
+        _release_pin(volume, change, undoing.batch)
+        return undo_adopt(volume, change, undoing)
+    restore_missing(volume, change, undoing.batch)
+    _release_pin(volume, change, undoing.batch)
+    return ""
+
+
+def _release_pin(volume: Volume, change: Change, batch: Batch) -> None:
+    owner = find_owner(volume, "pin", change.kind or "")
+    blob = volume.index.blob(change.digest)
+    if owner is not None and blob is not None:
+        with journaled_pin(batch, change.digest, owner.name, pinned=False):
+            volume.index.release(owner.id, blob.id)
+
+
+def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
+    """Remove a link that was placed, if it still is that link and the store has its bytes."""
+    source = volume.layout.blob(change.digest)
+    if not os.path.lexists(change.path):
+        volume.index.drop_link(change.path)
+        return ""
+    if not has_row(volume, change.digest):
+        volume.index.drop_link(change.path)
+        return ""  # the store has let go of the bytes: the file is the user's own
+    checked(volume, change.digest)  # the bytes must be safe in the store before a name goes
+    if not _is_as_placed(volume, change, source):
+        return _LEFT_ALONE
+    (note,) = batch.begin([replace(change, op="own", temporary=None)], sync=False)
+    with own_unlink(volume, change.digest):
+        os.unlink(change.path)
+        reached("undo: link removed")
+        volume.index.drop_link(change.path)
+    batch.end(note, "done")
+    return ""
+
+
+def _is_as_placed(volume: Volume, change: Change, source: str) -> bool:
+    """Say whether the file at a path still is the link or copy that was placed, byte for byte."""
+    if change.kind == "symlink":
+        return os.path.islink(change.path) and os.readlink(change.path) == source
+    st = os.lstat(change.path)
+    if os.path.samestat(st, os.stat(source)):
+        return True
+    link = volume.index.link(change.path)
+    if link is None or link.digest != change.digest or link.inode != signed(st.st_ino):
+        return False
+    return hashes_of(volume, change.path)[0].digest == change.digest
+
+
+def _undo_forget(volume: Volume, change: Change) -> str:
+    """Bring a blob back from the trash; it is hashed on the way."""
+    trashed = volume.layout.trash / change.digest
+    if not trashed.exists():
+        return "it is not in the trash any more"
+    hashes, _ = hash_file(trashed, threads=volume.settings.threads)
+    if hashes.digest != change.digest:
+        return "the file in the trash is damaged; left there"
+    commit(volume, trashed, hashes)
+    trashed.unlink(missing_ok=True)
+    return ""

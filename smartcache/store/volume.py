@@ -1,0 +1,165 @@
+"""One store directory on one filesystem: its paths, index, journal, lock and leases.
+
+Opening creates the tree where it is missing, follows a store that was moved, and finishes or takes
+back what a dead process left half done. The modules beside this one are the verbs that work on a
+volume.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from smartcache.config import Settings
+from smartcache.errors import NoSpaceError, StoreFormatError, StoreMovedError
+from smartcache.store.filesystems import filesystem_id, free_bytes, is_network
+from smartcache.store.index import Index
+from smartcache.store.journal import Batch, Journal
+from smartcache.store.kernel import boot_id, effective_user
+from smartcache.store.layout import Layout
+from smartcache.store.leases import Leases
+from smartcache.store.locks import Claim, OnWait, claim, lock
+from smartcache.store.records import Blob
+
+_log = logging.getLogger(__name__)
+_MOST_MOVES = 8
+RESERVE_SIZE = 1 << 20
+_PAGE = 500
+
+
+class Volume:
+    """One root with everything in it; safe to use from several threads and after a fork."""
+
+    def __init__(self, root: Path, settings: Settings, *, create: bool = True) -> None:
+        self.settings = settings
+        self.layout = Layout(_follow(Path(os.path.abspath(root))))
+        self._prepare(create=create)
+        self.root = self.layout.root
+        self.filesystem = filesystem_id(self.root)
+        self.device = os.stat(self.root).st_dev
+        self.boot = boot_id()
+        self.journal = Journal(self.layout.journal)
+        self.leases = Leases(self.layout.leases)
+        self.on_wait: OnWait | None = None
+        self.unable: set[tuple[int, str]] = set()
+        """(device, kind of link) pairs that failed in a way that holds for the whole filesystem."""
+        on_network = is_network(self.root)
+        if on_network:
+            _log.warning(
+                "%s is on a network filesystem: slower, and safe for one host at a time", root
+            )
+        blobs = os.stat(self.layout.blobs)
+        self._is_sticky = bool(blobs.st_mode & stat.S_ISVTX)
+        self._owner = blobs.st_uid
+        self.index = self._open_index(wal=not on_network)
+        self.make_reserve()
+
+    def close(self) -> None:
+        """Close the index; locks and leases are held by blocks, so none remain."""
+        self.index.close()
+
+    @contextmanager
+    def guard(self, what: str, *, exclusive: bool = False) -> Iterator[None]:
+        """Hold the store's lock for milliseconds: shared around link + row, exclusive to remove."""
+        timeout = self.settings.lock_timeout
+        with lock(
+            self.layout.lock, exclusive=exclusive, timeout=timeout, what=what, on_wait=self.on_wait
+        ):
+            self.refuse_if_moved()
+            yield
+
+    def refuse_if_moved(self) -> None:
+        """Raise if the store is not here any more."""
+        if os.path.lexists(self.layout.moved_to):
+            message = f"The store {self.root} was moved to {self.layout.forwarding()}"
+            raise StoreMovedError(message, root=self.root)
+
+    def batch(self, label: str) -> Batch:
+        """Return a new batch of journaled changes."""
+        self.refuse_if_moved()
+        return Batch(self.journal, self.layout.tmp, label)
+
+    def new_tmp(self) -> Claim:
+        """Make and lock a new file in `tmp/`; if this process dies, the next open removes it."""
+        self.refuse_if_moved()
+        while (held := claim(self.layout.new_tmp())) is None:
+            continue
+        return held
+
+    def may_remove(self, st: os.stat_result) -> bool:
+        """Say whether this user may remove a blob: in a shared store only its owner (or root)."""
+        user = effective_user()
+        return not self._is_sticky or user in (0, st.st_uid, self._owner)
+
+    def give_up_reserve(self) -> None:
+        """Free the space that is kept for the moment when the disk is full."""
+        self.layout.reserve.unlink(missing_ok=True)
+
+    def make_reserve(self) -> None:
+        """Keep some space for the moment when the disk is full and only `prune` can help."""
+        if self.layout.reserve.exists() or free_bytes(self.root) < 64 * RESERVE_SIZE:
+            return
+        with suppress(OSError):
+            self.layout.reserve.write_bytes(bytes(RESERVE_SIZE))
+
+    def is_here(self, st: os.stat_result) -> bool:
+        """Say whether a file lies on this volume's filesystem, so that it can be hard-linked."""
+        return st.st_dev == self.device
+
+    def _open_index(self, *, wal: bool) -> Index:
+        try:
+            return Index(self.layout.index, wal=wal)
+        except NoSpaceError:
+            # Opening needs a few pages for SQLite's shared memory, even to prune.
+            if not self.layout.reserve.exists():
+                raise
+            self.give_up_reserve()
+            return Index(self.layout.index, wal=wal)
+
+    def _prepare(self, *, create: bool) -> None:
+        layout = self.layout
+        if layout.format.exists():
+            layout.check()
+        elif not create:
+            raise StoreFormatError(
+                f"There is no smartcache store at {layout.root}", root=layout.root
+            )
+        if not layout.format.exists() or not layout.is_complete():
+            layout.create(shared=self.settings.shared)
+
+
+def _follow(root: Path) -> Path:
+    for _ in range(_MOST_MOVES):
+        target = Layout(root).forwarding()
+        if target is None:
+            return root
+        if target == root:
+            hint = "A move was interrupted before it began: use the old root, or run mv again."
+            raise StoreFormatError(f"{root} is no store yet", hint=hint)
+        if not Layout(target).exists():
+            hint = f"Mount its drive, or remove {Layout(root).moved_to} to begin a new store here."
+            raise StoreFormatError(
+                f"The store was moved to {target}, which is not there", hint=hint
+            )
+        root = target
+    raise StoreFormatError(
+        f"{root} was moved in a circle", hint="Remove one of the 'moved-to' files."
+    )
+
+
+def all_blobs(volume: Volume) -> Iterator[Blob]:
+    """Go through all blobs in pages, so that the index can be written in between."""
+    after = b""
+    while page := volume.index.blobs_after(after, _PAGE):
+        after = bytes.fromhex(page[-1].digest)
+        yield from page
+
+
+def has_row(volume: Volume, digest: str) -> bool:
+    """Say whether the index has a blob, neither lost nor in the trash."""
+    blob = volume.index.blob(digest)
+    return blob is not None and blob.is_here

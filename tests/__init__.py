@@ -1,0 +1,1 @@
+"""Tests of smartcache; the folders mirror the package."""

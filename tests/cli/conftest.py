@@ -1,0 +1,56 @@
+"""A home, a folder of models beside it, and the program: in this process or as a real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import Here, Smartcache
+from tests.store.files import OTHER, WEIGHTS, write
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store is, or will be: on the filesystem of the models."""
+    path = tmp_path / "store"
+    monkeypatch.setenv("SMARTCACHE_HOME", str(path))
+    return path
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Two files with the same bytes, one with others, in a folder of the user's."""
+    folder = tmp_path / "models"
+    write(folder / "a.safetensors", WEIGHTS)
+    write(folder / "b.safetensors", WEIGHTS)
+    write(folder / "sub" / "c.gguf", OTHER)
+    return folder
+
+
+@pytest.fixture
+def sc(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """The program, run in this process."""
+    monkeypatch.chdir(tmp_path)
+    return Here()
+
+
+@pytest.fixture
+def program(home: Path, tmp_path: Path) -> Smartcache:
+    """The program, run as a process of its own."""
+    return Smartcache(cwd=tmp_path)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another filesystem."""
+    memory = Path("/dev/shm")  # noqa: S108 - the one other filesystem that every Linux has
+    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second filesystem here")
+    path = Path(tempfile.mkdtemp(prefix="smartcache-test-", dir=memory))
+    yield path
+    shutil.rmtree(path)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from smartcache.store.store import Store
+from tests.cli.running import Here
+from tests.store.files import snapshot, write
+
+
+def test_says_what_works_where_the_store_will_be(sc: Here, home: Path) -> None:
+    done = sc("doctor")
+    assert f"{home} (store, does not exist)" in done.stdout
+    assert "works: " in done.stdout
+    assert "smartcache " in done.stdout
+    assert not home.exists()
+
+
+def test_tries_without_leaving_a_trace(sc: Here, models: Path) -> None:
+    before = snapshot(models)
+    sc("doctor", models)
+    assert snapshot(models) == before
+
+
+def test_the_document_has_versions_places_abilities_and_findings(
+    sc: Here, models: Path, home: Path
+) -> None:
+    document = sc("doctor", "--json", models).json
+    store, folder = document["places"]
+    assert (store["path"], store["role"]) == (str(home), "store")
+    assert (folder["path"], folder["role"]) == (str(models), "folder")
+    assert folder["abilities"]["hard_link"] is True
+    assert isinstance(folder["free"], int)
+    assert document["versions"]["smartcache"]
+    assert {each["level"] for each in store["findings"]} <= {"ok", "note", "warning"}
+    assert document["level"] != "problem"
+
+
+def test_a_folder_on_another_filesystem_is_told(sc: Here, elsewhere: Path) -> None:
+    assert "another filesystem" in sc("doctor", elsewhere).stdout
+
+
+def test_every_volume_is_looked_at_as_a_store(sc: Here, home: Path, elsewhere: Path) -> None:
+    with Store(home) as store:
+        store.add_volume(elsewhere / ".smartcache")
+    places = sc("doctor", "--json").json["places"]
+    assert [(each["path"], each["role"]) for each in places] == [
+        (str(home), "store"),
+        (str(elsewhere / ".smartcache"), "store"),
+    ]
+
+
+def test_a_store_of_a_newer_format_is_a_problem(sc: Here, home: Path) -> None:
+    home.mkdir()
+    (home / "format").write_text("99\n")
+    done = sc("doctor", code=1)
+    assert "problem:" in done.stdout
+    assert sc("doctor", "-q", code=1).ids == [str(home)]
+    assert sc("doctor", "--json", code=1).json["level"] == "problem"
+    assert os.listdir(home) == ["format"]
+
+
+def test_an_unreadable_index_is_a_problem_with_its_cure(sc: Here, home: Path) -> None:
+    write(home.parent / "x.bin")
+    sc("add", "x.bin")
+    for file in home.glob("index.sqlite3*"):
+        file.write_bytes(b"no database" * 1000)
+    assert "verify --rebuild" in sc("doctor", code=1).stdout
+
+
+def test_a_healthy_place_is_quiet(sc: Here) -> None:
+    assert sc("doctor", "-q").stdout == ""

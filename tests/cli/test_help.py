@@ -1,0 +1,122 @@
+"""What is said about the commands is true, and saying it costs nothing."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import click
+import pytest
+
+import smartcache
+from smartcache.cli import main
+from smartcache.cli._command import Command
+from tests.cli.running import ROOT, Here
+
+CONTEXT = click.Context(main)
+NAMES = main.list_commands(CONTEXT)
+
+
+def load(name: str) -> Command:
+    command = main.get_command(CONTEXT, name)
+    assert isinstance(command, Command)
+    return command
+
+
+def test_without_a_command_the_help_text_is_shown(sc: Here) -> None:
+    assert sc().stdout == sc("--help").stdout
+
+
+def test_the_version_is_the_one_of_the_package(sc: Here) -> None:
+    assert sc("--version").stdout == f"smartcache {smartcache.__version__}\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_list_says_what_the_command_says(name: str, sc: Here) -> None:
+    """The list is written down twice, so that the help text need not load the commands."""
+    (line,) = [line for line in sc("--help").stdout.splitlines() if line.split()[:1] == [name]]
+    assert line.split(maxsplit=1)[1] == (load(name).help or "").splitlines()[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_with_examples_and_the_common_options(name: str, sc: Here) -> None:
+    text = sc(name, "-h").stdout
+    assert text == sc(name, "--help").stdout
+    assert text.startswith(f"Usage: smartcache {name} ")
+    for part in ("Examples:", "--json", "-q, --quiet"):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_can_be_typed(name: str) -> None:
+    for line, _ in load(name).examples:
+        inner = line.partition("$(")[2].partition(")")[0]
+        outer = line.replace(f"$({inner})", "ID") if inner else line
+        for text in filter(None, (inner, outer)):
+            words = shlex.split(text)
+            if words[0] != "smartcache":
+                continue
+            command = load(words[1])
+            command.make_context(words[1], words[2:], resilient_parsing=False, obj=None)
+
+
+@pytest.mark.parametrize("name", ["add", "link", "pin", "unpin", "rm", "prune", "undo"])
+@pytest.mark.parametrize("option", ["--dry-run", "--yes", "-n", "-y"])
+def test_what_changes_files_can_be_tried_and_scripted(name: str, option: str) -> None:
+    assert option in {text for parameter in load(name).params for text in parameter.opts}
+
+
+def test_gc_is_another_name_of_prune(sc: Here) -> None:
+    assert main.get_command(CONTEXT, "gc") is main.get_command(CONTEXT, "prune")
+    assert "gc" not in NAMES
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["prun"], "No such command 'prun'. Did you mean 'prune'?", "'smartcache -h' shows"),
+        (["--nonsense"], "No such option", "'smartcache -h' shows"),
+        (["ls", "--nonsense"], "No such option", "'smartcache ls -h' shows"),
+        (["ls", "word"], "Got unexpected extra argument", "'smartcache ls -h' shows"),
+        (["add"], "Missing argument 'FILE...'", "'smartcache add -h' shows"),
+        (["ls", "--json", "-q"], "--json and --quiet exclude each other", "'smartcache ls -h'"),
+        (["ls", "--limit", "many"], "Invalid value for '--limit'", "'smartcache ls -h'"),
+    ],
+)
+def test_bad_usage_is_one_line_and_a_hint(
+    words: list[str], message: str, hint: str, sc: Here
+) -> None:
+    done = sc(*words, code=2)
+    assert done.stdout == ""
+    assert message in done.error
+    assert hint in done.hint
+
+
+def test_the_help_text_loads_no_command_and_no_store() -> None:
+    code = (
+        "import sys; from smartcache.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.splitlines()[-1].split() if "smartcache" in name}
+    assert loaded == {"smartcache", "smartcache.cli", "smartcache.cli._session"}
+
+
+def test_the_help_text_loads_little_besides_click() -> None:
+    """Counted in modules, because time cannot be asserted: a few more than click alone."""
+
+    def count(code: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys\n{code}\nprint(len(sys.modules))"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(done.stdout.split()[-1])
+
+    help_text = "from smartcache.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    assert count(help_text) <= count("import click") + 15

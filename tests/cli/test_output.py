@@ -1,0 +1,162 @@
+"""Tables, JSON and names: what people and programs are shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smartcache.cli._json import encoded, plain
+from smartcache.cli._output import printable
+from smartcache.cli._tables import Column, render, shortened, text_width
+from smartcache.store.records import Trust
+from tests.cli.running import Here, Smartcache
+
+
+class TestTables:
+    COLUMNS = (
+        Column(title="ID"),
+        Column(title="SIZE", right=True),
+        Column(title="FILE", gives_way=True),
+    )
+
+    def lines(self, *rows: list[str], width: int | None = None) -> list[str]:
+        return list(render(list(self.COLUMNS), rows, width))
+
+    def test_columns_are_as_wide_as_what_is_in_them(self) -> None:
+        assert self.lines(["a", "1 B", "/x"], ["bcd", "20 KB", "/long/y"]) == [
+            "ID    SIZE  FILE",
+            "a      1 B  /x",
+            "bcd  20 KB  /long/y",
+        ]
+
+    def test_no_rows_no_table(self) -> None:
+        assert self.lines() == []
+
+    def test_without_titles_there_is_no_heading(self) -> None:
+        columns = [Column(title=""), Column(title="", right=True)]
+        assert list(render(columns, [["a", "1"], ["b", "20"]], None)) == ["a   1", "b  20"]
+
+    def test_one_column_gives_way_in_the_middle(self) -> None:
+        line = self.lines(["a", "1 B", "/home/user/models/x.safetensors"], width=36)[1]
+        assert len(line) == 36
+        assert line.startswith("a    1 B  /home")
+        assert line.endswith("x.safetensors")
+        assert "…" in line
+
+    def test_a_long_table_is_written_as_it_comes(self) -> None:
+        """A million rows must not wait for the last one, nor be kept."""
+        taken = 0
+
+        def rows() -> Iterator[list[str]]:
+            nonlocal taken
+            for taken in range(100_000):  # noqa: B007
+                yield ["x", "1 B", "f"]
+
+        lines = render(list(self.COLUMNS), rows(), None)
+        next(lines)
+        assert taken < 2000
+
+    def test_wide_characters_take_two_columns(self) -> None:
+        assert text_width("模型") == 4
+        assert text_width("e\N{COMBINING ACUTE ACCENT}") == 1
+        lines = self.lines(["模", "1 B", "f"], ["ab", "1 B", "f"])
+        assert lines[1] == "模   1 B  f"
+        assert lines[2] == "ab   1 B  f"
+
+    @given(st.text(), st.integers(min_value=2, max_value=60))
+    def test_what_is_cut_fits(self, text: str, width: int) -> None:
+        assert text_width(shortened(text, width)) <= max(width, 0)
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "shown"),
+        [
+            ("modèle 模型.pt", "modèle 模型.pt"),
+            ("two\nlines", r"two\nlines"),
+            ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+            (os.fsdecode(b"\xff.pt"), r"\xff.pt"),
+            ("right\N{RIGHT-TO-LEFT OVERRIDE}left", r"right\u202eleft"),
+        ],
+    )
+    def test_can_neither_break_a_line_nor_command_the_terminal(self, name: str, shown: str) -> None:
+        assert printable(name) == shown
+
+    @given(st.binary())
+    def test_of_any_bytes_are_printable(self, data: bytes) -> None:
+        assert printable(os.fsdecode(data)).isprintable()
+
+
+@dataclass(frozen=True)
+class Value:
+    path: Path
+    at: datetime
+    kinds: tuple[str, ...] = ()
+    _execute: object = field(default=None)
+
+
+class TestJson:
+    def test_times_have_their_offset(self) -> None:
+        moment = datetime(2026, 11, 16, 2, 30, 41, 5, tzinfo=UTC)
+        assert plain(moment) == "2026-11-16T02:30:41Z"
+        eastern = moment.astimezone(timezone(timedelta(hours=-5)))
+        assert plain(eastern) == "2026-11-15T21:30:41-05:00"
+
+    def test_values_are_their_public_fields(self) -> None:
+        value = Value(Path("/x"), datetime(2026, 1, 1, tzinfo=UTC), ("a",))
+        assert plain(value) == {"path": "/x", "at": "2026-01-01T00:00:00Z", "kinds": ["a"]}
+
+    def test_states_are_words(self) -> None:
+        assert plain({"trust": Trust.VERIFIED, "names": {"b", "a"}}) == {
+            "trust": "verified",
+            "names": ["a", "b"],
+        }
+
+    def test_is_ascii_and_keeps_every_byte_of_a_name(self) -> None:
+        name = os.fsdecode(b"\xff\xe6\xa8\xa1.pt")
+        text = "".join(encoded({"path": Path(name)}))
+        assert text.isascii()
+        assert json.loads(text)["path"] == name
+
+    @pytest.mark.parametrize("count", [0, 1, 3])
+    def test_a_stream_is_one_list(self, count: int) -> None:
+        text = "".join(encoded(iter([{"n": n} for n in range(count)])))
+        assert json.loads(text) == [{"n": n} for n in range(count)]
+
+    def test_what_cannot_be_written_is_a_fault(self) -> None:
+        with pytest.raises(TypeError):
+            list(encoded({"x": object()}))
+
+
+class TestTerminal:
+    def test_errors_are_coloured_where_somebody_looks(self, program: Smartcache) -> None:
+        done = program.at_terminal("rm", "zzzz")
+        assert "\x1b[31mError:\x1b[0m" in done.stdout
+
+    def test_no_color_is_respected(
+        self, program: Smartcache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert "\x1b[31m" not in program.at_terminal("rm", "zzzz").stdout
+
+    def test_a_pipe_gets_no_colour(self, program: Smartcache) -> None:
+        assert "\x1b" not in program("rm", "zzzz", code=1).stderr
+
+    def test_a_terminal_without_unicode_gets_escapes(
+        self, program: Smartcache, tmp_path: Path
+    ) -> None:
+        (tmp_path / "modèle.pt").write_bytes(b"x" * 100)
+        env = {"PYTHONIOENCODING": "ascii"}
+        assert r"mod\xe8le.pt" in program("add", "modèle.pt", env=env).stdout
+
+
+def test_an_error_with_line_breaks_stays_one_line(sc: Here) -> None:
+    assert sc("add", "no\nsuch\nfile", code=1).error == r"No such file: no\nsuch\nfile"

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smartcache.store.store import Store
+from tests.cli.running import Here, Smartcache
+from tests.store.files import WEIGHTS, digest_of, snapshot, write
+
+
+@pytest.fixture
+def changed(sc: Here, models: Path) -> Here:
+    """Two entries of the history: a file adopted, then a link made."""
+    sc("add", "--adopt", models / "sub/c.gguf")
+    sc("add", models / "a.safetensors")
+    sc("link", digest_of(WEIGHTS), models / "l.pt", "--kind", "hardlink")
+    return sc
+
+
+def test_without_an_argument_it_lists_and_asks_for_one(changed: Here, models: Path) -> None:
+    done = changed("undo", code=2)
+    assert f"add --adopt {models}/sub/c.gguf" in done.stdout
+    assert "--last" in done.hint
+    assert "--all" in done.hint
+    assert (models / "l.pt").exists()
+
+
+def test_the_list_has_ids_times_and_sizes(changed: Here) -> None:
+    first, second = changed("undo", "--list", "--json").json["history"]
+    assert first["ops"] == ["adopt"]
+    assert first["size"] == 70_000
+    assert second["at"].endswith("Z")
+    assert changed("undo", "--list", "-q").ids == [first["id"], second["id"]]
+    lines = changed("undo", "--list").stdout.splitlines()
+    assert lines[0].split() == ["ID", "WHEN", "FILES", "SIZE", "WHAT"]
+    assert lines[2].startswith(second["id"])
+
+
+def test_the_last_entry(changed: Here, models: Path) -> None:
+    assert changed("undo", "--last", "-y").stdout == "Undid 1 of 1 change.\n"
+    assert not (models / "l.pt").exists()
+    assert len(changed("undo", "--list", "-q").ids) == 1
+
+
+def test_an_entry_by_its_id(changed: Here, models: Path) -> None:
+    first, second = changed("undo", "--list", "-q").ids
+    assert changed("undo", first, "-y", "-q").ids == [first]
+    assert changed("undo", "--list", "-q").ids == [second]
+    assert (models / "sub/c.gguf").stat().st_mode & 0o200
+
+
+def test_all(sc: Here, models: Path) -> None:
+    before = snapshot(models)
+    sc("add", "--adopt", "-r", models)
+    sc("link", digest_of(WEIGHTS), models / "x.pt")
+    document = sc("undo", "--all", "-y", "--json").json
+    assert document["undone"] == len(document["changes"]) == 3
+    assert snapshot(models) == before
+
+
+def test_a_dry_run_shows_each_file_and_changes_none(changed: Here, models: Path) -> None:
+    before = snapshot(models)
+    done = changed("undo", "--all", "--dry-run")
+    assert f"{models}/sub/c.gguf" in done.stdout
+    assert "Would undo 2 changes" in done.stderr
+    assert changed("undo", "--all", "-n", "--json").json["undone"] == 0
+    assert snapshot(models) == before
+
+
+def test_a_file_changed_since_is_left_alone_and_named(changed: Here, models: Path) -> None:
+    (models / "l.pt").unlink()
+    write(models / "l.pt", b"mine now")
+    done = changed("undo", "--all", "-y", code=1)
+    assert f"Warning: {models}/l.pt: " in done.stderr
+    assert done.stdout == "Undid 1 of 2 changes.\n"
+    assert (models / "l.pt").read_bytes() == b"mine now"
+
+
+def test_refuses_where_it_cannot_ask(changed: Here, models: Path) -> None:
+    assert "no terminal" in changed("undo", "--all", code=1).error
+    assert (models / "l.pt").exists()
+
+
+def test_asks_at_a_terminal(changed: Here, program: Smartcache, models: Path) -> None:
+    done = program.at_terminal("undo", "--last", answer="yes\n")
+    assert "remove the link" in done.stdout
+    assert "Undo 1 change? [y/N]" in done.stdout
+    assert not (models / "l.pt").exists()
+
+
+@pytest.mark.parametrize("words", [["--last"], ["--all"], ["9f3a61c2"]])
+def test_nothing_to_undo_is_an_error(words: list[str], sc: Here, home: Path) -> None:
+    assert sc("undo", *words, code=1).error == "There is nothing to undo"
+    Store(home).close()
+    sc("undo", *words, code=1)
+
+
+def test_an_unknown_id_is_an_error_and_nothing_is_undone(changed: Here, models: Path) -> None:
+    (known, _) = changed("undo", "--list", "-q").ids
+    done = changed("undo", known, "00000000", "-y", code=1)
+    assert done.error == "There is no change 00000000 to undo"
+    assert "--list" in done.hint
+    assert len(changed("undo", "--list", "-q").ids) == 2
+
+
+@pytest.mark.parametrize("words", [["--last", "--all"], ["abc", "--last"], ["--list", "--all"]])
+def test_one_way_to_say_it_at_a_time(words: list[str], sc: Here) -> None:
+    assert "exclude each other" in sc("undo", *words, code=2).error
+
+
+def test_an_empty_history_is_no_error(sc: Here, home: Path) -> None:
+    assert sc("undo").stdout == "There is nothing to undo.\n"
+    assert sc("undo", "--list", "--json").json == {"history": []}
+    assert not home.exists()
+
+
+def test_entries_of_all_volumes_are_one_history(changed: Here, home: Path, elsewhere: Path) -> None:
+    with Store(home) as store:
+        store.add_volume(elsewhere / ".smartcache")
+    file = write(elsewhere / "m.pt", b"m" * 5000)
+    changed("add", "--adopt", file)
+    history = changed("undo", "--list", "--json").json["history"]
+    assert [each["root"] for each in history] == [str(home)] * 2 + [str(elsewhere / ".smartcache")]
+    assert f"{elsewhere}/.smartcache" in changed("undo", "--list").stdout
+    changed("undo", "--last", "-y")
+    assert file.stat().st_mode & 0o200

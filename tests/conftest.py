@@ -1,0 +1,84 @@
+"""What every test gets: a home and a store of its own, and more rounds under `--soak`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+
+SOAK_FACTOR = 30
+SOAK_TIMEOUT = 3600.0
+
+# Real filesystems take their time: Hypothesis must not call that a failure.
+hypothesis_settings.register_profile(
+    "quick", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis_settings.register_profile(
+    "soak", hypothesis_settings.get_profile("quick"), max_examples=2000, stateful_step_count=100
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long rounds too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis_settings.load_profile("soak" if config.getoption("--soak") else "quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soaking = config.getoption("--soak")
+    for item in items:
+        if not soaking and item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.skip(reason="long rounds: scripts/test --soak"))
+        if soaking and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT))
+        if item.get_closest_marker("cuda") and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+@pytest.fixture(scope="session")
+def soak(pytestconfig: pytest.Config) -> bool:
+    """Whether the long rounds were asked for."""
+    return bool(pytestconfig.getoption("--soak"))
+
+
+@pytest.fixture(scope="session")
+def rounds(soak: bool) -> Callable[[int], int]:
+    """`rounds(20)`: 20 repetitions, many more under `--soak`."""
+    return lambda number: number * SOAK_FACTOR if soak else number
+
+
+@pytest.fixture(scope="session")
+def seconds(soak: bool) -> Callable[[float], float]:
+    """`seconds(3)`: how long to keep a race going, minutes under `--soak`."""
+    return lambda number: number * SOAK_FACTOR if soak else number
+
+
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, itertools.count[int]]:
+    return tmp_path_factory.mktemp("homes"), itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _own_home(_homes: tuple[Path, itertools.count[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test, and no child process of one, sees the user's settings, caches or tokens."""
+    for name in os.environ:
+        if name.startswith(("SMARTCACHE_", "HF_", "HUGGING_FACE_", "XDG_")):
+            monkeypatch.delenv(name)
+    directory, numbers = _homes
+    home = directory / str(next(numbers))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    monkeypatch.setenv("SMARTCACHE_HOME", str(home / "store"))

@@ -1,0 +1,245 @@
+"""What must hold after a process was killed; each check yields a sentence for every fault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from blake3 import blake3
+
+from smartcache.errors import NothingToUndoError
+from smartcache.store.schema import signed
+from smartcache.store.store import Store
+from tests.processes.kill_worlds import Operation, State, World, blobs_in, state_of
+from tests.processes.killing import Moment, die_at, in_child, was_killed
+
+Way = Literal["fresh", "inherited"]
+"""fresh: the child opens the store, which is verified before the operation is run again. inherited:
+the child uses a store that its parent opened and used, and the operation is run again at once."""
+
+WAYS: tuple[Way, ...] = ("fresh", "inherited")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """How an uninterrupted run ends, and how undoing everything after it ends."""
+
+    done: State
+    undone: State | None
+    stuck: set[tuple[str, str]]
+
+
+def uninterrupted(operation: Operation, world: World, run: Callable[[Store], None]) -> Reference:
+    """Run an operation to its end; everything that must hold after a kill must hold then, too."""
+    operation.begin(world)
+    with world.open() as store:
+        run(store)
+    world.spoiled = set()
+    if operation.ends_store:
+        problems = [*remains_of_the_store(world), *lost_files(world, None)]
+        reference = Reference(state_of(world, None), None, set())
+    else:
+        with world.open() as store:
+            problems = list(_harm_and_verdict(world, store))
+            done = state_of(world, store)
+            stuck = undo_everything(store)
+            reference = Reference(done, state_of(world, store), stuck)
+            problems += [*not_as_at_the_start(world), *leftovers(world, store)]
+            problems += [
+                f"not undone: {op} {name}" for op, name in stuck if op not in operation.not_undoable
+            ]
+    if problems:
+        raise AssertionError("\n".join([f"{operation}, not interrupted:", *problems]))
+    return reference
+
+
+def killed(
+    operation: Operation, world: World, moment: Moment, way: Way, reference: Reference
+) -> Iterator[str]:
+    """Kill a process in an operation; yield the faults then, after the next run, and after undo."""
+    operation.begin(world)
+    inherited = world.open() if way == "inherited" else None
+    if inherited is not None:
+        list(inherited.blobs())
+
+    def run() -> None:
+        if operation.spoil is not None:
+            die_at(moment)
+            world.open().close()
+            return
+        store = inherited or world.open()
+        die_at(moment)
+        operation.run(world, store)
+
+    status = in_child(run)
+    if inherited is not None:
+        inherited.close()
+    if not was_killed(status):
+        yield f"the child was not killed but ended with wait status {status}"
+        return
+    try:
+        yield from _aftermath(operation, world, way, reference)
+    except Exception:  # noqa: BLE001 - one of many cases; the others go on
+        yield traceback.format_exc()
+
+
+def _aftermath(operation: Operation, world: World, way: Way, reference: Reference) -> Iterator[str]:
+    with world.open() as store:
+        found = _harm(world, store) if way == "inherited" else _harm_and_verdict(world, store)
+        yield from (f"before the next run: {problem}" for problem in found)
+        operation.run(world, store)
+    if operation.ends_store:
+        yield from remains_of_the_store(world)
+        yield from lost_files(world, None)
+        yield from reference.done.differences(state_of(world, None))
+        return
+    with world.open() as store:
+        has_orphans = way == "inherited" and bool(store.verify(full=True).unindexed)
+        if has_orphans:
+            # Bytes that a killed removal left are blobs again: the next removal takes them.
+            operation.run(world, store)
+    with world.open() as store:
+        world.spoiled = set()
+        yield from _harm_and_verdict(world, store)
+        yield from reference.done.differences(state_of(world, store))
+        yield from _undone(world, store, reference)
+
+
+def _undone(world: World, store: Store, reference: Reference) -> Iterator[str]:
+    stuck = undo_everything(store)
+    if stuck != reference.stuck:
+        yield f"undo leaves {sorted(stuck)}, not {sorted(reference.stuck)}"
+    if reference.undone is not None:
+        differences = reference.undone.differences(state_of(world, store))
+        yield from (f"after undo: {difference}" for difference in differences)
+    yield from not_as_at_the_start(world)
+    yield from leftovers(world, store)
+
+
+def _harm_and_verdict(world: World, store: Store) -> Iterator[str]:
+    yield from _harm(world, store)
+    yield from _verdict(world, store)
+
+
+def _harm(world: World, store: Store) -> Iterator[str]:
+    yield from lost_files(world, store)
+    yield from wrong_modes(world, store)
+    yield from leftovers(world, store)
+
+
+def lost_files(world: World, store: Store | None) -> Iterator[str]:
+    """Every name has bytes it may have; where it may be absent, the store has the user's bytes."""
+    for name, allowed in world.allowed.items():
+        path = world.at(name)
+        if path.is_file():
+            if path.read_bytes() not in allowed:
+                yield f"{name} has other bytes"
+        elif os.path.lexists(path):
+            yield f"{name} leads nowhere"
+        elif None not in allowed:
+            yield f"{name} is gone"
+        elif name in world.originals and (store is None or not _is_kept(world, store, name)):
+            yield f"{name} is gone, and its bytes are not in the store"
+
+
+def _is_kept(world: World, store: Store, name: str) -> bool:
+    path = Path(store.volume.layout.blob(world.digests[name]))
+    return path.is_file() and path.read_bytes() == world.originals[name].data
+
+
+def wrong_modes(world: World, store: Store) -> Iterator[str]:
+    """A file that shares a blob is read-only; every other one has its own mode and time."""
+    for name, original in world.originals.items():
+        path = world.at(name)
+        if not os.path.lexists(path):
+            continue
+        st = os.lstat(path)
+        if world.may_share and not blobs_in(store.volume.layout):
+            continue
+        mode = stat.S_IMODE(st.st_mode)
+        if _is_linked(world, store, name, st):
+            if mode != original.mode & ~0o222:
+                yield f"{name} shares a blob and has mode {mode:o}"
+        elif (mode, st.st_mtime_ns) != (original.mode, original.mtime_ns):
+            late = (st.st_mtime_ns - original.mtime_ns) / 1e9
+            yield f"{name} shares no blob; mode {mode:o}, not {original.mode:o}; time {late:+} s"
+
+
+def _is_linked(world: World, store: Store, name: str, st: os.stat_result) -> bool:
+    blob = store.volume.layout.blob(world.digests[name])
+    if os.path.lexists(blob) and os.path.samestat(st, os.lstat(blob)):
+        return True
+    link = store.volume.index.link(world.at(name))
+    return link is not None and link.kind == "hardlink" and link.inode == signed(st.st_ino)
+
+
+def leftovers(world: World, store: Store) -> Iterator[str]:
+    """Nothing of ours is in `tmp/` or beside the user's files; blobs are whole and read-only."""
+    yield from (f"tmp/{name} was left" for name in sorted(os.listdir(store.volume.layout.tmp)))
+    for name in world.names():
+        if name not in world.allowed:
+            yield f"{name} was left beside the user's files"
+    for path in blobs_in(store.volume.layout):
+        if path.name in world.spoiled:
+            continue
+        if blake3(path.read_bytes()).hexdigest() != path.name:
+            yield f"blob {path.name} has other bytes"
+        mode = stat.S_IMODE(os.lstat(path).st_mode)
+        if mode & 0o222:
+            yield f"blob {path.name} has mode {mode:o}"
+
+
+def _verdict(world: World, store: Store) -> Iterator[str]:
+    report = store.verify(full=True)
+    for what in ("damaged", "missing", "stray", "writable", "dead_links"):
+        found = [item for item in getattr(report, what) if item not in world.spoiled]
+        if found:
+            yield f"verify finds {what}: {found}"
+
+
+def undo_everything(store: Store) -> set[tuple[str, str]]:
+    """Undo all that can be undone; return the changes that could not be."""
+    try:
+        undone = store.plan_undo().execute()
+    except NothingToUndoError:
+        return set()
+    return {(u.change.op, u.change.path.name) for u in undone if not u.is_undone}
+
+
+def not_as_at_the_start(world: World) -> Iterator[str]:
+    """After undo every file of the user has its bytes, mode, time and names."""
+    for name, original in world.originals.items():
+        try:
+            st = os.lstat(world.at(name))
+        except FileNotFoundError:
+            yield f"after undo, {name} is gone"
+            continue
+        if not stat.S_ISREG(st.st_mode) or world.at(name).read_bytes() != original.data:
+            yield f"after undo, {name} has other bytes"
+        mode = stat.S_IMODE(st.st_mode)
+        if (mode, st.st_mtime_ns) != (original.mode, original.mtime_ns):
+            late = (st.st_mtime_ns - original.mtime_ns) / 1e9
+            yield f"after undo, {name} has mode {mode:o}, not {original.mode:o}; time {late:+} s"
+    for twins in world.twins:
+        if len({os.lstat(world.at(name)).st_ino for name in twins}) != 1:
+            yield f"after undo, {sorted(twins)} are not one file any more"
+
+
+def remains_of_the_store(world: World) -> Iterator[str]:
+    """After eject there is nothing of the store, and no file of the user is still read-only."""
+    if world.root.exists():
+        yield "the store is still there"
+    for leftover in world.directory.glob("store.*"):
+        yield f"{leftover.name} was left"
+        shutil.rmtree(leftover)
+    for name in world.names():
+        if name not in world.allowed:
+            yield f"{name} was left beside the user's files"
+        elif not os.lstat(world.at(name)).st_mode & 0o200:
+            yield f"{name} is still read-only"

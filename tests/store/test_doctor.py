@@ -1,0 +1,381 @@
+"""What `doctor` finds at real places, and at places made bad for the test."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from smartcache import __version__
+from smartcache.config import Settings
+from smartcache.store import doctor
+from smartcache.store.doctor import Diagnosis, Finding, Place, examine
+from smartcache.store.filesystems import Family, Mount, filesystem_id
+from smartcache.store.kernel import boot_id
+from smartcache.store.layout import Layout
+from smartcache.store.store import Store
+from tests.processes.children import NOBODY, Child, folder_of
+from tests.store.files import snapshot, write
+from tests.store.small_disks import PAGE, Disk, bind, in_own_namespace, mount
+
+if sys.platform == "win32":
+    pytest.skip("POSIX filesystems", allow_module_level=True)
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def store_at(diagnosis: Diagnosis) -> Place:
+    assert diagnosis.places[0].role == "store"
+    return diagnosis.places[0]
+
+
+def about(place: Place, words: str) -> Finding:
+    """The one finding that says so."""
+    found = [each for each in place.findings if words in each.text]
+    assert len(found) == 1, f"{words!r} not said once in {[each.text for each in place.findings]}"
+    return found[0]
+
+
+def says(place: Place, words: str) -> bool:
+    return any(words in each.text for each in place.findings)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that everybody can enter and only its owner can write."""
+    with folder_of(None) as folder:
+        yield folder
+
+
+def test_no_store_is_made_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    write(tmp_path / "folder" / "a.bin")
+    before = snapshot(tmp_path)
+    diagnosis = examine(tmp_path / "not" / "yet", [tmp_path / "folder", tmp_path / "missing"])
+    assert snapshot(tmp_path) == before
+    assert [place.is_present for place in diagnosis.places] == [False, True, False]
+    assert about(store_at(diagnosis), "no store here yet").level == "ok"
+
+
+def test_an_existing_store_is_left_as_it_is(store: Store) -> None:
+    before = snapshot(store.root)
+    place = store_at(examine(store.root))
+    assert snapshot(store.root) == before
+    assert place.is_present
+    assert not says(place, "no store")
+
+
+def test_a_place_says_where_it_is_and_what_works_there(tmp_path: Path) -> None:
+    place = store_at(examine(tmp_path / "store"))
+    assert place.path == tmp_path / "store"
+    assert place.filesystem in {filesystem_id(tmp_path), None}
+    assert os.path.ismount(place.mount.point)
+    assert place.abilities is not None
+    assert place.abilities.hard_link
+    assert abs(place.free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize) < 1e9
+
+
+def test_findings_come_worst_first_and_the_worst_is_the_level(tmp_path: Path) -> None:
+    Layout(tmp_path / "store").create()
+    (tmp_path / "store" / "format").write_text("99\n", encoding="ascii")
+    diagnosis = examine(tmp_path / "store")
+    levels = [doctor.LEVELS.index(each.level) for each in store_at(diagnosis).findings]
+    assert levels == sorted(levels, reverse=True)
+    assert diagnosis.level == "problem"
+    assert "99" in about(store_at(diagnosis), "has format").text
+
+
+def test_a_folder_on_another_filesystem_gets_copies(tmp_path: Path, elsewhere: Path) -> None:
+    diagnosis = examine(tmp_path / "store", [elsewhere, tmp_path])
+    far, near = diagnosis.places[1:]
+    assert (far.role, near.role) == ("folder", "folder")
+    found = about(far, "another filesystem")
+    assert found.level == "warning"
+    assert str(far.mount.point / ".smartcache") in found.hint
+    assert not says(near, "another filesystem")
+    # That it is empty after a reboot is a warning about a store, not about any folder.
+    assert not says(far, "In memory")
+    assert about(store_at(examine(elsewhere / "store")), "In memory").level == "warning"
+
+
+def test_a_file_may_be_asked_about(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin")
+    place = examine(tmp_path / "store", [path]).places[1]
+    assert (place.path, place.is_present) == (path, True)
+    assert place.abilities is not None
+
+
+def test_versions_are_told_without_loading_anything(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from smartcache.store.doctor import examine
+versions = examine(Path("store")).versions
+loaded = {"torch", "huggingface_hub", "numpy"} & set(sys.modules)
+assert not loaded, loaded
+print(versions["smartcache"], versions["python"], versions["blake3"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert done.stdout.split()[:2] == [__version__, version]
+
+
+def test_what_is_not_installed_has_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_PACKAGES", ("xxhash", "no_such_package"))
+    versions = examine(tmp_path).versions
+    assert versions["xxhash"]
+    assert versions["no_such_package"] is None
+
+
+def test_the_boot_id_is_not_shown(tmp_path: Path) -> None:
+    place = examine(tmp_path, [Path("/proc")]).places[1]
+    assert place.filesystem is None
+    assert about(place, "no lasting name").level == "note"
+    assert boot_id() not in repr(place)
+
+
+# who asks
+
+
+def test_root_is_warned_that_read_only_does_not_bind_it(tmp_path: Path) -> None:
+    place = store_at(examine(tmp_path, [tmp_path]))
+    assert says(place, "You are root") == (os.geteuid() == 0)
+    assert not says(examine(tmp_path, [tmp_path]).places[1], "You are root")
+
+
+@only_root
+def test_a_store_where_this_user_cannot_write_is_a_problem(public: Path) -> None:
+    def look() -> Diagnosis:
+        return examine(public / "store", [public])
+
+    with Child(look, user=NOBODY) as child:
+        diagnosis = child.result()
+    store, folder = diagnosis.places
+    found = about(store, "No store can be kept")
+    assert found.level == "problem"
+    assert os.strerror(errno.EACCES) in found.text
+    assert "SMARTCACHE_HOME" in found.hint
+    assert about(folder, "No file can be linked").level == "warning"
+    assert not says(store, "You are root")
+    assert list(public.iterdir()) == []
+
+
+@only_root
+def test_what_works_is_tried_in_the_nearest_directory_that_can_be_written(public: Path) -> None:
+    mine, closed = public / "mine", public / "mine" / "closed"
+    closed.mkdir(parents=True, mode=0o755)
+    os.chown(mine, NOBODY, NOBODY)
+    with Child(lambda: examine(closed / "store"), user=NOBODY) as child:
+        place = store_at(child.result())
+    assert about(place, "No store can be kept").level == "problem"
+    assert place.abilities is not None
+    assert place.abilities.hard_link
+    assert list(mine.iterdir()) == [closed]
+
+
+@only_root
+def test_a_store_in_a_directory_that_cannot_be_entered_is_a_problem(public: Path) -> None:
+    closed = public / "closed"
+    with Store(closed / "store"):
+        pass
+    closed.chmod(0o700)
+    with Child(lambda: examine(closed / "store"), user=NOBODY) as child:
+        diagnosis = child.result()
+    assert diagnosis.level == "problem"
+    assert not store_at(diagnosis).is_present
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_users_of_a_shared_store_are_told_about_protected_hardlinks(
+    tmp_path: Path, shared: bool
+) -> None:
+    root = tmp_path / "store"
+    with Store(root, settings=Settings(home=root, shared=shared)):
+        pass
+    protected = Path("/proc/sys/fs/protected_hardlinks")
+    is_on = protected.exists() and protected.read_text(encoding="ascii").strip() == "1"
+    assert says(store_at(examine(root)), "protected_hardlinks") == (shared and is_on)
+
+
+# stores that were moved
+
+
+def test_a_moved_store_is_examined_where_it_is(tmp_path: Path) -> None:
+    old, new = Layout(tmp_path / "old"), Layout(tmp_path / "new")
+    new.create()
+    old.root.mkdir()
+    old.moved_to.write_bytes(os.fsencode(new.root) + b"\n")
+    place = store_at(examine(old.root))
+    assert place.path == new.root
+    assert about(place, "was moved to").level == "note"
+
+
+def test_a_store_that_moved_to_an_absent_drive_is_a_problem(tmp_path: Path) -> None:
+    old = Layout(tmp_path / "old")
+    old.root.mkdir()
+    old.moved_to.write_bytes(os.fsencode(tmp_path / "absent"))
+    diagnosis = examine(old.root)
+    found = about(store_at(diagnosis), "which is not there")
+    assert (found.level, diagnosis.level) == ("problem", "problem")
+    assert str(old.moved_to) in found.hint
+    assert store_at(diagnosis).path == old.root
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_stores_moved_in_a_circle_are_a_problem(tmp_path: Path, length: int) -> None:
+    layouts = [Layout(tmp_path / str(number)) for number in range(length)]
+    for number, layout in enumerate(layouts):
+        layout.root.mkdir()
+        layout.moved_to.write_bytes(os.fsencode(layouts[(number + 1) % length].root))
+    assert examine(layouts[0].root).level == "problem"
+
+
+# what does not work
+
+
+def test_without_leases_writers_are_noticed_late(tmp_path: Path, no_leases: None) -> None:
+    found = about(store_at(examine(tmp_path)), "No leases here")
+    assert found.level == "warning"
+    assert "dedup" in found.hint
+
+
+def test_without_exchange_a_file_is_replaced_in_two_steps(
+    tmp_path: Path, no_exchange: None
+) -> None:
+    place = store_at(examine(tmp_path))
+    assert about(place, "cannot be swapped").level == "note"
+    assert not says(place, "exchange of names and locks work")
+
+
+def test_without_locks_no_store_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    store, folder = examine(tmp_path, [tmp_path]).places
+    assert about(store, "File locks do not work").level == "problem"
+    assert about(folder, "File locks do not work").level == "note"
+
+
+def test_without_any_links_everything_is_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "symlink", refuse)
+    place = store_at(examine(tmp_path))
+    assert place.abilities is not None
+    words = "No hard links here" if place.abilities.reflink else "Neither hard links nor reflinks"
+    about(place, words)
+    about(place, "No symlinks here")
+
+
+def test_a_read_only_filesystem_is_a_problem_for_a_store(tmp_path: Path) -> None:
+    def look() -> Diagnosis:
+        disk = Disk(tmp_path / "disk", 100 * PAGE)
+        disk.make_read_only()
+        return examine(disk.point / "store", [disk.point])
+
+    store, folder = in_own_namespace(look).places
+    found = about(store, "No store can be kept")
+    assert (found.level, store.abilities) == ("problem", None)
+    assert f"{tmp_path / 'disk'} is mounted read-only" in found.text
+    assert about(folder, "No file can be linked").level == "warning"
+
+
+def test_a_full_filesystem_is_a_problem(tmp_path: Path) -> None:
+    def look() -> Diagnosis:
+        disk = Disk(tmp_path / "disk", 100 * PAGE)
+        disk.fill()
+        return examine(disk.point / "store")
+
+    place = store_at(in_own_namespace(look))
+    assert about(place, "is full").level == "problem"
+    assert (place.abilities, place.free) == (None, 0)
+
+
+def test_little_free_space_is_a_warning(tmp_path: Path) -> None:
+    def look() -> Diagnosis:
+        disk = Disk(tmp_path / "disk", 2000 * PAGE)
+        return examine(disk.point / "store", [tmp_path])
+
+    store, _ = in_own_namespace(look).places
+    found = about(store, "are free here")
+    assert found.level == "warning"
+    assert "prune" in found.hint
+    assert "8.19 MB" in found.text
+
+
+def test_another_mount_of_the_same_filesystem_cannot_be_linked_to(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+
+    def look() -> Diagnosis:
+        bind(tmp_path / "models", tmp_path / "again")
+        return examine(tmp_path / "store", [tmp_path / "again", tmp_path / "models"])
+
+    again, models = in_own_namespace(look).places[1:]
+    assert about(again, "in another mount").level == "warning"
+    assert not says(models, "another mount")
+
+
+def test_an_overlay_is_recognised(tmp_path: Path) -> None:
+    def look() -> Diagnosis | str:
+        disk = Disk(tmp_path / "disk", 1000 * PAGE)  # an overlay cannot be the upper layer
+        parts = [disk.point / name for name in ("lower", "upper", "work", "merged")]
+        for part in parts:
+            part.mkdir()
+        lower, upper, work, merged = parts
+        try:
+            options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+            mount("overlay", merged, "overlay", 0, options)
+        except Exception as error:  # noqa: BLE001 - the type does not travel from the child
+            return str(error)
+        return examine(merged / "store")
+
+    diagnosis = in_own_namespace(look)
+    if isinstance(diagnosis, str):
+        pytest.skip(f"no overlay here: {diagnosis}")
+    assert about(store_at(diagnosis), "An overlay (overlay)").level == "warning"
+
+
+@pytest.mark.parametrize("role", ["store", "folder"])
+@pytest.mark.parametrize(
+    ("family", "fstype", "level"),
+    [
+        ("network", "nfs4", "warning"),
+        ("fuse", "fuse.bindfs", "warning"),
+        ("wsl", "9p", "warning"),
+        ("overlay", "overlay", "warning"),
+        ("unknown", "newfs", "note"),
+        ("local", "ext4", None),
+    ],
+)
+def test_filesystems_that_cannot_be_mounted_here_are_explained(
+    family: Family, fstype: str, level: str | None, role: str
+) -> None:
+    options = frozenset({"rw"})
+    place = Mount(point=Path("/x"), fstype=fstype, source="", options=options, family=family)
+    found = list(doctor._about_filesystem(place, role))  # noqa: SLF001
+    assert [each.level for each in found] == ([] if level is None else [level])
+    for each in found:
+        assert f"({fstype})" in each.text
+        assert "\n" not in each.text
+        assert "  " not in each.text
+        assert bool(each.hint) == (role == "store" and level == "warning")

@@ -1,0 +1,557 @@
+"""A real store in a real directory, driven at random and compared with a plain model.
+
+The model is a dict of the bytes at the user's paths, and what must be kept. Other programs act too:
+they edit in place (as root does in spite of 0444), delete, rename, link and chmod files, damage
+blobs and lose the index. After every step:
+
+- a file under `blobs/` has the bytes its name says, or its row (or the lack of one) says that it
+  must be hashed before use; it is read-only unless somebody else made it writable;
+- every path of the user's has the bytes that the user, or the store at the user's request, put
+  there last, and shares its inode only with paths it was linked with;
+- what a pin, an owner or a symlink holds is there;
+- what `prune` reports as freed are the blocks of the inodes whose last link went.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from smartcache.errors import (
+    BlobInUseError,
+    BlobNotFoundError,
+    DamagedBlobError,
+    NothingToUndoError,
+    PruneRefusedError,
+    SmartcacheError,
+)
+from smartcache.store.proof import needs_hash
+from smartcache.store.links import KINDS, Kind
+from smartcache.store.prune import PrunePlan
+from smartcache.store.records import Owner
+from smartcache.store.store import DEFAULT_PIN, Store
+from smartcache.store.undo import Undone, UndoPlan
+from tests.store.files import digest_of, edit, inode_of, mode_of, write
+
+if sys.platform == "win32":
+    pytest.skip("POSIX files", allow_module_level=True)
+
+SIZES = (1, 4096, 65_536, 70_000, 204_800)
+CONTENTS = {digest_of(data): data for n in SIZES for data in [random.Random(n).randbytes(n)]}
+NAMES = ("a.safetensors", "b.safetensors", "c.gguf", "config.json", "sub/d.safetensors")
+OWNER = "a drive"
+
+contents = st.sampled_from(sorted(CONTENTS))
+picks = st.integers(0, 9)
+"""Which of the things that are there; any content or name where nothing is there."""
+modes = st.sampled_from([0o644, 0o600, 0o755, 0o444])
+pins = st.sampled_from([DEFAULT_PIN, "mine"])
+Label = tuple[str, object]
+T = TypeVar("T")
+
+
+@dataclass
+class UserFile:
+    """What is at a path of the user's; paths may share an inode only if their labels are equal."""
+
+    data: bytes
+    label: Label
+
+
+@dataclass
+class Model:
+    files: dict[Path, UserFile] = field(default_factory=dict)
+    symlinks: dict[Path, str] = field(default_factory=dict)
+    pins: set[tuple[str, str]] = field(default_factory=set)
+    owned: set[str] = field(default_factory=set)
+    tampered: set[str] = field(default_factory=set)
+    """Blobs that somebody else has damaged or removed."""
+    loosened: set[str] = field(default_factory=set)
+    """Blobs that somebody else has made writable."""
+    is_rebuilt: bool = False
+
+    def held(self) -> set[str]:
+        return {digest for digest, _ in self.pins} | self.owned | set(self.symlinks.values())
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory / f"{random.getrandbits(64):x}"
+        self.folder = self.directory / "files"
+        (self.folder / "sub").mkdir(parents=True)
+        self.drive = self.directory / "drive"
+        self.drive.mkdir()
+        self.store = Store(self.directory / "store")
+        self.model = Model()
+        self.numbers = itertools.count()
+        self.is_sound = True
+
+    def teardown(self) -> None:
+        try:
+            if self.is_sound:
+                self.eject()
+        finally:
+            self.store.close()
+            shutil.rmtree(self.directory)
+
+    @initialize(first=contents, second=contents)
+    def begin_with_some_equal_files(self, first: str, second: str) -> None:
+        for number, digest in enumerate((first, first, second)):
+            self.somebody_writes_a_new_file(number, digest, 0o644)
+        self.put_stream(second, with_alias=True)
+
+    # the store's verbs
+
+    @rule(digest=contents, with_alias=st.booleans())
+    def put_stream(self, digest: str, with_alias: bool) -> None:
+        data = CONTENTS[digest]
+        blob = self.store.put_stream(
+            [data[:7], data[7:]], size=len(data), algorithms=["sha256"] if with_alias else []
+        )
+        assert blob.digest == digest
+        self.arrived(digest)
+
+    @rule(pick=picks, how=st.sampled_from(["copy", "move"]))
+    def put_file(self, pick: int, how: Literal["copy", "move"]) -> None:
+        path = self.a_file(pick)
+        blob = self.attempt(lambda: self.store.put_file(path, how=how))
+        if blob is None:
+            return
+        self.arrived(blob.digest)
+        if path in self.model.files:
+            assert self.model.files[path].data == CONTENTS[blob.digest]
+        if how == "move":
+            self.model.pins.add((blob.digest, DEFAULT_PIN))
+            del self.model.files[path]
+
+    @rule(chosen=st.lists(picks, min_size=1, max_size=3, unique=True))
+    def adopt(self, chosen: list[int]) -> None:
+        paths = list(dict.fromkeys(self.a_file(pick) for pick in chosen))
+        for adoption in self.store.adopt_many(paths):
+            if adoption.outcome == "skipped":
+                assert isinstance(adoption.error, SmartcacheError | FileNotFoundError)
+                continue
+            self.arrived(adoption.digest)
+            if adoption.path in self.model.files:
+                assert self.model.files[adoption.path].data == CONTENTS[adoption.digest]
+            if adoption.outcome == "adopted":
+                self.relabel(adoption.path, ("blob", adoption.digest))
+
+    @rule(
+        blob=picks,
+        pick=picks,
+        kind=st.sampled_from(KINDS),
+        overwrite=st.booleans(),
+        whole=st.booleans(),
+    )
+    def place(self, blob: int, pick: int, kind: Kind, overwrite: bool, whole: bool) -> None:
+        digest = self.a_blob(blob)
+        path = self.a_file(pick) if overwrite else self.a_free_path(pick)
+        link = self.attempt(
+            lambda: self.store.place(digest, path, kind=kind, overwrite=overwrite, whole=whole)
+        )
+        if link is None:
+            return
+        assert path.read_bytes() == CONTENTS[digest]
+        self.forget_path(path)
+        if link.kind == "symlink":
+            self.model.symlinks[path] = digest
+        else:
+            is_shared = link.kind == "hardlink"
+            label = ("blob", digest) if is_shared else ("own", next(self.numbers))
+            self.model.files[path] = UserFile(CONTENTS[digest], label)
+
+    @rule(pick=picks, blob=picks, is_equal=st.booleans())
+    def replace(self, pick: int, blob: int, is_equal: bool) -> None:
+        path = self.a_file(pick)
+        digest = self.a_blob(blob)
+        if is_equal and path in self.model.files:
+            digest = digest_of(self.model.files[path].data)
+        result = self.attempt(lambda: self.store.replace(path, digest))
+        if result is not None:
+            assert self.model.files[path].data == CONTENTS[digest]
+            self.model.files[path].label = ("blob", digest)
+
+    @rule(which=st.sampled_from(["last", "one", "all"]), choice=st.randoms(use_true_random=False))
+    def undo(self, which: str, choice: random.Random) -> None:
+        try:
+            history = self.store.history()
+            if which == "one" and history:
+                plan = self.store.plan_undo([choice.choice(history).id])
+            else:
+                plan = self.store.plan_undo(last=which == "last")
+        except NothingToUndoError:
+            assert not history
+            return
+        self.execute(plan)
+
+    def execute(self, plan: UndoPlan) -> None:
+        for done in plan.execute():
+            if done.is_undone:
+                self.undone(done)
+
+    def undone(self, done: Undone) -> None:
+        change, path = done.change, done.change.path
+        if change.op == "place":
+            if path in self.model.files:
+                # A name may go only if its bytes were not changed since, and are safe.
+                assert self.model.files[path].data == CONTENTS[change.digest]
+            self.forget_path(path)
+        elif change.op == "move":
+            self.model.pins.discard((change.digest, change.kind or ""))
+            self.model.files[path] = UserFile(CONTENTS[change.digest], ("own", next(self.numbers)))
+        elif change.op in ("adopt", "replace") and path in self.model.files:
+            assert mode_of(path) == change.mode
+            if self.model.files[path].data == CONTENTS[change.digest]:
+                assert os.stat(path).st_mtime_ns == change.mtime_ns
+            self.relabel(path, ("own", next(self.numbers)))
+
+    @rule(blob=picks, to_trash=st.booleans())
+    def forget(self, blob: int, to_trash: bool) -> None:
+        digest = self.a_blob(blob)
+        if self.attempt(lambda: self.store.forget(digest, to_trash=to_trash)):
+            assert digest not in self.model.held()
+
+    @rule(blob=picks, name=pins)
+    def pin(self, blob: int, name: str) -> None:
+        digest = self.a_blob(blob)
+        if self.attempt(lambda: self.store.pin(digest, name) or True):
+            self.model.pins.add((digest, name))
+
+    @rule(blob=picks, name=pins)
+    def unpin(self, blob: int, name: str) -> None:
+        digest = self.a_blob(blob)
+        ended = self.attempt(lambda: self.store.unpin(digest, name))
+        if ended is not None:
+            assert bool(ended) == ((digest, name) in self.model.pins)
+            self.model.pins.discard((digest, name))
+
+    @rule(blob=picks)
+    def own(self, blob: int) -> None:
+        digest = self.a_blob(blob)
+        owner = Owner(kind="folder", name=OWNER, path=self.drive)
+        if self.attempt(lambda: self.store.own(owner, [digest]) or True):
+            self.model.owned.add(digest)
+
+    @rule()
+    def disown(self) -> None:
+        self.store.disown(Owner(kind="folder", name=OWNER))
+        self.model.owned.clear()
+
+    @rule()
+    def unplug_or_plug_the_drive(self) -> None:
+        away = self.directory / "drive, unplugged"
+        if self.drive.exists():
+            self.drive.rename(away)
+        else:
+            away.rename(self.drive)
+
+    @rule(
+        max_size=st.sampled_from([None, None, 0, 100_000]),
+        unused_for=st.sampled_from([None, None, timedelta(0), timedelta(days=1)]),
+        with_bad=st.booleans(),
+        drop_away=st.booleans(),
+    )
+    def prune(
+        self,
+        max_size: int | None,
+        unused_for: timedelta | None,
+        with_bad: bool,
+        drop_away: bool,
+    ) -> None:
+        try:
+            plan = self.store.plan_prune(
+                max_size=max_size, unused_for=unused_for, with_bad=with_bad, drop_away=drop_away
+            )
+        except PruneRefusedError:
+            assert self.model.is_rebuilt
+            self.store.confirm_links()
+            self.model.is_rebuilt = False
+            return
+        assert not self.model.is_rebuilt
+        if drop_away and not self.drive.exists():
+            self.model.owned.clear()
+        self.prune_measured(plan)
+        if max_size is None and unused_for is None:
+            self.only_wanted_blobs_remain()
+
+    def prune_measured(self, plan: PrunePlan) -> None:
+        opened: dict[int, int] = {}
+        for path in self.store.root.glob("[btb]*/**/*"):
+            if path.is_file() and inode_of(path) not in opened:
+                opened[inode_of(path)] = os.open(path, os.O_RDONLY)
+        result = plan.execute()
+        stats = [os.fstat(descriptor) for descriptor in opened.values()]
+        for descriptor in opened.values():
+            os.close(descriptor)
+        assert result.freed_size == sum(s.st_blocks * 512 for s in stats if s.st_nlink == 0)
+        assert result.kept == 0
+        assert result.freed_size == plan.freed_size
+
+    def only_wanted_blobs_remain(self) -> None:
+        held = self.model.held()
+        for digest, path in self.blob_files():
+            is_known = self.store.volume.index.blob(digest) is not None
+            assert digest in held or path.stat().st_nlink > 1 or not is_known
+
+    @rule(full=st.booleans(), repair=st.booleans())
+    def verify(self, full: bool, repair: bool) -> None:
+        report = self.store.verify(full=full, repair=repair)
+        assert {*report.damaged, *report.missing} <= self.model.tampered
+        assert report.stray == []
+        for digest, path in self.blob_files():
+            assert path.read_bytes() == CONTENTS[digest]
+            assert mode_of(path) & 0o222 == 0
+        for digest in report.healed:
+            self.arrived(digest)
+
+    @rule(blob=picks)
+    def open(self, blob: int) -> None:
+        digest = self.a_blob(blob)
+        try:
+            with self.store.open(digest) as file:
+                assert file.read() == CONTENTS[digest]
+        except DamagedBlobError:
+            assert digest in self.model.tampered
+        except BlobNotFoundError:
+            assert digest in self.model.tampered or digest not in self.model.held()
+
+    @rule(pick=picks)
+    def digest_of(self, pick: int) -> None:
+        path = self.a_file(pick)
+        if path in self.model.files:
+            assert self.store.digest_of(path).digest == digest_of(self.model.files[path].data)
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = Store(self.store.root)
+
+    # what other programs do
+
+    @rule(number=picks, digest=contents, mode=modes)
+    def somebody_writes_a_new_file(self, number: int, digest: str, mode: int) -> None:
+        """Beside it and by a rename, as programs do that care."""
+        path = self.folder / NAMES[number % len(NAMES)]
+        os.replace(write(self.directory / "new", CONTENTS[digest], mode=mode), path)
+        self.forget_path(path)
+        self.model.files[path] = UserFile(CONTENTS[digest], ("own", next(self.numbers)))
+
+    @rule(pick=picks)
+    def somebody_edits_in_place(self, pick: int) -> None:
+        path = self.a_file(pick)
+        if path in self.model.files:
+            self.edit(path)
+
+    @rule(blob=picks)
+    def somebody_edits_a_blob(self, blob: int) -> None:
+        path = Path(self.store.volume.layout.blob(self.a_blob(blob)))
+        if path.exists():
+            self.edit(path)
+
+    def edit(self, path: Path) -> None:
+        inode = inode_of(path)
+        edit(path, f"edit {next(self.numbers)}".encode())
+        data = path.read_bytes()
+        for other in [p for p in self.model.files if inode_of(p) == inode]:
+            self.model.files[other].data = data
+        self.model.tampered |= {d for d, p in self.blob_files() if inode_of(p) == inode}
+
+    @rule(pick=picks)
+    def somebody_deletes(self, pick: int) -> None:
+        path = self.a_file(pick)
+        path.unlink(missing_ok=True)
+        self.forget_path(path)
+
+    @rule(blob=picks)
+    def somebody_deletes_a_blob(self, blob: int) -> None:
+        digest = self.a_blob(blob)
+        path = Path(self.store.volume.layout.blob(digest))
+        if path.exists():
+            path.unlink()
+            self.model.tampered.add(digest)
+
+    @rule(old=picks, new=picks)
+    def somebody_renames(self, old: int, new: int) -> None:
+        source, target = self.a_file(old), self.folder / NAMES[new % len(NAMES)]
+        if source not in self.model.files or source == target:
+            return
+        if target.exists() and os.path.samefile(source, target):
+            return  # rename(2) does nothing then
+        os.rename(source, target)
+        self.forget_path(target)
+        self.model.files[target] = self.model.files.pop(source)
+
+    @rule(old=picks, new=picks)
+    def somebody_links(self, old: int, new: int) -> None:
+        source, target = self.a_file(old), self.a_free_path(new)
+        if source in self.model.files and not os.path.lexists(target):
+            os.link(source, target)
+            file = self.model.files[source]
+            self.model.files[target] = UserFile(file.data, file.label)
+
+    @rule(blob=picks, new=picks)
+    def somebody_links_a_blob(self, blob: int, new: int) -> None:
+        digest, target = self.a_blob(blob), self.a_free_path(new)
+        source = Path(self.store.volume.layout.blob(digest))
+        if source.exists() and not os.path.lexists(target):
+            os.link(source, target)
+            self.model.files[target] = UserFile(source.read_bytes(), ("blob", digest))
+
+    @rule(pick=picks, mode=modes)
+    def somebody_changes_the_mode(self, pick: int, mode: int) -> None:
+        path = self.a_file(pick)
+        if path in self.model.files:
+            path.chmod(mode)
+            inode = inode_of(path)
+            self.model.loosened |= {d for d, p in self.blob_files() if inode_of(p) == inode}
+
+    @rule()
+    def somebody_removes_the_index(self) -> None:
+        self.store.close()
+        for path in self.store.root.glob("index.sqlite3*"):
+            path.unlink()
+        there = {digest for digest, _ in self.blob_files()}
+        self.store = Store(self.store.root)
+        self.model.is_rebuilt = bool(there)
+        self.model.owned.clear()
+        self.model.pins = {(digest, name) for digest, name in self.model.pins if digest in there}
+
+    # what must be true
+
+    @invariant()
+    def blobs_are_whole_or_known_not_to_be(self) -> None:
+        volume = self.store.volume
+        for digest, path in self.blob_files():
+            data = path.read_bytes()
+            if data != CONTENTS[digest]:
+                assert digest in self.model.tampered
+                blob = volume.index.blob(digest)
+                assert blob is None or not blob.is_here or needs_hash(volume, blob, path.stat())
+            if mode_of(path) & 0o222:
+                assert digest in self.model.loosened
+
+    @invariant()
+    def files_of_the_user_are_as_the_model_says(self) -> None:
+        found = {path for path in self.folder.rglob("*") if path.is_symlink() or path.is_file()}
+        assert found == {*self.model.files, *self.model.symlinks}
+        labels: dict[int, Label] = {}
+        for path, file in self.model.files.items():
+            assert path.read_bytes() == file.data
+            assert labels.setdefault(inode_of(path), file.label) == file.label
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        for digest in self.model.held() - self.model.tampered:
+            assert Path(self.store.volume.layout.blob(digest)).read_bytes() == CONTENTS[digest]
+            assert self.store.get(digest).digest == digest
+
+    @invariant()
+    def nothing_is_left_in_tmp(self) -> None:
+        assert list(self.store.volume.layout.tmp.iterdir()) == []
+
+    def check(self) -> None:
+        self.is_sound = False
+        self.blobs_are_whole_or_known_not_to_be()
+        self.files_of_the_user_are_as_the_model_says()
+        self.what_is_held_is_there()
+        self.is_sound = True
+
+    def eject(self) -> None:
+        """In the end every file is the user's own again, and nothing is lost."""
+        try:
+            results = self.store.plan_eject(drop_pinned=True).execute()
+        except (BlobInUseError, DamagedBlobError, BlobNotFoundError):
+            return  # a moved file whose place is taken, a symlink to a damaged blob
+        for done in results:
+            if done.is_undone and done.change.op == "move":
+                path = done.change.path
+                self.model.files[path] = UserFile(CONTENTS[done.change.digest], ("own", path))
+        assert not self.store.root.exists()
+        for path, digest in self.model.symlinks.items():
+            if digest not in self.model.tampered:
+                assert path.read_bytes() == CONTENTS[digest]
+        for path, file in self.model.files.items():
+            assert path.read_bytes() == file.data
+
+    # choosing
+
+    def a_blob(self, pick: int) -> str:
+        there = sorted(digest for digest, _ in self.blob_files()) or sorted(CONTENTS)
+        return there[pick % len(there)]
+
+    def a_file(self, pick: int) -> Path:
+        there = sorted([*self.model.files, *self.model.symlinks]) or [self.folder / NAMES[0]]
+        return there[pick % len(there)]
+
+    def a_free_path(self, pick: int) -> Path:
+        paths = [self.folder / name for name in NAMES]
+        free = [path for path in paths if not os.path.lexists(path)] or paths
+        return free[pick % len(free)]
+
+    # keeping the model
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        """What cannot be done is said by an error of ours (or a plain missing file)."""
+        try:
+            return act()
+        except (SmartcacheError, FileNotFoundError):
+            return None
+
+    def arrived(self, digest: str) -> None:
+        """A blob was proven or brought: it must be whole now."""
+        data = Path(self.store.volume.layout.blob(digest)).read_bytes()
+        assert digest_of(data) == digest
+        CONTENTS.setdefault(digest, data)
+        self.model.tampered.discard(digest)
+
+    def relabel(self, path: Path, label: Label) -> None:
+        """Give all names of an inode a label."""
+        inode = inode_of(path)
+        for other, file in self.model.files.items():
+            if inode_of(other) == inode:
+                file.label = label
+
+    def forget_path(self, path: Path) -> None:
+        self.model.files.pop(path, None)
+        self.model.symlinks.pop(path, None)
+
+    def blob_files(self) -> list[tuple[str, Path]]:
+        return [(path.name, path) for path in self.store.volume.layout.blobs.glob("*/*")]
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_the_store_agrees_with_a_plain_model(
+    request: pytest.FixtureRequest, soak: bool, where: str
+) -> None:
+    directory: Path = request.getfixturevalue("tmp_path" if where == "disk" else "elsewhere")
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        lambda: StoreMachine(directory),
+        settings=settings(
+            max_examples=800 if soak else 40,
+            stateful_step_count=60 if soak else 30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import smartcache.config
+from smartcache.config import Settings, config_file, load_settings, variable
+from smartcache.errors import ConfigError
+
+NAMES = ["home", "threads", "keep_writable", "link_min_size", "shared", "lock_timeout"]
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user with a home directory and no setting at all."""
+    home = tmp_path / "user"
+    home.mkdir()
+    for name in list(os.environ):
+        if name.startswith(("SMARTCACHE_", "XDG_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    return home
+
+
+def write_config(user: Path, text: str) -> Path:
+    path = user / ".config" / "smartcache" / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
+    assert load_settings() == Settings(
+        home=user / ".cache" / "smartcache",
+        threads=min(os.cpu_count() or 1, 8),
+        keep_writable=False,
+        link_min_size=65536,
+        shared=False,
+        lock_timeout=None,
+    )
+
+
+def test_settings_cannot_be_changed() -> None:
+    settings = load_settings()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.threads = 3  # type: ignore[misc]
+
+
+def test_every_setting_can_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMARTCACHE_HOME", str(tmp_path / "store"))
+    monkeypatch.setenv("SMARTCACHE_THREADS", "3")
+    monkeypatch.setenv("SMARTCACHE_KEEP_WRITABLE", "yes")
+    monkeypatch.setenv("SMARTCACHE_LINK_MIN_SIZE", "1MiB")
+    monkeypatch.setenv("SMARTCACHE_SHARED", "1")
+    monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "2.5")
+    assert load_settings() == Settings(
+        home=tmp_path / "store",
+        threads=3,
+        keep_writable=True,
+        link_min_size=2**20,
+        shared=True,
+        lock_timeout=2.5,
+    )
+
+
+def test_every_setting_can_come_from_the_file(user: Path) -> None:
+    write_config(
+        user,
+        """
+        home = "/data/store"
+        threads = 3
+        keep_writable = true
+        link_min_size = "1MiB"
+        shared = true
+        lock_timeout = "5m"
+        """,
+    )
+    assert load_settings() == Settings(
+        home=Path(os.path.abspath("/data/store")),
+        threads=3,
+        keep_writable=True,
+        link_min_size=2**20,
+        shared=True,
+        lock_timeout=300,
+    )
+
+
+def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
+    expected = Settings(
+        home=tmp_path / "store",
+        threads=3,
+        keep_writable=True,
+        link_min_size=2**20,
+        shared=True,
+        lock_timeout=0,
+    )
+    assert (
+        load_settings(
+            home=str(tmp_path / "store"),
+            threads=3,
+            keep_writable=True,
+            link_min_size="1MiB",
+            shared=True,
+            lock_timeout=0,
+        )
+        == expected
+    )
+
+
+def test_argument_beats_environment_beats_file_beats_default(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_settings().link_min_size == 65536
+    write_config(user, "link_min_size = 1\n")
+    assert load_settings().link_min_size == 1
+    monkeypatch.setenv("SMARTCACHE_LINK_MIN_SIZE", "2")
+    assert load_settings().link_min_size == 2
+    assert load_settings(link_min_size=3).link_min_size == 3
+
+
+def test_a_false_argument_beats_a_true_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMARTCACHE_SHARED", "true")
+    assert load_settings(shared=False).shared is False
+
+
+def test_sources_are_combined_setting_by_setting(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(user, "threads = 2\nshared = true\n")
+    monkeypatch.setenv("SMARTCACHE_THREADS", "3")
+    settings = load_settings(keep_writable=True)
+    assert (settings.threads, settings.shared, settings.keep_writable) == (3, True, True)
+
+
+def test_none_as_argument_counts_as_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMARTCACHE_THREADS", "3")
+    monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "7")
+    settings = load_settings(home=None, threads=None, lock_timeout=None)
+    assert (settings.threads, settings.lock_timeout) == (3, 7)
+
+
+def test_an_endless_timeout_as_argument_beats_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "7")
+    assert load_settings(lock_timeout=math.inf).lock_timeout is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0),
+        ("1.5", 1.5),
+        ("30s", 30),
+        ("5m", 300),
+        ("none", None),
+        ("None", None),
+        ("inf", None),
+    ],
+)
+def test_a_timeout_is_seconds_a_time_or_none(
+    text: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", text)
+    assert load_settings().lock_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("TRUE", True), ("on", True), ("0", False), ("No", False), ("off", False)],
+)
+def test_flags_are_read_in_the_usual_words(
+    text: str, value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMARTCACHE_KEEP_WRITABLE", text)
+    assert load_settings().keep_writable is value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_variable_counts_as_unset(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unset = load_settings()
+    monkeypatch.setenv(f"SMARTCACHE_{name.upper()}", "")
+    assert load_settings() == unset
+    assert variable(f"SMARTCACHE_{name.upper()}") is None
+
+
+BAD_VALUES = [
+    ("threads", "many"),
+    ("threads", "0"),
+    ("threads", "-1"),
+    ("threads", "1.5"),
+    ("threads", "100000"),
+    ("threads", "9" * 5000),
+    ("keep_writable", "perhaps"),
+    ("shared", "2"),
+    ("link_min_size", "big"),
+    ("link_min_size", "-1"),
+    ("lock_timeout", "soon"),
+    ("lock_timeout", "-1"),
+    ("lock_timeout", "nan"),
+    ("home", "~nobody-has-this-name/x"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
+def test_a_bad_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"SMARTCACHE_{name.upper()}", value)
+    with pytest.raises(ConfigError, match=f"^SMARTCACHE_{name.upper()}: ") as caught:
+        load_settings()
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
+def test_a_bad_key_of_the_file_is_named_with_the_file(name: str, value: str, user: Path) -> None:
+    path = write_config(user, f'{name} = "{value}"\n')
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.message.startswith(f"{path}: {name}: ")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "threads = true",
+        "threads = 2.0",
+        "link_min_size = true",
+        "link_min_size = 1.5",
+        "shared = 1",
+        "lock_timeout = true",
+        "lock_timeout = [1]",
+        "home = 3",
+        'home = ""',
+        'home = "a\\u0000b"',
+        "[threads]",
+    ],
+)
+def test_a_value_of_the_wrong_type_in_the_file_is_refused(line: str, user: Path) -> None:
+    path = write_config(user, line)
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.message.startswith(f"{path}: ")
+
+
+def test_a_bad_argument_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^argument threads: "):
+        load_settings(threads=0)
+
+
+def test_a_bad_value_that_is_overridden_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMARTCACHE_THREADS", "many")
+    assert load_settings(threads=2).threads == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("thread", "threads"),
+        ("keep-writable", "keep_writable"),
+        ("Home", "home"),
+        ("link_size", "link_min_size"),
+        ("timeout", "lock_timeout"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(
+    written: str, meant: str, user: Path
+) -> None:
+    path = write_config(user, f"{written} = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.message == f"{path}: unknown setting {written!r}"
+    assert f"Did you mean {meant!r}?" in caught.value.hint
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match="argument: unknown setting 'thread'"):
+        load_settings(thread=3)  # type: ignore[call-arg]
+
+
+def test_the_named_config_file_is_read_instead_of_the_usual_one(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(user, "threads = 2\n")
+    other = tmp_path / "other.toml"
+    other.write_text("shared = true\n")
+    monkeypatch.setenv("SMARTCACHE_CONFIG", str(other))
+    settings = load_settings()
+    assert settings.shared
+    assert settings.threads == min(os.cpu_count() or 1, 8)
+
+
+def test_a_named_config_file_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMARTCACHE_CONFIG", str(tmp_path / "absent.toml"))
+    with pytest.raises(ConfigError, match="SMARTCACHE_CONFIG names a file that does not exist"):
+        load_settings()
+
+
+def test_xdg_directories_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configs"))
+    assert load_settings().home == tmp_path / "caches" / "smartcache"
+    assert config_file() == tmp_path / "configs" / "smartcache" / "config.toml"
+
+
+def test_relative_xdg_directories_are_ignored(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "configs")
+    assert load_settings().home == user / ".cache" / "smartcache"
+    assert config_file() == user / ".config" / "smartcache" / "config.toml"
+
+
+def test_home_is_absolute_whatever_was_written(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings(home="store").home == tmp_path / "store"
+    assert load_settings(home=Path("a/../store")).home == tmp_path / "store"
+    monkeypatch.setenv("SMARTCACHE_HOME", "~/store")
+    assert load_settings().home == user / "store"
+
+
+def test_a_relative_home_in_the_file_is_relative_to_the_file(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_config(user, 'home = "store"\n')
+    assert load_settings().home == path.parent / "store"
+
+
+def test_a_file_that_is_no_toml_is_named_with_the_line(user: Path) -> None:
+    path = write_config(user, "threads = 2\nthreads == 3\n")
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        load_settings()
+    assert caught.value.message.startswith(f"{path}: not TOML: ")
+
+
+def test_a_file_that_is_no_text_is_named(user: Path) -> None:
+    path = write_config(user, "")
+    path.write_bytes(b"home = '\xff'\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.message.startswith(f"{path}: not UTF-8 text")
+
+
+def test_a_byte_order_mark_is_no_error(user: Path) -> None:
+    write_config(user, "").write_bytes(b"\xef\xbb\xbfthreads = 2\n")
+    assert load_settings().threads == 2
+
+
+def test_a_directory_in_place_of_the_file_is_named(user: Path) -> None:
+    path = user / ".config" / "smartcache" / "config.toml"
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.message.startswith(f"{path}: cannot be read: ")
+
+
+def test_a_file_where_the_config_directory_would_be_means_no_config(user: Path) -> None:
+    (user / ".config").write_text("")
+    assert load_settings().threads == min(os.cpu_count() or 1, 8)
+
+
+def test_no_home_directory_at_all_is_a_config_error_only_if_one_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run under a user id that has no entry in /etc/passwd."""
+    monkeypatch.setattr(Path, "expanduser", _no_home)
+    with pytest.raises(ConfigError, match="home directory"):
+        load_settings()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert load_settings(home=tmp_path / "store").home == tmp_path / "store"
+
+
+def _no_home(path: Path) -> Path:
+    if str(path).startswith("~"):
+        raise RuntimeError("Could not determine home directory.")
+    return path
+
+
+def test_reading_settings_loads_no_toml_parser_without_a_file(user: Path) -> None:
+    program = (
+        "import sys; from smartcache.config import load_settings; load_settings();"
+        "print([name for name in ('tomllib', 'difflib', 'ctypes') if name in sys.modules])"
+    )
+    root = Path(smartcache.config.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,190 @@
+"""The documentation is true: its Python runs, its commands exist, every command is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from smartcache.store.journal import Change
+from smartcache.store.layout import Layout
+from smartcache.store.schema import connect
+
+if TYPE_CHECKING:
+    import click
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")] if page.exists())
+
+needs_cli = pytest.mark.skipif(
+    importlib.util.find_spec("smartcache.cli") is None, reason="smartcache.cli does not exist"
+)
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of every fenced block of a language."""
+    inside: str | None = None
+    start, lines = 0, list[str]()
+    for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+        fence = re.match(r"^(`{3,})\s*(\S*)", line)
+        if fence and inside is None:
+            inside, start, lines = fence[2], number + 1, []
+        elif fence and not fence[2]:
+            if inside == language:
+                yield start, "\n".join(lines)
+            inside = None
+        else:
+            lines.append(line)
+    assert inside is None, f"{page.name}: the block at line {start - 1} does not end"
+
+
+def python_of(page: Path) -> str:
+    """All Python of a page, each line at its own line number."""
+    source = list[str]()
+    for start, text in blocks(page, "python"):
+        source += [""] * (start - 1 - len(source)) + text.splitlines()
+    return "\n".join(source)
+
+
+def make_files(directory: Path) -> None:
+    """What the examples may use: two equal model files and another, last changed a day ago."""
+    data = random.Random(0).randbytes(200_000)
+    day_ago = 86_400
+    for name, content in {
+        "model.safetensors": data,
+        "copy.safetensors": data,
+        "other.safetensors": data[::-1],
+    }.items():
+        path = directory / name
+        path.write_bytes(content)
+        then = path.stat().st_mtime - day_ago
+        os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name
+)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    """From top to bottom in one namespace, in a folder with the files of `make_files`."""
+    make_files(tmp_path)
+    runner = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", runner, page.name],
+        input=python_of(page),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def terminal_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """Every `$ smartcache ...` line, split into words."""
+    for start, text in blocks(page, "console"):
+        for number, line in enumerate(text.splitlines(), start):
+            if line.startswith("$ smartcache"):
+                yield number, shlex.split(line.removeprefix("$ "), comments=True)
+
+
+@needs_cli
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(terminal_commands(page))], ids=lambda page: page.name
+)
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    from smartcache.cli import main
+
+    wrong = {
+        f"{page.name}:{number}": problem
+        for number, words in terminal_commands(page)
+        if (problem := unknown_word(main, words[1:]))
+    }
+    assert not wrong
+
+
+def unknown_word(command: click.Command, words: list[str]) -> str | None:
+    """The first command or option that does not exist."""
+    import click
+
+    known = {name for parameter in command.params for name in parameter.opts}
+    known |= {name for parameter in command.params for name in parameter.secondary_opts}
+    for position, word in enumerate(words):
+        if word in {"|", ">", "&&", ";"}:
+            break
+        if word.startswith("-") and word.partition("=")[0] not in {*known, "-h", "--help"}:
+            return word
+        if isinstance(command, click.Group) and not word.startswith("-"):
+            child = command.get_command(click.Context(command), word)
+            return word if child is None else unknown_word(child, words[position + 1 :])
+    return None
+
+
+@needs_cli
+def test_every_command_is_in_the_reference_as_its_help_prints_it() -> None:
+    command = [sys.executable, str(ROOT / "scripts/docs_cli.py"), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_cli
+def test_the_reference_has_a_heading_for_every_command() -> None:
+    import click
+    from smartcache.cli import main
+
+    page = (ROOT / "docs/cli.md").read_text("utf-8")
+    headings = set(re.findall(r"^## (.+)$", page, re.MULTILINE))
+    context = click.Context(main)
+    names = {
+        f"smartcache {name}"
+        for name in main.list_commands(context)
+        if (command := main.get_command(context, name)) and not command.hidden
+    }
+    assert {"smartcache"} | names <= headings
+
+
+class TestOnDiskFormat:
+    PAGE = ROOT / "docs/on-disk-format.md"
+
+    def section(self, heading: str) -> str:
+        """The text under a heading, up to the next one."""
+        _, _, rest = self.PAGE.read_text("utf-8").partition(f"\n{heading}\n")
+        return re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+    def test_every_table_and_column_is_described(self, tmp_path: Path) -> None:
+        with contextlib.closing(connect(tmp_path / "index.sqlite3", wal=True)) as index:
+            columns = index.execute(
+                "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
+                "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
+            ).fetchall()
+        assert columns
+        missing = [
+            f"{table}.{column}"
+            for table, column in columns
+            if f"`{column}`" not in self.section(f"### {table}")
+        ]
+        assert not missing
+
+    def test_every_entry_of_the_root_is_described(self, tmp_path: Path) -> None:
+        Layout(tmp_path / "store").create()
+        entries = [
+            f"{entry.name}/" if entry.is_dir() else entry.name
+            for entry in (tmp_path / "store").iterdir()
+        ]
+        assert entries
+        assert not [name for name in entries if not self.section(f"## {name}").strip()]
+
+    def test_every_field_of_the_journal_is_described(self) -> None:
+        names = [field.name for field in dataclasses.fields(Change)]
+        text = self.section("## journal.jsonl")
+        assert not [name for name in names if f"`{name}`" not in text]

@@ -1,0 +1,262 @@
+"""The rules that no single module can keep: size, direction of imports, packaging."""
+
+from __future__ import annotations
+
+import ast
+import email
+import fnmatch
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import smartcache
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "smartcache"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safetensors", "hf_xet")
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 40
+MAX_PUBLIC_NAMES = 20
+
+TOP_LEVEL = {
+    ".ci",
+    ".git",
+    ".gitignore",
+    "LICENSE",
+    "README.md",
+    "docs",
+    "pyproject.toml",
+    "scripts",
+    "smartcache",
+    "tests",
+}
+
+needs_cli = pytest.mark.skipif(
+    importlib.util.find_spec("smartcache.cli") is None, reason="smartcache.cli does not exist"
+)
+
+
+def project() -> dict[str, object]:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert isinstance(table, dict)
+    return table
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+class TestSize:
+    @pytest.mark.parametrize("path", MODULES, ids=relative)
+    def test_a_module_does_one_job(self, path: Path) -> None:
+        assert len(path.read_text("utf-8").splitlines()) <= MAX_MODULE_LINES
+
+    @pytest.mark.parametrize("path", MODULES, ids=relative)
+    def test_a_function_fits_on_a_screen(self, path: Path) -> None:
+        """Counted without signature and docstring, which should not be saved on."""
+        long = {name: lines for name, lines in functions(path) if lines > MAX_FUNCTION_LINES}
+        assert not long
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            if body:
+                yield node.name, (node.end_lineno or 0) - body[0].lineno + 1
+
+
+class TestLayers:
+    def test_imports_point_down(self) -> None:
+        done = lint_imports(ROOT)
+        assert done.returncode == 0, done.stdout
+
+    @pytest.mark.parametrize(
+        ("module", "line", "complaint"),
+        [
+            ("errors.py", "import smartcache.store", "errors is not allowed to import"),
+            ("store/statkey.py", "import smartcache.cache", "store is not allowed to import"),
+            ("store/statkey.py", "import torch", "not allowed to import torch"),
+            ("store/statkey.py", "def f(): import huggingface_hub", "statkey -> huggingface_hub"),
+            ("config.py", "import click", "not allowed to import click"),
+            ("sizes.py", "import smartcache.progress", "sizes is not allowed to import"),
+            ("helpers.py", "", "not listed as layers:\n\n- smartcache.helpers"),
+        ],
+    )
+    def test_a_wrong_import_is_found(
+        self, tmp_path: Path, module: str, line: str, complaint: str
+    ) -> None:
+        """The contracts themselves: each names a fault that they must see."""
+        shutil.copytree(PACKAGE, tmp_path / "smartcache")
+        shutil.copy(ROOT / "pyproject.toml", tmp_path)
+        with (tmp_path / "smartcache" / module).open("a", encoding="utf-8") as stream:
+            stream.write(f"\n{line}\n")
+        done = lint_imports(tmp_path)
+        assert done.returncode == 1
+        assert complaint in done.stdout
+
+
+def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
+    code = "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False
+    )
+
+
+class TestImport:
+    @pytest.mark.parametrize("name", ["torch", "huggingface_hub", "numpy"])
+    def test_what_must_not_be_loaded_is_installed(self, name: str) -> None:
+        """Else the tests below would pass for nothing."""
+        assert importlib.util.find_spec(name)
+
+    def test_importing_the_package_loads_nothing_heavy(self) -> None:
+        assert loaded_by("import smartcache") == set()
+
+    def test_importing_the_package_loads_none_of_its_modules(self) -> None:
+        output = run_python("import sys, smartcache; print(*sys.modules)")
+        assert [name for name in output.split() if name.startswith("smartcache.")] == []
+
+    @pytest.mark.parametrize("name", sorted(smartcache.__all__))
+    def test_a_public_name_loads_nothing_heavy(self, name: str) -> None:
+        assert loaded_by(f"from smartcache import {name}") == set()
+
+    @needs_cli
+    def test_the_help_text_loads_nothing_heavy(self) -> None:
+        assert loaded_by(HELP) == set()
+
+    @needs_cli
+    def test_the_module_runs_as_a_program(self) -> None:
+        command = [sys.executable, "-m", "smartcache", "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("Usage: ")
+
+
+HELP = """
+import contextlib
+from smartcache.cli import main
+with contextlib.suppress(SystemExit):
+    main(["--help"])
+"""
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def loaded_by(code: str) -> set[str]:
+    """Which of the heavy packages are in memory after the code has run."""
+    output = run_python(f"{code}\nimport sys; print(); print(*sys.modules)")
+    return set(HEAVY) & set(output.splitlines()[-1].split())
+
+
+class TestPublicNames:
+    def test_there_are_few(self) -> None:
+        assert len(smartcache.__all__) <= MAX_PUBLIC_NAMES
+
+    @pytest.mark.parametrize("name", sorted(smartcache.__all__))
+    def test_each_one_exists_and_is_listed(self, name: str) -> None:
+        assert getattr(smartcache, name) is not None
+        assert name in dir(smartcache)
+
+    def test_another_name_is_an_attribute_error(self) -> None:
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            _ = smartcache.nonsense  # type: ignore[attr-defined]
+
+
+class TestPackaging:
+    def test_the_installed_version_is_the_one_in_the_source(self) -> None:
+        assert importlib.metadata.version("smartcache") == smartcache.__version__
+
+    def test_the_command_starts_the_cli(self) -> None:
+        (command,) = importlib.metadata.entry_points(group="console_scripts", name="smartcache")
+        assert command.value == "smartcache.cli:main"
+
+    def test_torch_comes_only_when_asked_for(self) -> None:
+        dependencies = project()["dependencies"]
+        assert isinstance(dependencies, list)
+        names = {text.split(">")[0] for text in dependencies}
+        assert names == {"blake3", "click", "filelock", "huggingface_hub", "safetensors", "xxhash"}
+
+    def test_torch_is_pinned_for_the_scripts(self) -> None:
+        assert "torch==2.13.0" in (ROOT / "scripts/constraints.txt").read_text("utf-8").split()
+
+    def test_the_wheel_holds_the_package_and_nothing_else(self, tmp_path: Path) -> None:
+        wheel = build("wheel", tmp_path)
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            metadata = f"smartcache-{smartcache.__version__}.dist-info"
+            headers = email.message_from_bytes(archive.read(f"{metadata}/METADATA"))
+        assert {name.split("/")[0] for name in names} == {"smartcache", metadata}
+        assert {relative(path) for path in MODULES} < set(names)
+        assert "smartcache/py.typed" in names
+        assert f"{metadata}/licenses/LICENSE" in names
+        assert headers["License-Expression"] == "Apache-2.0"
+        assert headers["Requires-Python"] == ">=3.11"
+        extras = headers.get_all("Provides-Extra") or []
+        assert set(extras) == {"torch", "diffusers", "test", "docs", "all"}
+
+    def test_the_source_archive_can_run_its_own_tests(self, tmp_path: Path) -> None:
+        with tarfile.open(build("sdist", tmp_path)) as archive:
+            names = {name.partition("/")[2] for name in archive.getnames()}
+        assert {"scripts/test", "scripts/_venv.sh", "tests/conftest.py", "LICENSE"} < names
+        assert not {name for name in names if name.startswith(".venv")}
+
+
+def build(kind: str, directory: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "-d", str(directory)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (archive,) = directory.iterdir()
+    return archive
+
+
+class TestTree:
+    def test_nothing_lies_about_at_the_top(self) -> None:
+        lines = (ROOT / ".gitignore").read_text("utf-8").split()
+        ignored = [line.rstrip("/") for line in lines]
+        names = {
+            name
+            for name in os.listdir(ROOT)
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
+        }
+        assert names <= TOP_LEVEL
+
+
+@pytest.mark.skipif(os.name == "nt", reason="shell scripts")
+class TestScripts:
+    @pytest.mark.parametrize("name", [".ci/run", "scripts/test", "scripts/check"])
+    def test_is_executable_and_parses(self, name: str) -> None:
+        assert os.access(ROOT / name, os.X_OK)
+        subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
+
+    @pytest.mark.parametrize("name", ["test", "check"])
+    def test_help_needs_no_environment(self, name: str, tmp_path: Path) -> None:
+        """In a copy without .venv, which it must not make."""
+        copy = tmp_path / "a copy"
+        shutil.copytree(ROOT / "scripts", copy / "scripts")
+        command = [str(copy / "scripts" / name), "-h"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(f"Usage: scripts/{name} ")
+        assert os.listdir(copy) == ["scripts"]
+
+    def test_a_machine_without_python_is_told_what_to_install(self, tmp_path: Path) -> None:
+        bash = shutil.which("bash")
+        assert bash
+        code = f"source '{ROOT}/scripts/_venv.sh' && find_python"
+        environment = {"PATH": str(tmp_path)}
+        command = [bash, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Error: no Python 3.11 or newer was found.\nHint: ")
