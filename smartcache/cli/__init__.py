@@ -68,6 +68,11 @@ class Program(click.Group):
         question = f" Did you mean {near[0]!r}?" if near else ""
         raise click.UsageError(f"No such command {args[0]!r}.{question}", ctx=ctx)
 
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """Return the names of the option that shows the help text."""
+        del ctx
+        return ["-h", "--help"]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""
         del ctx
@@ -103,7 +108,7 @@ class Program(click.Group):
 @click.command(
     "smartcache",
     cls=Program,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"max_content_width": 100},
     epilog="Every command has -h with examples, --json for programs and -q for scripts.",
 )
 @click.option("--home", metavar="DIR", help="The store to use; default: $SMARTCACHE_HOME.")

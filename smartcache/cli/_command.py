@@ -27,6 +27,11 @@ class Command(click.Command):
 
     examples: tuple[tuple[str, str], ...] = ()
 
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """Return the names of the option that shows the help text."""
+        del ctx
+        return ["-h", "--help"]
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples, unwrapped, so that they can be copied."""
         del ctx

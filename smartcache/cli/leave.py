@@ -69,7 +69,7 @@ def _refuse_pinned(plans: list[EjectPlan]) -> None:
     digests = [digest for plan in plans for digest in plan.pinned_only]
     if digests:
         names = named([short(digest) for digest in digests], "blob")
-        message = f"Pinned, and nowhere but in the store: {names}; nothing was changed"
+        message = f"Pinned blobs would be lost: {names}; nothing was changed"
         hint = "Place them with 'smartcache link', unpin them, or lose them with --drop-pinned."
         raise BlobInUseError(message, hint=hint, digests=digests)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -72,10 +72,11 @@ def _show(found: Iterator[Found], *, several: bool, verbose: bool) -> None:
         Column(title="SIZE", right=True),
         Column(title="LINKS", right=True),
         Column(title="USED", right=True),
-        Column(title="HELD BY", gives_way=True),
+        Column(title="HELD BY"),
+        Column(title="FILE", gives_way=True),
     ]
     if several:
-        columns.insert(4, Column(title="VOLUME"))
+        columns.insert(5, Column(title="VOLUME"))
     count = size = 0
 
     def rows() -> Iterator[list[str]]:
@@ -83,26 +84,30 @@ def _show(found: Iterator[Found], *, several: bool, verbose: bool) -> None:
         for store, blob in found:
             count += 1
             size += blob.size
-            row = [
-                short(blob.digest),
-                format_size(blob.size),
-                str(blob.links - 1),
-                ago(blob.used_at),
-            ]
-            yield [*row, *([str(store.root)] if several else []), _held_by(store, blob)]
+            row = [short(blob.digest), format_size(blob.size), f"{blob.links - 1:,}"]
+            row += [ago(blob.used_at), _held_by(store, blob)]
+            yield [*row, *([str(store.root)] if several else []), _known_as(store, blob)]
 
     out.table(columns, rows())
     out.talk(f"{counted(count, 'blob')}, {format_size(size)}")
 
 
 def _held_by(store: Store, blob: Blob) -> str:
-    """Say in a few words what a blob is known by: a link first, because people know their files."""
-    links = [str(link.path) for link in store.links_of(blob)]
+    """Say in a word or two what keeps a blob alive."""
     owners = [str(owner) for owner, _ in store.holders_of(blob)]
-    names = links + owners
-    if not names:
-        return "smartcache alone" if blob.is_held_only_by_smartcache else "files outside"
-    return names[0] + (f" (+{len(names) - 1})" if names[1:] else "")
+    if owners:
+        return owners[0] + _and_more(owners)
+    return "nobody" if blob.is_held_only_by_smartcache else "its links"
+
+
+def _known_as(store: Store, blob: Blob) -> str:
+    """Return a file that people may know a blob by: one that shares it, else where it came from."""
+    links = sorted(store.links_of(blob), key=lambda link: link.kind == "copy")
+    return str(links[0].path) + _and_more(links) if links else "-"
+
+
+def _and_more(names: Sequence[object]) -> str:
+    return f" (+{len(names) - 1})" if names[1:] else ""
 
 
 def _show_one(store: Store, blob: Blob) -> None:

@@ -23,6 +23,7 @@ from smartcache.errors import (
     DamagedBlobError,
     FileChangedError,
     FileSkippedError,
+    StoreError,
 )
 from smartcache.progress import Progress, silent
 from smartcache.store.blobs import Expected, check_expected, explained
@@ -90,7 +91,9 @@ def adopt_many(
         held: list[Held] = []
         try:
             for path in chunk:
-                found = _examine(volume, path, wanted, announced, known.get(path), digests)
+                found = _examine(
+                    volume, path, wanted, announced, known.get(path), digests, progress
+                )
                 _let_own(volume, found, owner)
                 if isinstance(found, Adoption):
                     yield found
@@ -115,6 +118,7 @@ def _examine(
     expected: Expected,
     known: Known | None,
     digests: set[str],
+    progress: Progress,
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
     try:
@@ -123,7 +127,8 @@ def _examine(
             message = f"{path} is on another filesystem than the store {volume.root}"
             hint = "Copy it instead, or make a volume there."
             raise FileSkippedError(message, hint=hint, reason="other filesystem", path=path)
-        file = hold(volume, path, wanted, known=known)
+        with progress("Hashing", st.st_size if known is None else 0, "bytes") as job:
+            file = hold(volume, path, wanted, known=known, advance=job.advance)
     except (FileSkippedError, FileNotFoundError, PermissionError) as error:
         return Adoption(path=path, outcome="skipped", error=error)
     try:
@@ -182,8 +187,12 @@ def _adopt_chunk(
                 _write_rows(volume, [file for file, _, _ in done], owner)
                 is_recorded = True
         finally:
-            # A full disk or Ctrl-C in the middle: what has no row is taken back, what was not begun
-            # stays as it was; the file in work is looked at by the next open.
+            # A full disk or Ctrl-C in the middle: what was linked gets its row or is taken back,
+            # what was not begun stays as it was; the file in work is looked at by the next open.
+            if not is_recorded:
+                with suppress(StoreError, OSError), volume.guard("adopt"):
+                    _write_rows(volume, [file for file, _, _ in done], owner)
+                    is_recorded = True
             for file, change, _ in done:
                 is_kept = is_recorded or not _take_back(volume, file)
                 batch.end(change, "done" if is_kept else "back")

@@ -357,15 +357,7 @@ def _xet(fd: int, path: FilePath | int, size: int) -> str:
         if isinstance(path, int):
             raise errors.StoreError("xet hashes need a path on this system, not a descriptor")
         name = os.fsdecode(path)
-    try:
-        (found,) = hf_xet.hash_files([name])
-    except KeyboardInterrupt:
-        # Raised by hf_xet: Python's own comes at the next call, and would interrupt the cleanup.
-        try:  # noqa: SIM105 - `suppress` is such a call
-            os.getpid()
-        except KeyboardInterrupt:
-            pass
-        raise
+    (found,) = hf_xet.hash_files([name])
     if found.file_size != size or not os.path.samestat(os.stat(name), os.fstat(fd)):
         raise _changed(path)
     return str(found.hash)

@@ -16,16 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smartcache.errors import BlobInUseError, FileChangedError, NoSpaceError
+from smartcache.errors import BlobInUseError, FileChangedError, NoSpaceError, StoreError
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.faults import reached
 from smartcache.store.filesystems import free_bytes
 from smartcache.store.journal import Change
+from smartcache.store.memos import hashes_of
 from smartcache.store.move import former_roots, remove_former_roots
 from smartcache.store.own_copy import give_own_copy
 from smartcache.store.owners import link_liveness
-from smartcache.store.records import Link, Trust
+from smartcache.store.records import Blob, Link, Trust
 from smartcache.store.restored import is_our_link, is_restored, needed_bytes
 from smartcache.store.undo import Undoing, Undone, new_undoing, undo_adopt, undo_one
 from smartcache.store.volume import Volume, all_blobs
@@ -109,10 +110,21 @@ def _pinned_only(volume: Volume, changes: Iterable[Change], links: Iterable[Link
     }
     returning |= {link.digest for link in links if link.kind == "symlink"}
     for blob in all_blobs(volume):
-        holders = volume.index.holders_of(blob.id)
-        is_pinned = any(owner.kind == "pin" for owner in holders)
-        if is_pinned and blob.digest not in returning and _is_last(volume, blob.digest):
+        is_pinned = any(owner.kind == "pin" for owner in volume.index.holders_of(blob.id))
+        if not is_pinned or blob.digest in returning or not _is_last(volume, blob.digest):
+            continue
+        if not _has_copy(volume, blob):
             yield blob.digest
+
+
+def _has_copy(volume: Volume, blob: Blob) -> bool:
+    """Say whether a copy outside that is on record still has a blob's bytes."""
+    for link in volume.index.links_of(blob.id):
+        if link.kind in ("copy", "reflink"):
+            with suppress(OSError, StoreError):
+                if hashes_of(volume, link.path)[0].digest == blob.digest:
+                    return True
+    return False
 
 
 def _can_return(volume: Volume, change: Change) -> bool:
@@ -128,9 +140,19 @@ def _is_last(volume: Volume, digest: str) -> bool:
         return False
 
 
-def _refuse_losing_pinned(volume: Volume, plan: EjectPlan) -> None:
-    """Raise if the store has the last copy of something pinned, as of now."""
-    pinned = () if plan.drop_pinned else tuple(_pinned_only(volume, plan.changes, plan.links))
+def _pinned(volume: Volume) -> set[str]:
+    """Return the digests that are pinned now."""
+    found = set()
+    for blob in all_blobs(volume):
+        if any(owner.kind == "pin" for owner in volume.index.holders_of(blob.id)):
+            found.add(blob.digest)
+    return found
+
+
+def _refuse_losing_pinned(volume: Volume, plan: EjectPlan, known: set[str]) -> None:
+    """Raise if the store has the last copy of something pinned, other than what is `known`."""
+    found = () if plan.drop_pinned else _pinned_only(volume, plan.changes, plan.links)
+    pinned = tuple(digest for digest in found if digest not in known)
     if pinned:
         message = f"{len(pinned)} pinned blobs exist only in the store, such as {pinned[0][:12]}"
         hint = "Place them first ('smartcache link'), unpin them, or allow it with --drop-pinned."
@@ -139,7 +161,8 @@ def _refuse_losing_pinned(volume: Volume, plan: EjectPlan) -> None:
 
 def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone]:
     keep_shared = plan.keep_shared
-    _refuse_losing_pinned(volume, plan)
+    _refuse_losing_pinned(volume, plan, set())
+    pinned_before = _pinned(volume)
     if plan.needed_size > plan.free_size:
         message = (
             f"Giving every file its own bytes needs {format_size(plan.needed_size)}, but"
@@ -163,7 +186,7 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
             results.append(_restore(volume, change, undoing, modes, keep_shared=keep_shared))
             job.advance()
     _refuse_losing_moved_files(results)
-    _refuse_losing_pinned(volume, plan)
+    _refuse_losing_pinned(volume, plan, pinned_before)
     remove_store(volume, modes.items())
     return results
 

@@ -25,6 +25,7 @@ from smartcache.store.kernel import (
     take_lease,
 )
 from smartcache.store.memos import Known, hashes_of, is_being_written
+from smartcache.store.proof import Advance
 from smartcache.store.statkey import StatKey
 from smartcache.store.volume import Volume
 
@@ -89,10 +90,12 @@ def hold(
     algorithms: Iterable[Algorithm] = ("blake3",),
     *,
     known: Known | None = None,
+    advance: Advance | None = None,
 ) -> Held:
     """Hold a file, or raise FileSkippedError (busy, changed, unsuitable); the caller releases.
 
-    `known` are hashes the caller has just looked up with `hash_all`.
+    `known` are hashes the caller has just looked up with `hash_all`; else `advance` is told the
+    bytes that are hashed now.
     """
     wanted = tuple(algorithms)
     st = os.lstat(path)
@@ -103,14 +106,15 @@ def hold(
     elif known is None and is_being_written(path):
         raise FileBusyError(f"{path} is open for writing", path=path)
     else:
-        hashes, key = known or hashes_of(volume, path, wanted)
+        hashes, key = known or hashes_of(volume, path, wanted, advance=advance)
     descriptor = os.open(path, _OPEN)
     try:
         lease = take_lease(descriptor)
         if lease == "busy":
             raise FileBusyError(f"{path} is open for writing", path=path)
         if hashes is None or key is None:
-            hashes, key = hash_file(descriptor, wanted, threads=volume.settings.threads)
+            threads = volume.settings.threads
+            hashes, key = hash_file(descriptor, wanted, threads=threads, advance=advance)
         if is_young and lease == "held":
             # Wait out the clock tick of the last write, so that a later one must show another time.
             _sleep_ns(min(key.mtime_ns + TICK_NS - time.time_ns(), TICK_NS))

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from smartcache.errors import PruneRefusedError
+from smartcache.errors import NoSpaceError, PruneRefusedError
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.faults import reached
@@ -61,6 +61,7 @@ class PrunePlan:
     held_size: int
     """Bytes that stay because an owner or a symlink holds them."""
     warnings: tuple[str, ...] = ()
+    after_rebuild: bool = False
     _execute: Callable[[PrunePlan, Progress], PruneResult] = field(repr=False, compare=False)
 
     @property
@@ -87,12 +88,7 @@ def plan_prune(
     `drop_away` counts owners on drives that are not mounted as gone; `after_rebuild` allows
     pruning with an index that was rebuilt and not yet completed by a scan.
     """
-    if volume.index.note(REBUILT) is not None and not after_rebuild:
-        message = (
-            "The index was rebuilt from the disk: pins, owners and symlinks may be missing from it"
-        )
-        hint = "Look at 'smartcache ls', pin what you need, then allow it with --after-rebuild."
-        raise PruneRefusedError(message, hint=hint)
+    _refuse_after_rebuild(volume, allowed=after_rebuild)
     free, held_size, warnings = _sort_out(volume, drop_away=drop_away)
     victims = _choose(free, held_size, max_size=max_size, unused_for=unused_for, warnings=warnings)
     victims += _files(volume.layout.trash, "trash")
@@ -100,8 +96,18 @@ def plan_prune(
         victims += _files(volume.layout.bad, "bad")
     return PrunePlan(
         victims=tuple(victims), held_size=held_size, warnings=tuple(warnings),
+        after_rebuild=after_rebuild,
         _execute=lambda plan, progress: _execute(volume, plan, progress, drop_away=drop_away),
     )  # fmt: skip
+
+
+def _refuse_after_rebuild(volume: Volume, *, allowed: bool) -> None:
+    if volume.index.note(REBUILT) is not None and not allowed:
+        message = (
+            "The index was rebuilt from the disk: pins, owners and symlinks may be missing from it"
+        )
+        hint = "Look at 'smartcache ls', pin what you need, then allow it with --after-rebuild."
+        raise PruneRefusedError(message, hint=hint)
 
 
 def is_wanted(volume: Volume, blob: Blob, *, drop_away: bool = False) -> bool:
@@ -204,12 +210,16 @@ def _execute(
     volume: Volume, plan: PrunePlan, progress: Progress, *, drop_away: bool
 ) -> PruneResult:
     removed = freed = kept = 0
-    volume.give_up_reserve()  # on a full disk even the removal of rows needs room
+    _refuse_after_rebuild(volume, allowed=plan.after_rebuild)
     with progress("Pruning", len(plan.victims)) as job:
         for start in range(0, len(plan.victims), CHUNK_BLOBS):
             chunk = plan.victims[start : start + CHUNK_BLOBS]
             with volume.guard("prune", exclusive=True):
-                gone = _remove_rows(volume, chunk, drop_away=drop_away)
+                try:
+                    gone = _remove_rows(volume, chunk, drop_away=drop_away)
+                except NoSpaceError:
+                    volume.give_up_reserve()  # even the removal of rows needs room
+                    gone = _remove_rows(volume, chunk, drop_away=drop_away)
                 reached("prune: rows removed")
                 for path in gone:
                     freed += unlink_measured(path)

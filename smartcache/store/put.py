@@ -12,6 +12,7 @@ from smartcache.errors import (
     DamagedBlobError,
     FileChangedError,
     FileSkippedError,
+    StoreError,
 )
 from smartcache.store.adopt import adopt_many
 from smartcache.store.blobs import Expected, check_expected, commit, put_stream, settle, writing
@@ -74,7 +75,9 @@ def _remember_source(volume: Volume, path: Path, st: os.stat_result, digest: str
     """Record where a copy came from: people know their files by name."""
     blob = volume.index.blob(digest)
     link = volume.index.link(path)
-    if blob is not None and link is None:
+    if blob is None or link is not None:
+        return
+    with suppress(StoreError):  # the blob is in the store; its name is a nicety
         filesystem = filesystem_id(path, st)
         volume.index.add_link(
             str(path), blob.id, kind="copy", filesystem=filesystem, inode=st.st_ino, owner=None

@@ -23,7 +23,7 @@ from smartcache.store.locks import Claim, claim
 from smartcache.store.owners import link_liveness
 from smartcache.store.proof import prove
 from smartcache.store.records import LinkKind
-from smartcache.store.replace import settle_swap, take_back
+from smartcache.store.replace import begin_to_settle, end_settling, take_back
 from smartcache.store.schema import signed
 from smartcache.store.volume import Volume
 
@@ -113,7 +113,8 @@ def _settle(change: Change, temporary: Path, blob_inode: int) -> None:
     try:
         hashes, key = hash_file(descriptor)
         proven = key if hashes.digest == change.digest else None
-        settle_swap(change.path, temporary, blob_inode, proven, fd=descriptor)
+        lease = begin_to_settle(change.path, temporary, blob_inode, proven, fd=descriptor)
+        end_settling(change.path, blob_inode, lease, fd=descriptor)
     except FileSkippedError as error:
         take_back(change.path, temporary, blob_inode)
         _log.warning("%s", error)

@@ -27,12 +27,12 @@ from smartcache.errors import (
 )
 from smartcache.store.adopt import CHUNK_FILES
 from smartcache.store.blobs import explained
-from smartcache.store.copies import rotate
+from smartcache.store.copies import copy_hashed, rotate
 from smartcache.store.faults import reached
 from smartcache.store.hold import Held, hold, refuse_unsuitable
 from smartcache.store.index import allocated_bytes
 from smartcache.store.journal import Batch, Change
-from smartcache.store.kernel import drop_lease, exchange, lease_intact, link_fd, take_lease
+from smartcache.store.kernel import Lease, drop_lease, exchange, lease_intact, take_lease
 from smartcache.store.links import renew, unchanged
 from smartcache.store.memos import Known, hash_all
 from smartcache.store.proof import checked
@@ -45,6 +45,9 @@ MOST_LINKS = 60_000
 
 GRACE_SECONDS = 0.01
 """A writer may wait for the scheduler between looking a name up and opening it."""
+
+PATIENCE_SECONDS = 60.0
+"""How long a writer that came too late may take until its bytes are copied as they are then."""
 
 Outcome = Literal["replaced", "present", "skipped"]
 
@@ -68,7 +71,9 @@ class _Work:
     temporary: Path
     blob_inode: int = -1
     swapped: StatKey | None = None
+    lease: Lease = "unsupported"
     error: Exception | None = None
+    is_given_back: bool = False
 
     @property
     def path(self) -> Path:
@@ -205,6 +210,9 @@ def _replace_chunk(
                 except (SmartcacheError, OSError) as error:
                     work.error = _as_skipped(work.path, error)
         time.sleep(GRACE_SECONDS)
+        for work in works:
+            _begin_to_settle(work)
+        time.sleep(GRACE_SECONDS)
         results.extend(_finish(volume, work, batch) for work in works)
     finally:
         # Ctrl-C or a full disk in the middle: what is not finished is taken back.
@@ -263,26 +271,37 @@ def _exchange(work: _Work) -> None:
         raise
 
 
+def _begin_to_settle(work: _Work) -> None:
+    if work.error is not None:
+        return
+    try:
+        work.lease = begin_to_settle(
+            work.path, work.temporary, work.blob_inode, work.swapped, fd=work.file.fd
+        )
+    except (FileSkippedError, OSError) as error:
+        work.error = error
+        work.is_given_back = True
+        return
+    reached("replace: old removed")
+
+
 def _finish(volume: Volume, work: _Work, batch: Batch) -> Replacement:
-    """Remove the old file once it is certain that nobody wrote to it; else give it back."""
-    error = work.error
-    if error is None:
+    """Say that a file is replaced, once it is certain that nobody wrote to the old one."""
+    if work.error is None:
         try:
-            freed = settle_swap(
-                work.path, work.temporary, work.blob_inode, work.swapped, fd=work.file.fd
-            )
-            reached("replace: old removed")
+            freed = end_settling(work.path, work.blob_inode, work.lease, fd=work.file.fd)
             batch.end(work.change, "done")
             return Replacement(path=work.path, outcome="replaced", digest=work.digest, freed=freed)
-        except (FileSkippedError, OSError) as raised:
-            error = raised
+        except (FileSkippedError, OSError) as error:
+            work.error = error
+            work.is_given_back = True
     take_back(work.path, work.temporary, work.blob_inode)
     batch.end(work.change, "back")
-    if _is_link_of(work.path, work.blob_inode):
+    if not work.is_given_back and _is_link_of(work.path, work.blob_inode):
         # Another process has replaced it in the meantime.
         return Replacement(path=work.path, outcome="present", digest=work.digest)
     volume.index.drop_link(work.path)
-    return Replacement(path=work.path, outcome="skipped", digest=work.digest, error=error)
+    return Replacement(path=work.path, outcome="skipped", digest=work.digest, error=work.error)
 
 
 def _is_link_of(path: Path, inode: int) -> bool:
@@ -292,34 +311,59 @@ def _is_link_of(path: Path, inode: int) -> bool:
         return False
 
 
-def settle_swap(
+def begin_to_settle(
     path: Path, temporary: Path, blob_inode: int, swapped: StatKey | None, *, fd: int
-) -> int:
-    """Unlink the old file under its temporary name, or give it back and raise; return bytes freed.
+) -> Lease:
+    """Unlink the old file under its temporary name, or give it back and raise.
 
-    `swapped` is the old file's stat key right after the exchange, or None if it is not known.
+    `swapped` is the old file's stat key right after the exchange, or None if it is not known. The
+    lease that is returned goes on watching for writers who looked the old name up and are late.
     """
     lease = take_lease(fd)
-    try:
-        if lease == "busy" or StatKey.of(os.fstat(fd)) != swapped:
-            give_back(path, temporary, blob_inode)
-            raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
-        os.unlink(temporary)
-        if lease == "held" and not lease_intact(fd):
-            # The writer that broke the lease holds an inode without a name: give it back.
-            _relink(fd, path, blob_inode)
-            raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
-    finally:
+    if lease == "busy" or StatKey.of(os.fstat(fd)) != swapped:
         if lease == "held":
             drop_lease(fd)
+        give_back(path, temporary, blob_inode)
+        raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
+    os.unlink(temporary)
+    return lease
+
+
+def end_settling(path: Path, blob_inode: int, lease: Lease, *, fd: int) -> int:
+    """Look a last time for writers of the old file; return the bytes that it freed."""
+    is_broken = lease == "held" and not lease_intact(fd)
+    if lease == "held":
+        drop_lease(fd)
+    if is_broken:
+        _rescue(fd, path, blob_inode)
+        raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
     st = os.fstat(fd)
     return allocated_bytes(st) if st.st_nlink == 0 else 0
 
 
-def _relink(fd: int, path: Path, blob_inode: int) -> None:
-    rescue = beside(path)
-    link_fd(fd, rescue)
-    give_back(path, rescue, blob_inode)
+def _rescue(fd: int, path: Path, blob_inode: int) -> None:
+    """Give a file back whose last name is gone: what its late writer writes is copied.
+
+    A nameless inode cannot be linked again (only O_TMPFILE ones can), so its bytes get a new one.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while take_lease(fd) == "busy" and time.monotonic() < deadline:
+        time.sleep(0.001)
+    drop_lease(fd)
+    rescued = beside(path)
+    target = os.open(rescued, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(fd, "rb", closefd=False) as source:
+            source.seek(0)
+            copy_hashed(source, target)
+        st = os.fstat(fd)
+        os.fchown(target, st.st_uid, st.st_gid)
+        os.fchmod(target, st.st_mode & 0o7777)
+        os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
+        os.fsync(target)
+    finally:
+        os.close(target)
+    give_back(path, rescued, blob_inode)
 
 
 def give_back(path: Path, temporary: Path, blob_inode: int) -> None:

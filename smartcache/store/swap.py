@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from pathlib import Path
 
 from smartcache.store.faults import reached
 from smartcache.store.kernel import exchange
-
-_log = logging.getLogger(__name__)
 
 
 def beside(path: Path) -> Path:
@@ -27,7 +24,7 @@ def swap_in(temporary: Path, path: Path, expected_inode: int) -> bool:
     """
     if not _is_inode(path, expected_inode):
         return False
-    ours = os.lstat(temporary).st_ino
+    put = os.lstat(temporary).st_ino
     try:
         if not exchange(temporary, path):
             os.replace(temporary, path)
@@ -38,13 +35,27 @@ def swap_in(temporary: Path, path: Path, expected_inode: int) -> bool:
     if _is_inode(temporary, expected_inode):
         temporary.unlink()
         return True
-    # A file appeared at `path` between look and exchange: it is the newest, so it goes back.
-    exchange(temporary, path)
-    if not _is_inode(temporary, ours):
-        rescued = path.with_name(f"{path.name}.smartcache-rescued")
-        os.rename(temporary, rescued)
-        _log.warning("%s was replaced twice by somebody else; one version is in %s", path, rescued)
+    _give_newest_back(temporary, path, put)
     return False
+
+
+def _give_newest_back(temporary: Path, path: Path, put: int) -> None:
+    """Undo an exchange that took somebody else's file from its name.
+
+    A file appeared at `path` between look and exchange. It goes back; if yet another one appeared
+    meanwhile, that is the newest, and so on, until the exchange brings back what the last one put.
+    """
+    while True:
+        found = os.lstat(temporary).st_ino
+        try:
+            exchange(temporary, path)
+        except FileNotFoundError:
+            # They have removed the name, so what they had put there was to go.
+            temporary.unlink()
+            return
+        if _is_inode(temporary, put):
+            return
+        put = found
 
 
 def _is_inode(path: Path, inode: int) -> bool:

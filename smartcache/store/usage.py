@@ -199,12 +199,10 @@ def _last_check(volume: Volume) -> datetime:
 
 
 def _is_outdated(volume: Volume, blob: Blob) -> bool:
-    if blob.trust == Trust.TRASHED:
-        return False
     try:
         st = os.stat(volume.layout.blob(blob.digest))
     except FileNotFoundError:
-        return blob.trust != Trust.LOST
+        return blob.is_here
     # Blocks come late: delayed allocation changes them long after the last change of the key.
     return _judged(blob, st) != blob.trust or (blob.allocated, blob.links) != (
         allocated_bytes(st),
@@ -235,7 +233,7 @@ def _renew(volume: Volume, digests: list[str]) -> list[str]:
 
 def _judged(blob: Blob, st: os.stat_result) -> Trust:
     """Return the trust a blob deserves after a look at its stat: never more than it had."""
-    if blob.trust == Trust.LOST or not is_as_recorded(blob, st):
+    if not is_as_recorded(blob, st):  # nor is a lost blob that is back: it has no inode on record
         return Trust.UNPROVEN
     verdict = judge(recorded=blob.key, recorded_links=blob.links, current=st)
     return max(blob.trust, Trust.RELINKED) if verdict == "relinked" else blob.trust

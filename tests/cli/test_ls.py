@@ -39,10 +39,15 @@ class TestTable:
     ) -> None:
         lines = filled("ls").stdout.splitlines()
         assert lines == [
-            "DIGEST          SIZE  LINKS  USED  HELD BY",
-            f"{LARGE[:12]}  100 KB      0   now  pin kept",
-            f"{SMALL[:12]}   70 KB      1   now  {models}/sub/c.gguf",
+            "DIGEST          SIZE  LINKS  USED  HELD BY    FILE",
+            f"{LARGE[:12]}  100 KB      0   now  pin kept   {models}/a.safetensors",
+            f"{SMALL[:12]}   70 KB      1   now  its links  {models}/sub/c.gguf",
         ]
+
+    def test_what_only_the_store_has_is_held_by_nobody(self, sc: Here, home: Path) -> None:
+        with Store(home) as store:
+            store.put_stream([b"x"])
+        assert sc("ls").stdout.splitlines()[1].split()[-2:] == ["nobody", "-"]
 
     def test_the_sum_is_talk(self, filled: Here) -> None:
         assert filled("ls").stderr == "2 blobs, 170 KB\n"

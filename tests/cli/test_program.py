@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,6 +42,15 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
+def open_files(pid: int) -> list[str]:
+    """The paths of the files that a process has open."""
+    found = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry.path))
+    return found
+
+
 class TestInterrupt:
     def test_in_the_middle_of_a_copy_leaves_nothing(
         self, program: Smartcache, tmp_path: Path, home: Path
@@ -73,14 +83,16 @@ class TestInterrupt:
         assert mode_of(file) == 0o644
         assert program("undo", "--list", "-q").ids == []
 
-    def test_in_the_middle_of_verify(self, program: Smartcache, tmp_path: Path) -> None:
-        file = sparse(tmp_path / "big.bin", 8 * GIGABYTE)
+    @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+    def test_in_the_middle_of_verify(self, program: Smartcache, tmp_path: Path, home: Path) -> None:
+        file = sparse(tmp_path / "big.bin", 3 * GIGABYTE)
         (digest,) = program("add", "--adopt", "-q", file).ids
-        with Terminal(program, "verify", "--full") as terminal:
-            terminal.read_until("Hashing blobs")
-            terminal.process.send_signal(signal.SIGINT)
-            assert "Interrupted; " in terminal.read_to_end()
-            assert terminal.process.wait(PATIENCE) == 130
+        process = program.start("verify", "--full")
+        wait_until(lambda: str(home / "blobs" / digest[:2] / digest) in open_files(process.pid))
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 130
+        assert stderr.startswith("Interrupted; ")
         assert program("ls", "-q").ids == [digest]
 
     @pytest.mark.parametrize("how", ["--copy", "--adopt", "--move"])
@@ -225,6 +237,21 @@ class TestErrors:
             done = CliRunner().invoke(main, ["--home", str(home), *words])
             assert "Traceback" not in done.output
             assert done.exit_code in (0, 1)
+
+    def test_a_store_that_was_moved_to_an_unmounted_drive(
+        self, sc: Here, models: Path, tmp_path: Path
+    ) -> None:
+        sc("add", models / "a.safetensors")
+        sc("mv", tmp_path / "drive/store", "-y")
+        (tmp_path / "drive").rename(tmp_path / "unplugged")
+        for words in (
+            ["ls"],
+            ["df"],
+            ["add", "models/a.safetensors"],
+            ["verify", "--rebuild", "-y"],
+        ):
+            assert f"{tmp_path}/drive/store" in sc(*words, code=1).error
+        assert not (tmp_path / "drive").exists()
 
     @pytest.mark.parametrize("value", ["", "~nobody-of-this-name/x"])
     def test_a_bad_home_is_bad_usage(self, value: str, sc: Here) -> None:
@@ -412,6 +439,17 @@ class TestSmallDisk:
         assert [each["outcome"] for each in done.json["files"]] == ["copied"]
         assert "Error: No space left" in done.stderr
         assert done.stderr.endswith("\n1\n")
+
+    def test_prune_works_on_a_full_disk(self, tmp_path: Path) -> None:
+        """The error of a full disk sends people there; the store keeps a reserve for it."""
+        write(tmp_path / "x.bin", b"x" * 3_000_000)
+        script = """
+            $SC add -q --no-pin x.bin > /dev/null && cat /dev/zero > disk/zeros 2> /dev/null
+            $SC prune -y --json && $SC ls -q
+        """
+        done = self.in_namespace(tmp_path / "disk", "size=80m", script)
+        assert done.code == 0, done
+        assert done.json["freed_size"] >= 3_000_000
 
     def test_a_disk_too_full_for_the_store_itself(self, tmp_path: Path) -> None:
         write(tmp_path / "x.bin", b"x" * 3000)

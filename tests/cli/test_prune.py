@@ -72,6 +72,12 @@ def test_empties_the_trash(filled: Here, home: Path) -> None:
     assert os.listdir(home / "trash") == []
 
 
+def test_what_was_in_the_trash_cannot_be_undone_any_more(filled: Here) -> None:
+    filled("rm", "-y", LARGE)
+    filled("prune", "-y")
+    assert filled("undo", "--list", "-q").ids == []
+
+
 def test_bad_files_go_only_when_asked(filled: Here, home: Path) -> None:
     (home / "bad" / f"{LARGE}.1").write_bytes(b"damaged")
     filled("prune", "-y")

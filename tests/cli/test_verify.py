@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,9 @@ def test_repair_heals_from_a_link_outside(filled: Here, home: Path, tmp_path: Pa
     assert blob(home).read_bytes() == WEIGHTS
 
 
-def test_what_repair_cannot_heal_is_still_damage(filled: Here, home: Path) -> None:
+def test_what_repair_cannot_heal_is_still_damage(filled: Here, home: Path, models: Path) -> None:
     blob(home).unlink()
+    shutil.rmtree(models)
     done = filled("verify", "--repair", code=3)
     assert "Get the files again" in done.stderr
 

@@ -42,7 +42,7 @@ def new_world(operation: Operation, tmp_path: Path) -> Iterator[NewWorld]:
         or os.stat(OTHER_FILESYSTEM).st_dev == os.stat(tmp_path).st_dev
     ):
         pytest.skip(f"{OTHER_FILESYSTEM} is no other filesystem")
-    with tempfile.TemporaryDirectory(dir=OTHER_FILESYSTEM) as far:
+    with tempfile.TemporaryDirectory(prefix="smartcache-test-", dir=OTHER_FILESYSTEM) as far:
 
         def make() -> World:
             name = f"world{next(numbers)}"

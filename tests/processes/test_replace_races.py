@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import random
+import select
 import stat
 import sys
 import time
@@ -26,9 +27,9 @@ if sys.platform != "linux":
     pytest.skip("leases and RENAME_EXCHANGE", allow_module_level=True)
 
 from smartcache.errors import BlobNotFoundError, DamagedBlobError, FileBusyError, FileSkippedError
-from smartcache.store import faults
+from smartcache.store import faults, kernel, swap
 from smartcache.store.adopt import Adoption
-from smartcache.store.replace import Replacement
+from smartcache.store.replace import Replacement, give_back
 from smartcache.store.store import Store
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.processes.races import HOWS, Breaks, File, How, Rounds, content, make, race
@@ -210,6 +211,113 @@ def test_a_writer_blocked_by_our_lease_gets_the_file_back(
     assert path.read_bytes() == b"edited" + content(0, 0)[6:]
     assert os.path.samefile(path, other_name)
     assert leftovers(folder) == []
+
+
+@pytest.mark.parametrize(
+    "moment", ["while we wait", "before the old name goes", "after the old name went"]
+)
+def test_a_writer_that_looked_the_old_file_up_and_opens_it_late_gets_it_back(
+    moment: str, folder: Path, user: int | None
+) -> None:
+    """The scheduler can keep a writer waiting in open() for as long as it likes."""
+    path = folder / "a.safetensors"
+    ready, going, done = os.pipe(), os.pipe(), os.pipe()
+
+    def edit() -> None:
+        found = os.open(path, os.O_PATH)
+        os.write(ready[1], b"r")
+        os.read(going[0], 1)
+        descriptor = os.open(f"/proc/self/fd/{found}", os.O_WRONLY)
+        os.write(descriptor, b"edited")
+        os.close(descriptor)
+        os.write(done[1], b"d")
+
+    def replace() -> str:
+        breaks = Breaks()
+        waiting = [moment]
+
+        def come(reached: str) -> None:
+            if reached in waiting:
+                waiting.clear()
+                os.write(going[1], b"g")
+                while not breaks.seen and not select.select([done[0]], [], [], 0.001)[0]:
+                    pass
+
+        def sleep(seconds: float, real: Callable[[float], None] = time.sleep) -> None:
+            come("while we wait")
+            real(seconds)
+
+        def unlink(name: Path, real: Callable[[Path], None] = os.unlink) -> None:
+            is_ours = str(name).endswith(".smartcache")
+            come("before the old name goes" if is_ours else "")
+            real(name)
+            come("after the old name went" if is_ours else "")
+
+        with Store(folder / "store") as store:
+            digest = store.put_stream([content(0, 0)]).digest
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(time, "sleep", sleep)
+                patch.setattr(os, "unlink", unlink)
+                (result,) = store.replace_many([(path, digest)])
+        assert waiting == []
+        return result.outcome
+
+    make(path, content(0, 0))
+    if user is not None:
+        os.chown(path, user, user)
+    with Child(edit, user=user) as writer:
+        os.read(ready[0], 1)
+        with Child(replace, user=user) as replacer:
+            assert replacer.result() == "skipped"
+        writer.result()
+    for pipe in (*ready, *going, *done):
+        os.close(pipe)
+    assert path.read_bytes() == b"edited" + content(0, 0)[6:]
+    assert leftovers(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "left"),
+    [
+        (["second"], {"path": b"second"}),
+        (["second", "third"], {"path": b"third"}),
+        (["second", "third", "fourth"], {"path": b"fourth"}),
+        (["second", ""], {}),
+        (["second", "third", ""], {}),
+        ([""], {}),
+    ],
+    ids=lambda value: " then ".join(text or "gone" for text in value) or "nothing",
+)
+def test_giving_back_leaves_what_others_did_to_the_name_last(
+    theirs: list[str], left: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They rename over the name, or remove it, around every exchange of ours."""
+    path, temporary = tmp_path / "path", tmp_path / "temporary"
+    path.write_bytes(b"blob")
+    temporary.write_bytes(b"first")
+    coming = list(theirs)
+
+    def come() -> None:
+        if not coming:
+            return
+        text = coming.pop(0)
+        if text:
+            path.with_name(text).write_text(text, encoding="ascii")
+            path.with_name(text).replace(path)
+        else:
+            path.unlink()
+
+    def exchange(a: Path, b: Path, real: Callable[[Path, Path], bool] = kernel.exchange) -> bool:
+        come()
+        is_done = real(a, b)
+        come()
+        return is_done
+
+    monkeypatch.setattr(swap, "exchange", exchange)
+    give_back(path, temporary, path.stat().st_ino)
+    while coming:
+        come()
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == left
 
 
 def test_a_write_through_a_mapping_that_was_open_all_the_time_is_not_lost(tmp_path: Path) -> None:

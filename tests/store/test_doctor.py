@@ -187,6 +187,21 @@ def test_what_works_is_tried_in_the_nearest_directory_that_can_be_written(public
 
 
 @only_root
+def test_what_works_on_another_filesystem_says_nothing_about_this_one() -> None:
+    with folder_of(NOBODY) as mine:
+
+        def look() -> Diagnosis:
+            disk = Disk(mine / "disk", 2000 * PAGE)
+            disk.point.chmod(0o755)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            return examine(disk.point / "store")
+
+        place = store_at(in_own_namespace(look))
+        assert about(place, "No store can be kept").level == "problem"
+        assert place.abilities is None
+
+
+@only_root
 def test_a_store_in_a_directory_that_cannot_be_entered_is_a_problem(public: Path) -> None:
     closed = public / "closed"
     with Store(closed / "store"):

@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -96,7 +97,7 @@ class Model:
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.directory = directory / f"{random.getrandbits(64):x}"
+        self.directory = Path(tempfile.mkdtemp(dir=directory))
         self.folder = self.directory / "files"
         (self.folder / "sub").mkdir(parents=True)
         self.drive = self.directory / "drive"

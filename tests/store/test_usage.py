@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from smartcache.errors import StoreError
-from smartcache.store import measure
+from smartcache.store import measure, sums
 from smartcache.store.prune import REBUILT
 from smartcache.store.records import Owner, Trust
 from smartcache.store.store import Store
@@ -179,8 +179,11 @@ def test_an_owner_whose_last_link_was_deleted_holds_the_blob_no_more(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_reclaimable_is_what_prune_frees(store: Store, folder: Path, seed: int) -> None:
+def test_reclaimable_is_what_prune_frees(
+    store: Store, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names, owners, pins and symlinks made and removed at random."""
+    monkeypatch.setattr(sums, "_PAGE", seed + 1)
     rnd = random.Random(seed)
     digests = [
         store.put_stream([rnd.randbytes(rnd.randrange(1, 30_000))]).digest for _ in range(40)
@@ -224,6 +227,15 @@ def test_the_trash_is_reclaimable_but_no_blob_any_more(store: Store) -> None:
     usage = store.usage(check=True)
     blocks = allocated(store.volume.layout.trash / digest)
     assert (usage.blobs, usage.physical, usage.trash, usage.reclaimable) == (0, 0, blocks, blocks)
+
+
+def test_a_check_leaves_what_is_in_the_trash_to_undo(store: Store) -> None:
+    digest = store.put_stream([WEIGHTS]).digest
+    store.forget(digest)
+    store.usage(check=True)
+    store.plan_undo(last=True).execute()
+    assert store.usage(check=True).blobs == 1
+    assert store.get(digest).trust == Trust.VERIFIED
 
 
 def test_what_lies_beside_the_blobs_is_counted_by_place(store: Store) -> None:
