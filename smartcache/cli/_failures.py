@@ -93,24 +93,24 @@ def _usage_hint(error: click.ClickException) -> str:
 
 def _of_system(error: OSError) -> tuple[str, str]:
     """Word an error of the operating system about a path of the user's."""
-    name = _name(error)
     reason = error.strerror or str(error)
-    if isinstance(error, FileNotFoundError):
-        return f"No such file: {name}", "Check the path; a relative one counts from here."
-    if isinstance(error, PermissionError):
-        return f"{reason}: {name}", "Check the owner and mode of the file and its directory."
-    if isinstance(error, IsADirectoryError):
-        return f"Is a directory: {name}", "Name the files in it, or add -r where there is one."
-    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
-        return f"No space left: {name}", "'smartcache prune' frees what only smartcache holds."
-    if error.errno == errno.EROFS:
-        return f"Read-only filesystem: {name}", "Choose another place, or mount it for writing."
-    return f"{reason}: {name}", "Run it again with --debug to see where it happened."
+    words, hint = _SYSTEM.get(error.errno or 0, (reason, _SEE_WHERE))
+    return (words if error.filename is None else f"{words}: {os.fsdecode(error.filename)}"), hint
 
 
-def _name(error: OSError) -> str:
-    name: str | bytes | None = error.filename
-    return os.fsdecode(name) if name is not None else str(error)
+_SEE_WHERE = "Run it again with --debug to see where it happened."
+_PERMISSIONS = "Check the owner and mode of the file and its directory."
+_FULL = ("No space left", "'smartcache prune' frees what only smartcache holds.")
+_SYSTEM: dict[int, tuple[str, str]] = {
+    errno.ENOENT: ("No such file", "Check the path; a relative one counts from here."),
+    errno.EACCES: ("Permission denied", _PERMISSIONS),
+    errno.EPERM: ("Operation not permitted", _PERMISSIONS),
+    errno.EISDIR: ("Is a directory", "Name the files in it, or add -r where there is one."),
+    errno.ENOSPC: _FULL,
+    getattr(errno, "EDQUOT", errno.ENOSPC): _FULL,
+    errno.EROFS: ("Read-only filesystem", "Choose another place, or mount it for writing."),
+}
+"""What is said, and what can be done, about the errors that a user can do something about."""
 
 
 def _interrupted(session: Session) -> None:

@@ -306,7 +306,8 @@ def _write_rows(volume: Volume, files: list[Held], owner: int | None) -> None:
     with index.write():
         for file in files:
             st = os.fstat(file.fd)
-            trust = Trust.VERIFIED if file.is_proven else Trust.UNPROVEN
+            is_same = (st.st_size, st.st_mtime_ns) == (file.st.st_size, file.st.st_mtime_ns)
+            trust = Trust.VERIFIED if file.is_proven and is_same else Trust.UNPROVEN
             hashes = file.hashes
             blob = index.add_blob(
                 hashes.digest, st, trust=trust, unsynced=volume.boot, aliases=hashes.values

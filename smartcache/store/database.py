@@ -30,7 +30,8 @@ class Database:
 
     def __init__(self, path: Path, *, wal: bool) -> None:
         self.path = path
-        self.is_new = not path.exists()
+        # An empty file is what a crashed filesystem leaves of an index.
+        self.is_new = not path.exists() or path.stat().st_size == 0
         self._wal = wal
         self._gate = threading.RLock()
         self._depth = 0

@@ -238,7 +238,7 @@ def _make_ordinary(
         except FileChangedError:
             # Somebody wrote into it: the bytes are the user's, and need the mode only.
             modes[link.path] = mode
-    else:
+    elif link.path.exists():  # else the blob behind the symlink is lost: nothing to restore
         change.mode, change.mtime_ns = None, blob.key.mtime_ns
         give_own_copy(volume, change, undoing.batch)
         volume.index.drop_link(link.path)

@@ -222,15 +222,28 @@ def _symlink(volume: Volume, blob: Blob, change: Change, request: Request) -> Li
         Name(change.path, change.temporary if request.overwrite else None) as name,
     ):
         _present(volume, blob.digest)
+        former = volume.index.link(change.path)
         # The row comes first: a symlink that prune does not know of would dangle one day.
         _record(volume, blob, change.path, "symlink", request.owner)
         reached("place: row written")
         try:
             name.make(lambda target: os.symlink(source, target))
         except OSError:
-            volume.index.drop_link(change.path)
+            _put_back(volume, change.path, former)
             raise
         return _record(volume, blob, change.path, "symlink", request.owner)
+
+
+def _put_back(volume: Volume, path: Path, former: Link | None) -> None:
+    """Let the index say of a path what it said before."""
+    with volume.index.write():
+        volume.index.drop_link(path)
+        blob = None if former is None else volume.index.blob(former.digest)
+        if former is not None and blob is not None:
+            volume.index.add_link(
+                str(path), blob.id, kind=former.kind, filesystem=former.filesystem,
+                inode=former.inode, owner=former.owner,
+            )  # fmt: skip
 
 
 def _own_bytes(

@@ -22,7 +22,7 @@ from smartcache.store.faults import reached
 from smartcache.store.index import allocated_bytes
 from smartcache.store.owners import live_holders, living_symlinks
 from smartcache.store.records import Blob
-from smartcache.store.volume import Volume
+from smartcache.store.volume import Volume, has_row
 
 CHUNK_BLOBS = 64
 REBUILT = "rebuilt_at"
@@ -227,19 +227,23 @@ def _execute(
                     reached("prune: blob removed")
             kept += len(chunk) - len(gone)
             job.advance(len(chunk))
-    _note_emptied_trash(volume, plan)
+    _note_emptied_trash(volume)
     volume.make_reserve()
     return PruneResult(removed=removed, freed_size=freed, kept=kept)
 
 
-def _note_emptied_trash(volume: Volume, plan: PrunePlan) -> None:
+def _note_emptied_trash(volume: Volume) -> None:
     """Note in the journal what cannot be brought back from the trash any more."""
-    emptied = {victim.digest for victim in plan.victims if victim.reason == "trash"}
-    if not emptied:
-        return
-    with volume.batch("prune") as batch:
-        for change in volume.journal.open_changes():
-            if change.op == "forget" and change.digest in emptied:
+    lost = [
+        change
+        for change in volume.journal.open_changes()
+        if change.op == "forget"
+        and not (volume.layout.trash / change.digest).exists()
+        and not has_row(volume, change.digest)
+    ]
+    if lost:
+        with volume.batch("prune") as batch:
+            for change in lost:
                 batch.end(change, "gone")
 
 

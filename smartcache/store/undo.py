@@ -298,6 +298,9 @@ def _release_pin(volume: Volume, change: Change, batch: Batch) -> None:
 def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
     """Remove a link that was placed, if it still is that link and the store has its bytes."""
     source = volume.layout.blob(change.digest)
+    link = volume.index.link(change.path)
+    if link is not None and link_liveness(volume, link) == "away":
+        return "its drive is not mounted; left as it is"
     if not os.path.lexists(change.path):
         volume.index.drop_link(change.path)
         return ""

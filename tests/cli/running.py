@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import sqlite3
 import subprocess
 import sys
 import time
@@ -71,6 +72,14 @@ class Smartcache:
 
     def __init__(self, *, cwd: Path) -> None:
         self.cwd = cwd
+        self._started: list[subprocess.Popen[str]] = []
+
+    def end(self) -> None:
+        """End what a failed test has left running."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
     def __call__(
         self, *words: str | Path, code: int = 0, env: dict[str, str] | None = None
@@ -84,7 +93,7 @@ class Smartcache:
     def start(
         self, *words: str | Path, env: dict[str, str] | None = None, stdout: int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command(*words),
             cwd=self.cwd,
             env=environment(env),
@@ -94,6 +103,8 @@ class Smartcache:
             text=True,
             errors="surrogateescape",
         )
+        self._started.append(process)
+        return process
 
     def at_terminal(self, *words: str | Path, answer: str = "", columns: int = 100) -> Result:
         """Run with a terminal; `answer` is typed when the program asks. All output is `stdout`."""
@@ -137,8 +148,8 @@ class Terminal:
     def read_until(self, text: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while text not in self.text:
-            assert time.monotonic() < deadline, self.text
-            assert self._read(), self.text
+            assert time.monotonic() < deadline, self.text[-500:]
+            assert self._read(), self.text[-500:]
 
     def read_to_end(self) -> str:
         while self._read():
@@ -154,6 +165,16 @@ class Terminal:
             return False
         self.text += data.decode(errors="replace")
         return bool(data)
+
+
+def age(home: Path, digest: str, days: int) -> None:
+    """Let a blob be last used and added so many days ago."""
+    then = int(time.time()) - days * 86_400
+    index = sqlite3.connect(home / "index.sqlite3")
+    with index:
+        values = (then, then, bytes.fromhex(digest))
+        index.execute("UPDATE blobs SET used_at = ?, added_at = ? WHERE digest = ?", values)
+    index.close()
 
 
 def command(*words: str | Path) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,32 @@ class TestEject:
 
     def test_does_not_lose_what_is_pinned(self, sc: Here, models: Path, home: Path) -> None:
         sc("add", models / "a.safetensors")
+        shutil.rmtree(models)
         done = sc("eject", "-y", code=1)
         assert digest_of(WEIGHTS)[:12] in done.error
         assert "--drop-pinned" in done.hint
         assert sc.digests() == [digest_of(WEIGHTS)]
         sc("eject", "-y", "--drop-pinned")
+        assert not home.exists()
+
+    def test_what_was_copied_in_and_is_still_outside_is_not_lost(
+        self, sc: Here, models: Path, home: Path
+    ) -> None:
+        before = snapshot(models)
+        sc("add", models / "a.safetensors")
+        sc("eject", "-y")
+        assert not home.exists()
+        assert snapshot(models) == before
+
+    def test_a_file_changed_since_is_left_alone_and_named(
+        self, sc: Here, models: Path, home: Path
+    ) -> None:
+        sc("add", "--adopt", "-r", models)
+        (models / "sub/c.gguf").unlink()
+        write(models / "sub/c.gguf", b"mine now")
+        done = sc("eject", "-y", code=1)
+        assert f"Warning: {models}/sub/c.gguf: " in done.stderr
+        assert (models / "sub/c.gguf").read_bytes() == b"mine now"
         assert not home.exists()
 
     def test_keep_shared_is_warned_about(self, sc: Here, models: Path, home: Path) -> None:

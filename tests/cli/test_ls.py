@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import os
 import re
-import sqlite3
-import time
 from pathlib import Path
 
 import pytest
 
 from smartcache.store.store import Store
-from tests.cli.running import Here, Smartcache
+from tests.cli.running import Here, Smartcache, age
 from tests.store.files import OTHER, WEIGHTS, digest_of, write
 
 LARGE, SMALL = digest_of(WEIGHTS), digest_of(OTHER)
@@ -21,16 +19,6 @@ def filled(sc: Here, models: Path) -> Here:
     sc("add", models / "a.safetensors")
     sc("add", "--adopt", models / "sub/c.gguf")
     return sc
-
-
-def age(home: Path, digest: str, days: int) -> None:
-    """Let a blob be last used and added so many days ago."""
-    then = int(time.time()) - days * 86_400
-    index = sqlite3.connect(home / "index.sqlite3")
-    with index:
-        values = (then, then, bytes.fromhex(digest))
-        index.execute("UPDATE blobs SET used_at = ?, added_at = ? WHERE digest = ?", values)
-    index.close()
 
 
 class TestTable:

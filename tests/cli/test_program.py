@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import stat
@@ -73,7 +74,7 @@ class TestInterrupt:
         """The file is not read-only, not linked, not in the history."""
         file = sparse(tmp_path / "big.bin", 12 * GIGABYTE)
         with Terminal(program, "add", "--adopt", file) as terminal:
-            terminal.read_until("Adopting")
+            terminal.read_until("Hashing")
             terminal.process.send_signal(signal.SIGINT)
             text = terminal.read_to_end()
             assert terminal.process.wait(PATIENCE) == 130
@@ -160,10 +161,12 @@ def interrupt_at(number: int, words: list[str], monkeypatch: pytest.MonkeyPatch)
 
 
 class TestPipes:
-    def test_a_reader_that_stops_early_is_no_error(self, program: Smartcache, home: Path) -> None:
+    def test_a_reader_that_stops_early_is_no_error(
+        self, program: Smartcache, home: Path, tmp_path: Path
+    ) -> None:
+        files = [write(tmp_path / f"files/{n}", f"{n}".encode()) for n in range(1500)]
         with Store(home) as store:
-            for number in range(3000):
-                store.put_stream([f"{number}".encode()])
+            assert len(list(store.adopt_many(files))) == len(files)
         for words in (["ls"], ["ls", "-q"], ["ls", "--json"], ["ls", "-v"]):
             process = program.start(*words)
             assert process.stdout is not None
@@ -231,12 +234,12 @@ class TestErrors:
         assert "is no smartcache store" in done.error
         assert snapshot(models) == before
 
-    def test_a_home_that_is_a_file(self, models: Path) -> None:
+    def test_a_home_that_is_a_file(self, sc: Here, models: Path) -> None:
         home = models / "a.safetensors"
-        for words in (["ls"], ["df"], ["add", str(models / "b.safetensors")], ["dir"]):
-            done = CliRunner().invoke(main, ["--home", str(home), *words])
-            assert "Traceback" not in done.output
-            assert done.exit_code in (0, 1)
+        before = snapshot(models)
+        assert str(home) in sc("--home", home, "add", models / "b.safetensors", code=1).error
+        assert "There is no store" in sc("--home", home, "ls").stderr
+        assert snapshot(models) == before
 
     def test_a_store_that_was_moved_to_an_unmounted_drive(
         self, sc: Here, models: Path, tmp_path: Path
@@ -271,10 +274,22 @@ class TestErrors:
             assert "Traceback (most recent call last)" in stderr
             assert "\nError: There is no store" in stderr
 
-    def test_debug_shows_what_is_decided(self, sc: Here, models: Path) -> None:
-        sc("add", models / "a.safetensors")
-        done = sc("--debug", "link", digest_of(WEIGHTS), "x.json")
-        assert done.stderr == "" or "Debug: " in done.stderr
+    def test_debug_shows_what_is_decided(
+        self, sc: Here, models: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        log = logging.getLogger("smartcache.store.test")
+        monkeypatch.setattr(faults, "hook", lambda point: log.debug("at %s", point))
+        assert "Debug: at put: linked\n" in sc("--debug", "add", models / "a.safetensors").stderr
+        assert "Debug: " not in sc("add", models / "sub/c.gguf").stderr
+
+    def test_warnings_of_the_library_are_shown_in_every_mode(
+        self, sc: Here, models: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        log = logging.getLogger("smartcache.store.test")
+        monkeypatch.setattr(faults, "hook", lambda point: log.warning("at %s", point))
+        for number, option in enumerate(("--json", "-q", "--no-pin")):
+            file = write(models / f"{number}.pt", b"%d" % number)
+            assert "Warning: at put: linked\n" in sc("add", option, file).stderr
 
     def test_a_fault_of_ours_is_a_line_too(
         self, sc: Here, home: Path, monkeypatch: pytest.MonkeyPatch

@@ -106,7 +106,8 @@ def test_a_long_job_shows_a_bar_at_a_terminal(
 ) -> None:
     file = big(tmp_path / "big.safetensors")
     with Terminal(program, "add", "--adopt", file) as terminal:
-        terminal.read_until("Adopting")
+        terminal.read_until("12 GB")
+        assert re.search(r"\rHashing  \[[#-]+\] +\d+%  ", terminal.text)
         terminal.process.terminate()
 
 

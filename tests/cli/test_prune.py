@@ -8,8 +8,7 @@ import pytest
 
 from smartcache.store.records import Owner
 from smartcache.store.store import Store
-from tests.cli.running import Here, Smartcache
-from tests.cli.test_ls import age
+from tests.cli.running import Here, Smartcache, age
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, write
 
 LARGE, SMALL = digest_of(WEIGHTS), digest_of(OTHER)

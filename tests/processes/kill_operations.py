@@ -11,7 +11,8 @@ from smartcache.errors import (
     DestinationExistsError,
     NothingToUndoError,
 )
-from smartcache.store.links import Kind, rotate
+from smartcache.store.copies import rotate
+from smartcache.store.links import Kind
 from smartcache.store.owners import pin
 from smartcache.store.records import Owner
 from smartcache.store.store import Store
@@ -361,7 +362,7 @@ OPERATIONS = [
     ),
     Operation(name="rm", prepare=_before_forget, run=_forget(to_trash=True)),
     Operation(name="rm for good", prepare=_before_forget, run=_forget(to_trash=False)),
-    Operation(name="prune", prepare=_before_prune, run=_prune, not_undoable=frozenset(["forget"])),
+    Operation(name="prune", prepare=_before_prune, run=_prune),
     Operation(name="rotate", prepare=_before_rotate, run=_rotate),
     Operation(name="undo", prepare=_before_undo, run=_undo),
     Operation(

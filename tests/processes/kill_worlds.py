@@ -142,7 +142,6 @@ class Operation:
     spoil: Callable[[World], None] | None = None
     needs_elsewhere: bool = False
     ends_store: bool = False
-    not_undoable: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.name

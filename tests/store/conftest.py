@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store import faults
+from smartcache.store import faults, kernel
 from smartcache.store.store import Store
 
 
@@ -76,7 +77,6 @@ def no_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filesystem without leases (NFS, FUSE)."""
     if sys.platform != "linux":
         return
-    import errno
     import fcntl
 
     real = fcntl.fcntl
@@ -92,15 +92,27 @@ def no_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filesystem that knows no RENAME_EXCHANGE."""
-    import errno
+    _refuse_exchange(monkeypatch, errno.EINVAL)
 
-    from smartcache.store import kernel
 
+@pytest.fixture
+def failing_renames(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A disk that fails in every rename, until the patch is undone."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        _refuse_exchange(patch, errno.EIO)
+        patch.setattr(os, "replace", fail)
+        patch.setattr(os, "rename", fail)
+        yield patch
+
+
+def _refuse_exchange(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     real = kernel._c_function  # noqa: SLF001 - the one place where system calls are looked up
 
     def without(signature: str, *names: str) -> object:
-        if "renameat2" in names:
-            return lambda *_: errno.EINVAL
-        return real(signature, *names)
+        return (lambda *_: code) if "renameat2" in names else real(signature, *names)
 
     monkeypatch.setattr(kernel, "_c_function", without)

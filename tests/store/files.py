@@ -88,14 +88,14 @@ class Watch:
 
     def __init__(self, act: Callable[[], object] | None = None) -> None:
         self.labels: list[str] = []
-        self.total: int | None = None
+        self.total = 0
         self.unit = ""
         self.done = 0
         self._act = act
 
     def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Job:
         self.labels.append(label)
-        self.total, self.unit = total, unit
+        self.total, self.unit = self.total + (total or 0), unit
         return self
 
     def advance(self, amount: int = 1) -> None:

@@ -244,25 +244,85 @@ def test_placing_on_a_full_disk_leaves_nothing_there(tmp_path: Path) -> None:
     assert in_own_namespace(place) == ["filler", "old.safetensors"]
 
 
-def test_the_hint_of_a_full_disk_says_what_to_do(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "kind", "hint"),
+    [
+        (errno.ENOSPC, NoSpaceError, "prune"),
+        (errno.EDQUOT, NoSpaceError, "prune"),
+        (errno.EROFS, StoreUnwritableError, "SMARTCACHE_HOME"),
+        (errno.EIO, OSError, ""),
+    ],
+    ids=["full", "quota", "read-only", "broken disk"],
+)
+def test_a_write_that_fails_changes_nothing_and_says_what_to_do(
+    code: int,
+    kind: type[OSError],
+    hint: str,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where nothing can be mounted: the error is put in by hand."""
+    """Also where nothing can be mounted, and quotas and broken disks: put in by hand."""
     real = os.write
 
-    def full(descriptor: int, data: bytes) -> int:
+    def failing(descriptor: int, data: bytes) -> int:
         if len(data) == SIZE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         return real(descriptor, data)
 
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(NoSpaceError) as raised:
+    monkeypatch.setattr(os, "write", failing)
+    with pytest.raises(kind) as raised:
         store.put_stream([DATA])
-    assert "prune" in raised.value.hint
+    assert hint in getattr(raised.value, "hint", "")
     monkeypatch.undo()
     assert os.listdir(store.root / "tmp") == []
     assert list(store.blobs()) == []
     assert store.put_stream([DATA]).size == SIZE
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY,
+        errno.EINVAL,
+    ],
+    ids=errno.errorcode.get,
+)  # fmt: skip
+def test_where_a_hard_link_does_not_work_the_next_kind_is_made(
+    code: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = store.put_stream([DATA]).digest
+    refuse_links(monkeypatch, store.path_of(digest), code)
+    link = store.place(digest, tmp_path / "a.safetensors")
+    assert link.kind in ("copy", "reflink")
+    assert link.path.read_bytes() == DATA
+    with pytest.raises(CannotLinkError) as raised:
+        store.place(digest, tmp_path / "b.safetensors", kind="hardlink")
+    assert os.strerror(code) in raised.value.message
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "store"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+def test_a_hard_link_that_fails_for_lack_of_room_is_no_reason_to_copy(
+    code: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = store.put_stream([DATA]).digest
+    refuse_links(monkeypatch, store.path_of(digest), code)
+    with pytest.raises(OSError, match=os.strerror(code) if code == errno.EIO else "No space"):
+        store.place(digest, tmp_path / "a.safetensors", kind="hardlink")
+    assert sorted(os.listdir(tmp_path)) == ["store"]
+    assert not store.verify(full=True).has_damage
+
+
+def refuse_links(monkeypatch: pytest.MonkeyPatch, blob: Path, code: int) -> None:
+    """Let the filesystem refuse every hard link to a blob."""
+    real = os.link
+
+    def refusing(source: str, target: str, **options: object) -> None:
+        if os.fspath(source) == str(blob):
+            raise OSError(code, os.strerror(code), source, None, target)
+        real(source, target, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "link", refusing)
 
 
 # a read-only disk

@@ -366,25 +366,28 @@ class TestDestination:
         assert len(store.history()) == 1
 
     @pytest.mark.parametrize("kind", ["hardlink", "symlink", "copy"])
-    def test_a_rename_that_fails_leaves_the_old_file_and_nothing_beside_it(
+    @pytest.mark.parametrize("there", ["file", "hardlink", "symlink", "copy"])
+    def test_a_rename_that_fails_leaves_everything_as_it_was(
         self,
         store: Store,
         folder: Path,
         digest: str,
-        monkeypatch: pytest.MonkeyPatch,
+        request: pytest.FixtureRequest,
         kind: Kind,
+        there: str,
     ) -> None:
-        path = write(folder / "a.safetensors", OTHER)
-        before = snapshot(folder)
-
-        def fail(*_: object) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", fail)
-            with pytest.raises(OSError, match="Input/output error"):
-                store.place(digest, path, kind=kind, overwrite=True)
-        assert snapshot(folder) == before
+        path = folder / "a.safetensors"
+        other = store.put_stream([OTHER]).digest
+        if there == "file":
+            write(path, OTHER)
+        else:
+            store.place(other, path, kind=there)  # type: ignore[arg-type]
+        before = (snapshot(folder), store.links_of(store.get(other)))
+        failing: pytest.MonkeyPatch = request.getfixturevalue("failing_renames")
+        with pytest.raises(OSError, match="Input/output error"):
+            store.place(digest, path, kind=kind, overwrite=True)
+        failing.undo()
+        assert (snapshot(folder), store.links_of(store.get(other))) == before
         assert store.links_of(store.get(digest)) == []
 
     def test_a_full_disk_leaves_nothing(

@@ -45,12 +45,12 @@ from smartcache.errors import (
     PruneRefusedError,
     SmartcacheError,
 )
-from smartcache.store.proof import needs_hash
 from smartcache.store.links import KINDS, Kind
+from smartcache.store.proof import needs_hash
 from smartcache.store.prune import PrunePlan
 from smartcache.store.records import Owner
 from smartcache.store.store import DEFAULT_PIN, Store
-from smartcache.store.undo import Undone, UndoPlan
+from smartcache.store.undo import UndoPlan
 from tests.store.files import digest_of, edit, inode_of, mode_of, write
 
 if sys.platform == "win32":
@@ -105,11 +105,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store(self.directory / "store")
         self.model = Model()
         self.numbers = itertools.count()
-        self.is_sound = True
 
     def teardown(self) -> None:
         try:
-            if self.is_sound:
+            if sys.exc_info()[0] is None:
                 self.eject()
         finally:
             self.store.close()
@@ -179,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.symlinks[path] = digest
         else:
             is_shared = link.kind == "hardlink"
-            label = ("blob", digest) if is_shared else ("own", next(self.numbers))
+            label = ("blob", digest) if is_shared else self.own_label()
             self.model.files[path] = UserFile(CONTENTS[digest], label)
 
     @rule(pick=picks, blob=picks, is_equal=st.booleans())
@@ -207,25 +206,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.execute(plan)
 
     def execute(self, plan: UndoPlan) -> None:
-        for done in plan.execute():
-            if done.is_undone:
-                self.undone(done)
-
-    def undone(self, done: Undone) -> None:
-        change, path = done.change, done.change.path
-        if change.op == "place":
-            if path in self.model.files:
-                # A name may go only if its bytes were not changed since, and are safe.
-                assert self.model.files[path].data == CONTENTS[change.digest]
-            self.forget_path(path)
-        elif change.op == "move":
-            self.model.pins.discard((change.digest, change.kind or ""))
-            self.model.files[path] = UserFile(CONTENTS[change.digest], ("own", next(self.numbers)))
-        elif change.op in ("adopt", "replace") and path in self.model.files:
-            assert mode_of(path) == change.mode
-            if self.model.files[path].data == CONTENTS[change.digest]:
-                assert os.stat(path).st_mtime_ns == change.mtime_ns
-            self.relabel(path, ("own", next(self.numbers)))
+        changes = [done.change for done in plan.execute() if done.is_undone]
+        for change in changes:
+            if change.op == "place" and not os.path.lexists(change.path):
+                if change.path in self.model.files:
+                    # A name may go only if its bytes were not changed since, and are safe.
+                    assert self.model.files[change.path].data == CONTENTS[change.digest]
+                self.forget_path(change.path)
+            elif change.op == "move":
+                self.model.pins.discard((change.digest, change.kind or ""))
+                self.model.files[change.path] = UserFile(CONTENTS[change.digest], self.own_label())
+        for change in changes:
+            file = self.model.files.get(change.path)
+            if change.op in ("adopt", "replace") and file is not None:
+                assert mode_of(change.path) == change.mode
+                if file.data == CONTENTS[change.digest]:
+                    assert os.stat(change.path).st_mtime_ns == change.mtime_ns
+                self.relabel(change.path, self.own_label())
 
     @rule(blob=picks, to_trash=st.booleans())
     def forget(self, blob: int, to_trash: bool) -> None:
@@ -292,9 +289,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.model.is_rebuilt
         if drop_away and not self.drive.exists():
             self.model.owned.clear()
+        free = self.free_blobs()
         self.prune_measured(plan)
         if max_size is None and unused_for is None:
-            self.only_wanted_blobs_remain()
+            assert not [path for path in free if path.exists()]
 
     def prune_measured(self, plan: PrunePlan) -> None:
         opened: dict[int, int] = {}
@@ -309,11 +307,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert result.kept == 0
         assert result.freed_size == plan.freed_size
 
-    def only_wanted_blobs_remain(self) -> None:
-        held = self.model.held()
-        for digest, path in self.blob_files():
-            is_known = self.store.volume.index.blob(digest) is not None
-            assert digest in held or path.stat().st_nlink > 1 or not is_known
+    def free_blobs(self) -> list[Path]:
+        held, index = self.model.held(), self.store.volume.index
+        files = [(d, p) for d, p in self.blob_files() if p.stat().st_nlink == 1]
+        return [path for d, path in files if d not in held and index.blob(d) is not None]
 
     @rule(full=st.booleans(), repair=st.booleans())
     def verify(self, full: bool, repair: bool) -> None:
@@ -356,7 +353,7 @@ class StoreMachine(RuleBasedStateMachine):
         path = self.folder / NAMES[number % len(NAMES)]
         os.replace(write(self.directory / "new", CONTENTS[digest], mode=mode), path)
         self.forget_path(path)
-        self.model.files[path] = UserFile(CONTENTS[digest], ("own", next(self.numbers)))
+        self.model.files[path] = UserFile(CONTENTS[digest], self.own_label())
 
     @rule(pick=picks)
     def somebody_edits_in_place(self, pick: int) -> None:
@@ -416,8 +413,10 @@ class StoreMachine(RuleBasedStateMachine):
         digest, target = self.a_blob(blob), self.a_free_path(new)
         source = Path(self.store.volume.layout.blob(digest))
         if source.exists() and not os.path.lexists(target):
+            shared = [f for p, f in self.model.files.items() if inode_of(p) == inode_of(source)]
+            label = shared[0].label if shared else ("blob", digest)
             os.link(source, target)
-            self.model.files[target] = UserFile(source.read_bytes(), ("blob", digest))
+            self.model.files[target] = UserFile(source.read_bytes(), label)
 
     @rule(pick=picks, mode=modes)
     def somebody_changes_the_mode(self, pick: int, mode: int) -> None:
@@ -471,13 +470,6 @@ class StoreMachine(RuleBasedStateMachine):
     def nothing_is_left_in_tmp(self) -> None:
         assert list(self.store.volume.layout.tmp.iterdir()) == []
 
-    def check(self) -> None:
-        self.is_sound = False
-        self.blobs_are_whole_or_known_not_to_be()
-        self.files_of_the_user_are_as_the_model_says()
-        self.what_is_held_is_there()
-        self.is_sound = True
-
     def eject(self) -> None:
         """In the end every file is the user's own again, and nothing is lost."""
         try:
@@ -525,6 +517,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert digest_of(data) == digest
         CONTENTS.setdefault(digest, data)
         self.model.tampered.discard(digest)
+
+    def own_label(self) -> Label:
+        return "own", next(self.numbers)
 
     def relabel(self, path: Path, label: Label) -> None:
         """Give all names of an inode a label."""

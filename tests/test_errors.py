@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+from smartcache import errors
+from smartcache.errors import SmartcacheError, StoreError
+
+CLASSES = [
+    found
+    for _, found in sorted(vars(errors).items())
+    if inspect.isclass(found) and issubclass(found, SmartcacheError)
+]
+BUILTINS: dict[str, type[Exception]] = {
+    "ConfigError": ValueError,
+    "StoreUnwritableError": OSError,
+    "BadDigestError": ValueError,
+    "BlobNotFoundError": FileNotFoundError,
+    "DigestMismatchError": OSError,
+    "SizeMismatchError": OSError,
+    "DamagedBlobError": OSError,
+    "FileSkippedError": OSError,
+    "FileBusyError": OSError,
+    "FileChangedError": OSError,
+    "DestinationExistsError": FileExistsError,
+    "CannotLinkError": OSError,
+    "NoSpaceError": OSError,
+    "NothingToUndoError": LookupError,
+    "LeaseTimeoutError": TimeoutError,
+}
+every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+
+
+def facts(error: SmartcacheError) -> tuple[object, ...]:
+    data = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    return type(error), str(error), error.args, error.hint, data
+
+
+@every_class
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickling_with_all_it_carries(
+    cls: type[SmartcacheError], protocol: int
+) -> None:
+    error = cls("It failed", hint="Do this", path=Path("a/b"), digest="ff", size=3)
+    back = pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - our own bytes
+    assert facts(back) == facts(error)
+    again = pickle.loads(pickle.dumps(back, protocol))  # noqa: S301
+    assert facts(again) == facts(error)
+
+
+@every_class
+def test_an_error_can_be_copied(cls: type[SmartcacheError]) -> None:
+    error = cls("It failed", reason="because")
+    assert facts(copy.copy(error)) == facts(error)
+    assert facts(copy.deepcopy(error)) == facts(error)
+
+
+@every_class
+def test_the_message_is_said_undecorated(cls: type[SmartcacheError]) -> None:
+    assert str(cls("Blob 'x' is gone")) == "Blob 'x' is gone"
+    assert cls("m").message == "m"
+
+
+@every_class
+def test_the_hint_is_the_classes_own_unless_given(cls: type[SmartcacheError]) -> None:
+    assert cls("m").hint == cls.default_hint
+    assert cls("m", hint="").hint == ""
+    assert cls("m", hint="other").hint == "other"
+
+
+@every_class
+def test_data_travels_as_attributes(cls: type[SmartcacheError]) -> None:
+    error = cls("m", needed=5, path=Path("x"))
+    assert vars(error)["needed"] == 5
+    assert vars(error)["path"] == Path("x")
+
+
+@every_class
+def test_an_error_is_the_builtin_a_caller_expects(cls: type[SmartcacheError]) -> None:
+    promised = BUILTINS.get(cls.__name__)
+    bases = {base for base in cls.__mro__ if base.__module__ == "builtins"}
+    if promised is None:
+        assert bases == {Exception, BaseException, object}
+    else:
+        assert issubclass(cls, promised)
+
+
+@every_class
+def test_an_error_can_be_raised_and_caught_as_any_of_its_bases(
+    cls: type[SmartcacheError],
+) -> None:
+    expected = [SmartcacheError, *filter(None, [BUILTINS.get(cls.__name__)])]
+    for base in expected:
+        with pytest.raises(base):
+            raise cls("m")
+
+
+@every_class
+def test_the_tree_in_the_docstring_names_it_and_its_builtin(cls: type[SmartcacheError]) -> None:
+    lines = [line for line in (errors.__doc__ or "").splitlines() if cls.__name__ in line]
+    assert len(lines) == 1
+    promised = BUILTINS.get(cls.__name__)
+    inherited = issubclass(cls, errors.FileSkippedError) and cls is not errors.FileSkippedError
+    if promised is not None and not inherited:
+        assert f"{cls.__name__}({promised.__name__})" in lines[0]
+
+
+@every_class
+def test_every_error_but_settings_is_one_of_the_store(cls: type[SmartcacheError]) -> None:
+    assert issubclass(cls, StoreError) == (cls not in (SmartcacheError, errors.ConfigError))
+
+
+def test_errors_of_the_operating_system_keep_no_errno_of_ours() -> None:
+    """`explained` tells our errors from the system's by it."""
+    for cls in CLASSES:
+        assert getattr(cls("m"), "errno", None) is None
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (errors.FileSkippedError, "unsuitable"),
+        (errors.FileBusyError, "busy"),
+        (errors.FileChangedError, "changed"),
+    ],
+)
+def test_a_skipped_file_has_a_reason(cls: type[errors.FileSkippedError], reason: str) -> None:
+    assert cls("m").reason == reason
+    assert cls("m", reason="other").reason == "other"
+    assert pickle.loads(pickle.dumps(cls("m", reason="other"))).reason == "other"  # noqa: S301
