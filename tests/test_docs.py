@@ -162,7 +162,7 @@ class TestOnDiskFormat:
         return re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
     def test_every_table_and_column_is_described(self, tmp_path: Path) -> None:
-        with contextlib.closing(connect(tmp_path / "index.sqlite3", wal=True)) as index:
+        with contextlib.closing(connect(tmp_path / "index.sqlite3", create=True, wal=True)) as index:
             columns = index.execute(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
                 "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"

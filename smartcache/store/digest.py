@@ -241,9 +241,11 @@ def _feed(
     fd: int, path: FilePath | int, size: int, states: list[_Hash], advance: Advance, threads: int
 ) -> None:
     """Read exactly `size` bytes once and give all of them to every state."""
-    lanes = [_Lane(state) for state in states[: threads - 1]] if size >= AHEAD_MIN_SIZE else []
+    lanes: list[_Lane] = []
     offset = 0
     try:
+        for state in states[: threads - 1] if size >= AHEAD_MIN_SIZE else ():
+            lanes.append(_Lane(state))  # noqa: PERF401 - those that started must end
         for buffer in _buffers(lanes):
             count = _read_at(fd, (buffer,), offset)
             offset += count

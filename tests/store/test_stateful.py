@@ -216,13 +216,14 @@ class StoreMachine(RuleBasedStateMachine):
             elif change.op == "move":
                 self.model.pins.discard((change.digest, change.kind or ""))
                 self.model.files[change.path] = UserFile(CONTENTS[change.digest], self.own_label())
-        for change in changes:
-            file = self.model.files.get(change.path)
+        oldest = {change.path: change for change in changes}  # undone last first
+        for path, change in oldest.items():
+            file = self.model.files.get(path)
             if change.op in ("adopt", "replace") and file is not None:
-                assert mode_of(change.path) == change.mode
+                assert mode_of(path) == change.mode
                 if file.data == CONTENTS[change.digest]:
-                    assert os.stat(change.path).st_mtime_ns == change.mtime_ns
-                self.relabel(change.path, self.own_label())
+                    assert os.stat(path).st_mtime_ns == change.mtime_ns
+                self.relabel(path, self.own_label())
 
     @rule(blob=picks, to_trash=st.booleans())
     def forget(self, blob: int, to_trash: bool) -> None:

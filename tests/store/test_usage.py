@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from smartcache.store import measure, sums
 from smartcache.store.prune import REBUILT
 from smartcache.store.records import Owner, Trust
 from smartcache.store.store import Store
-from smartcache.store.usage import FolderUsage, folder_usage
+from smartcache.store.usage import FolderUsage, folder_usage, store_usage
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import OTHER, WEIGHTS, Watch, allocated, edit, link_count, write
 from tests.store.small_disks import bind, in_own_namespace
@@ -114,6 +115,14 @@ def test_owners_say_what_they_hold_and_what_nobody_else_does(store: Store, folde
     assert (one.alone, two.alone, none.alone) == (sizes[0], 0, 0)
     assert (two.blobs, two.size, two.allocated) == (1, len(OTHER), sizes[1])
     assert (none.blobs, none.liveness) == (0, "live")
+
+
+def test_the_figures_are_the_same_when_nobody_asks_for_owners(store: Store) -> None:
+    store.pin(store.put_stream([WEIGHTS]).digest)
+    store.put_stream([OTHER])
+    usage = store.usage(check=True)
+    assert len(usage.owners) == 1
+    assert store_usage(store.volume, by_owner=False) == replace(usage, owners=())
 
 
 @pytest.mark.parametrize("shared", [0, 1, 9, 10], ids=lambda n: f"{n} of 10 blobs shared")

@@ -1,0 +1,380 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.store.journal import Batch, Change, Journal
+from smartcache.store.store import Store
+from tests.store.files import WEIGHTS, digest_of, mode_of, snapshot, write
+
+DIGEST = "ab" * 32
+GARBAGE: list[bytes] = [
+    b"",
+    b"\x00\xff\xfe not text",
+    b"{",
+    b"[]",
+    b"3",
+    b'"batch"',
+    b"null",
+    b"{}",
+    b'{"n": 0, "op": "adopt", "path": "/x"}',
+    b'{"batch": "BATCH"}',
+    b'{"batch": "BATCH", "n": "zero", "state": "undone"}',
+    b'{"batch": "BATCH", "n": [["x"], null], "state": "undone"}',
+    b'{"batch": "BATCH", "n": 99, "state": "undone"}',
+    b'{"batch": "other", "n": 0, "state": "undone"}',
+    b'{"batch": "BATCH", "n": 7, "op": "adopt"}',
+    b'{"batch": "BATCH", "n": 7, "op": "adopt", "path": "/x", "digest": 3, "size": 1}',
+    b'{"batch": "BATCH", "n": 7, "op": "adopt", "path": 5, "digest": "ab", "size": 1}',
+    b'{"batch": "BATCH", "n": 7, "op": "adopt", "path": "/x", "digest": "ab", "size": "1"}',
+    b'{"batch": "BATCH", "n": 7, "op": "of the future", "path": "/x", "digest": "a", "size": 1}',
+    b'{"batch": ["BATCH"], "n": 0, "state": "undone"}',
+    b'{"batch": "BATCH", "n": 0, "op": "place"',
+]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.jsonl")
+
+
+def change(name: str = "a", **more: object) -> Change:
+    return Change(op="adopt", path=Path("/models") / name, digest=DIGEST, size=3, **more)  # type: ignore[arg-type]
+
+
+def batch(journal: Journal, label: str = "test") -> Batch:
+    return Batch(journal, journal.path.parent, label)
+
+
+def lines(journal: Journal) -> list[dict[str, object]]:
+    return [json.loads(line) for line in journal.path.read_bytes().splitlines()]
+
+
+class TestRoundTrip:
+    def test_no_file_is_no_history(self, journal: Journal) -> None:
+        assert journal.changes() == []
+        assert journal.open_changes() == []
+        assert journal.history() == []
+
+    def test_a_change_comes_back_as_it_was_written(self, journal: Journal) -> None:
+        full = change(
+            temporary=Path("/models/.a.tmp"),
+            kind="hardlink",
+            mode=0o644,
+            uid=1000,
+            gid=100,
+            mtime_ns=1_234_567_890_123_456_789,
+            inode=2**64 - 1,
+            links=2,
+            filesystem="uuid:x",
+        )
+        with batch(journal) as writing:
+            (begun,) = writing.begin([full])
+        (read,) = journal.changes()
+        assert read == begun
+        assert (read.batch, read.n, read.state) == (writing.id, 0, "begun")
+
+    @pytest.mark.parametrize(
+        "name", [b"\xff\xfe", b'quote " and \\', b"new\nline", "模型".encode(), b"\x01\x7f", b" "]
+    )
+    def test_any_name_a_file_can_have_comes_back(self, journal: Journal, name: bytes) -> None:
+        path = Path(os.fsdecode(b"/models/" + name))
+        with batch(journal) as writing:
+            writing.begin([change(os.fsdecode(name), temporary=path)])
+        (read,) = journal.changes()
+        assert os.fsencode(read.path) == os.fsencode(path) == b"/models/" + name
+        assert read.temporary == path
+        assert len(journal.path.read_bytes().splitlines()) == 2
+
+    def test_the_last_outcome_counts(self, journal: Journal) -> None:
+        with batch(journal) as writing:
+            begun = writing.begin([change(name) for name in "abcd"])
+            for each, state in zip(begun, ("done", "back", "done"), strict=False):
+                writing.end(each, state)  # type: ignore[arg-type]
+        with batch(journal) as undoing:
+            undoing.end(begun[2], "undone")
+        assert [c.state for c in journal.changes()] == ["done", "back", "undone", "begun"]
+        assert [c.path.name for c in journal.open_changes()] == ["a", "d"]
+
+    def test_changes_of_one_batch_can_be_asked_for(self, journal: Journal) -> None:
+        with batch(journal) as first:
+            first.begin([change("a")])
+        with batch(journal) as second:
+            second.begin([change("b"), change("c")])
+        assert [c.path.name for c in journal.changes(first.id)] == ["a"]
+        assert [c.n for c in journal.changes(second.id)] == [0, 1]
+        assert journal.changes("none") == []
+
+    def test_numbers_go_on_within_a_batch(self, journal: Journal) -> None:
+        with batch(journal) as writing:
+            writing.begin([change("a"), change("b")])
+            (third,) = writing.begin([change("c")])
+        assert third.n == 2
+        assert sum("label" in line for line in lines(journal)) == 1
+
+    def test_a_batch_without_changes_leaves_no_line(self, journal: Journal) -> None:
+        with batch(journal):
+            pass
+        assert not journal.path.exists()
+
+    def test_what_was_written_never_changes(self, store: Store, folder: Path) -> None:
+        before = b""
+        digest = store.put_stream([WEIGHTS]).digest
+        steps: list[Callable[[], object]] = [
+            lambda: store.place(digest, folder / "a", kind="hardlink"),
+            lambda: store.replace(write(folder / "b"), digest),
+            lambda: store.pin(digest),
+            lambda: store.unpin(digest),
+            lambda: store.plan_undo().execute(),
+            lambda: store.forget(digest),
+            lambda: store.plan_prune().execute(),
+        ]
+        for step in steps:
+            step()
+            after = store.volume.journal.path.read_bytes()
+            assert after.startswith(before)
+            assert after.endswith(b"\n")
+            before = after
+
+
+class TestHistory:
+    def test_batches_come_in_order_with_their_labels(self, journal: Journal) -> None:
+        for label in ("one", "two"):
+            with batch(journal, label) as writing:
+                for begun in writing.begin([change("a"), change("b")]):
+                    writing.end(begun, "done")
+        found = journal.history()
+        assert [(b.label, b.changes, b.size, b.ops) for b in found] == [
+            ("one", 2, 6, ("adopt",)),
+            ("two", 2, 6, ("adopt",)),
+        ]
+        assert all(b.at.tzinfo is not None for b in found)
+
+    def test_what_was_taken_back_or_undone_does_not_count(self, journal: Journal) -> None:
+        with batch(journal) as writing:
+            first, second, third = writing.begin([change(name) for name in "abc"])
+            writing.end(first, "back")
+            writing.end(second, "undone")
+            writing.end(third, "done")
+        assert [b.changes for b in journal.history()] == [1]
+
+    @pytest.mark.parametrize("op", ["pin", "unpin", "own"])
+    def test_what_is_no_change_to_a_file_does_not_count(self, journal: Journal, op: str) -> None:
+        with batch(journal) as writing:
+            writing.begin([Change(op=op, path=Path("x"), digest=DIGEST, size=1)])  # type: ignore[arg-type]
+        assert journal.history() == []
+        assert len(journal.changes()) == 1
+
+    def test_a_batch_whose_head_was_torn_is_still_there(self, journal: Journal) -> None:
+        with batch(journal) as writing:
+            writing.begin([change()])
+        head, _, rest = journal.path.read_bytes().partition(b"\n")
+        journal.path.write_bytes(head[:10] + b"\n" + rest)
+        (found,) = journal.history()
+        assert (found.id, found.label, found.changes) == (writing.id, "", 1)
+
+
+class TestDamage:
+    @pytest.mark.parametrize("cut", range(1, 60, 7))
+    def test_a_torn_last_line_is_skipped_and_the_next_is_whole(
+        self, journal: Journal, cut: int
+    ) -> None:
+        with batch(journal) as first:
+            first.begin([change("a")])
+        with batch(journal) as torn:
+            torn.begin([change("b")])
+        journal.path.write_bytes(journal.path.read_bytes()[:-cut])
+        with batch(journal) as third:
+            third.begin([change("c")])
+        names = [c.path.name for c in journal.changes()]
+        assert names == (["a", "b", "c"] if cut == 1 else ["a", "c"])
+
+    @pytest.mark.parametrize("garbage", GARBAGE)
+    def test_a_line_that_makes_no_sense_is_skipped(self, journal: Journal, garbage: bytes) -> None:
+        with batch(journal) as first:
+            (begun,) = first.begin([change("a")])
+            first.end(begun, "done")
+        with journal.path.open("ab") as file:
+            file.write(garbage.replace(b"BATCH", first.id.encode()) + b"\n")
+        with batch(journal) as second:
+            second.begin([change("b")])
+        assert [(c.path.name, c.state) for c in journal.changes()] == [
+            ("a", "done"),
+            ("b", "begun"),
+        ]
+        assert [b.changes for b in journal.history()] == [1, 1]
+        assert len(journal.changes(first.id)) == 1
+
+    @pytest.mark.parametrize("garbage", GARBAGE)
+    def test_a_store_whose_journal_has_such_a_line_works(
+        self, store: Store, folder: Path, garbage: bytes
+    ) -> None:
+        write(folder / "a.safetensors", mode=0o664)
+        before = snapshot(folder)
+        store.adopt(folder / "a.safetensors")
+        (entry,) = store.history()
+        with store.volume.journal.path.open("ab") as file:
+            file.write(garbage.replace(b"BATCH", entry.id.encode()) + b"\n")
+        store.close()
+        with Store(store.root) as again:
+            again.rebuild()
+            assert [done.note for done in again.plan_undo().execute()] == [""]
+        assert snapshot(folder) == before
+
+    def test_fields_of_the_future_are_ignored(self, journal: Journal) -> None:
+        line = {"batch": "x", "n": 0, "op": "adopt", "path": "/a", "digest": DIGEST, "size": 1}
+        journal.append([{**line, "colour": "blue", "depth": {"x": 1}}], sync=False)
+        (read,) = journal.changes()
+        assert read.path == Path("/a")
+
+    def test_a_short_write_is_a_full_disk_and_leaves_nothing_readable(
+        self, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with batch(journal) as first:
+            first.begin([change("a")])
+        real = os.write
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
+            with pytest.raises(NoSpaceError), batch(journal) as second:
+                second.begin([change("b")])
+        with batch(journal) as third:
+            third.begin([change("c")])
+        assert [c.path.name for c in journal.changes()] == ["a", "c"]
+
+    @pytest.mark.parametrize(
+        ("code", "error"),
+        [
+            (errno.ENOSPC, NoSpaceError),
+            (errno.EDQUOT, NoSpaceError),
+            (errno.EROFS, StoreUnwritableError),
+            (errno.EIO, StoreUnwritableError),
+        ],
+        ids=["ENOSPC", "EDQUOT", "EROFS", "EIO"],
+    )
+    def test_a_journal_that_cannot_be_written_says_why(
+        self,
+        journal: Journal,
+        monkeypatch: pytest.MonkeyPatch,
+        code: int,
+        error: type[Exception],
+    ) -> None:
+        def fail(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "write", fail)
+        with pytest.raises(error, match="nothing was changed"):
+            journal.append([{"batch": "x"}], sync=True)
+
+
+class TestDurable:
+    def test_changes_are_synced_before_they_are_made_and_outcomes_are_not(
+        self, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        synced: list[int] = []
+        real = os.fsync
+
+        def note(fd: int) -> None:
+            synced.append(os.fstat(fd).st_size)
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", note)
+        with batch(journal) as writing:
+            (begun,) = writing.begin([change()])
+            assert journal.path.stat().st_size in synced
+            count = len(synced)
+            writing.end(begun, "done")
+            writing.flush()
+            assert len(synced) == count
+
+    def test_a_batch_is_claimed_while_its_process_works(self, store: Store) -> None:
+        tmp = store.volume.layout.tmp
+        with store.batch("work") as working:
+            assert list(tmp.iterdir()) == []
+            working.begin([change()])
+            assert [path.name for path in tmp.iterdir()] == [f"batch-{working.id}"]
+            with Store(store.root):
+                assert len(list(tmp.iterdir())) == 1, "a living batch must not be recovered"
+            working.end(store.volume.journal.changes()[0], "back")
+        assert list(tmp.iterdir()) == []
+
+    def test_a_batch_inside_a_batch_is_part_of_it(self, store: Store, folder: Path) -> None:
+        digest = store.put_stream([WEIGHTS]).digest
+        with store.batch("outer"), store.batch("inner"):
+            store.place(digest, folder / "a")
+            store.place(digest, folder / "b")
+        (found,) = store.history()
+        assert (found.label, found.changes) == ("outer", 2)
+
+
+class TestSeveralProcesses:
+    PROGRAM = """
+import sys
+from pathlib import Path
+from smartcache.store.journal import Batch, Change, Journal
+journal, name = Journal(Path(sys.argv[1])), sys.argv[2]
+print(flush=True)
+sys.stdin.read()
+for number in range(60):
+    with Batch(journal, journal.path.parent, f"{name} {number}") as batch:
+        changes = [
+            Change(op="adopt", path=Path(f"/{name}/{number}/{n}") , digest="ab" * 32, size=n)
+            for n in range(20)
+        ]
+        for change in batch.begin(changes, sync=False):
+            batch.end(change, "done")
+"""
+
+    def test_lines_of_processes_that_append_at_once_stay_whole(self, journal: Journal) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        names = [f"p{number}" for number in range(4)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", self.PROGRAM, str(journal.path), name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            for name in names
+        ]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline()
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.close()
+        for child in children:
+            assert child.wait() == 0
+            assert child.stdout is not None
+            child.stdout.close()
+        assert len(lines(journal)) == 4 * 60 * (1 + 20 + 1)
+        changes = journal.changes()
+        assert len(changes) == 4 * 60 * 20
+        assert {c.state for c in changes} == {"done"}
+        history = journal.history()
+        assert len(history) == 4 * 60
+        assert all(found.changes == 20 and found.label for found in history)
+
+
+def test_a_file_made_read_only_by_a_process_that_died_gets_its_mode_back(
+    store: Store, folder: Path
+) -> None:
+    path = write(folder / "a.safetensors", mode=0o664)
+    child = os.fork()
+    if child == 0:
+        with store.batch("dies") as dying:
+            dying.begin([Change.before("adopt", path, digest_of(WEIGHTS), path.stat())])
+            path.chmod(0o444)
+            os._exit(0)
+    os.waitpid(child, 0)
+    with Store(store.root) as again:
+        assert mode_of(path) == 0o664
+        assert again.history() == []
+        assert list(again.volume.layout.tmp.iterdir()) == []
