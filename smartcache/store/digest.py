@@ -13,22 +13,29 @@ one thread and hashed by another, 6.2; the threads inside the blake3 package rea
 from __future__ import annotations
 
 import hashlib
-import itertools
-import mmap
 import os
 import re
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar
 
 from blake3 import blake3
 
 from smartcache import errors
 from smartcache.progress import Job, Progress, silent
+from smartcache.store.lanes import (
+    AHEAD_MIN_SIZE,
+    BUFFER_SIZE,
+    Hash,
+    Lane,
+    buffers,
+    new_buffer,
+    read_at,
+    spare,
+)
 from smartcache.store.statkey import StatKey
 
 if TYPE_CHECKING:
@@ -39,13 +46,6 @@ Advance = Callable[[int], None] | None
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 P = TypeVar("P", bound=FilePath)
 
-BUFFER_SIZE: Final = 256 * 1024
-"""Stays in the core's cache between read and hash. Up to here files are small: two threads would
-hardly be faster than one, because they wait for each other in Python."""
-
-AHEAD_SIZE: Final = 2 * 1024 * 1024
-AHEAD_MIN_SIZE: Final = 32 * 1024 * 1024
-"""Handing buffers to another thread pays for buffers of this size, from this file size on."""
 
 _LENGTHS: Final[Mapping[str, int]] = {"blake3": 64, "sha256": 64, "xet": 64, "git-sha1": 40}
 # Without O_NONBLOCK, opening a FIFO waits for somebody to write into it.
@@ -186,14 +186,9 @@ def _checked(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     return wanted
 
 
-class _Hash(Protocol):
-    def update(self, data: Buffer, /) -> object: ...
-    def hexdigest(self) -> str: ...
-
-
-def _start(wanted: Sequence[Algorithm], size: int) -> dict[Algorithm, _Hash]:
+def _start(wanted: Sequence[Algorithm], size: int) -> dict[Algorithm, Hash]:
     """Return the state of each algorithm that can be fed, the costliest first."""
-    states: dict[Algorithm, _Hash] = {}
+    states: dict[Algorithm, Hash] = {}
     if "sha256" in wanted:
         states["sha256"] = hashlib.sha256()
     if "git-sha1" in wanted:
@@ -230,24 +225,24 @@ def _hash_open(
 
 def _hash_at_once(fd: int, size: int) -> str | None:
     """Return the BLAKE3 hash of a small file, or None if one read did not give its size."""
-    buffer, _spare.buffer = _spare.buffer or _new_buffer(BUFFER_SIZE), None
-    is_whole = _read_at(fd, (buffer,), 0) == size
+    buffer, spare.buffer = spare.buffer or new_buffer(BUFFER_SIZE), None
+    is_whole = read_at(fd, (buffer,), 0) == size
     digest = blake3(buffer[:size]).hexdigest() if is_whole else None
-    _spare.buffer = buffer
+    spare.buffer = buffer
     return digest
 
 
 def _feed(
-    fd: int, path: FilePath | int, size: int, states: list[_Hash], advance: Advance, threads: int
+    fd: int, path: FilePath | int, size: int, states: list[Hash], advance: Advance, threads: int
 ) -> None:
     """Read exactly `size` bytes once and give all of them to every state."""
-    lanes: list[_Lane] = []
+    lanes: list[Lane] = []
     offset = 0
     try:
         for state in states[: threads - 1] if size >= AHEAD_MIN_SIZE else ():
-            lanes.append(_Lane(state))  # noqa: PERF401 - those that started must end
-        for buffer in _buffers(lanes):
-            count = _read_at(fd, (buffer,), offset)
+            lanes.append(Lane(state))  # noqa: PERF401 - those that started must end
+        for buffer in buffers(lanes):
+            count = read_at(fd, (buffer,), offset)
             offset += count
             # Read even if the size is 0: files of /proc have that size and yet content.
             if offset > size or (count == 0 and offset < size):
@@ -264,83 +259,6 @@ def _feed(
     finally:
         for lane in lanes:
             lane.close()
-
-
-def _buffers(lanes: Sequence[_Lane]) -> Iterator[memoryview]:
-    """Yield buffers to read into, each again only when every lane is done with it."""
-    if not lanes:
-        buffer, _spare.buffer = _spare.buffer or _new_buffer(BUFFER_SIZE), None
-        try:
-            while True:
-                yield buffer
-        finally:
-            _spare.buffer = buffer
-    ring = [_new_buffer(AHEAD_SIZE) for _ in range(3)]
-    yield from ring
-    for buffer in itertools.cycle(ring):
-        for lane in lanes:
-            lane.wait()
-        yield buffer
-
-
-class _Lane(threading.Thread):
-    """A thread that updates one hash with the buffers it is given, in order."""
-
-    def __init__(self, state: _Hash) -> None:
-        super().__init__(name="smartcache-hash")
-        self._state = state
-        self._todo: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._done: SimpleQueue[None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self.give = self._todo.put
-        self.wait = self._done.get
-        self.start()
-
-    def run(self) -> None:
-        for view in iter(self._todo.get, None):
-            try:
-                self._state.update(view)
-            except BaseException as error:  # noqa: BLE001 - `close` raises it
-                self._error = error
-            self._done.put(None)
-
-    def close(self) -> None:
-        self.give(None)
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-
-class _Spare(threading.local):
-    """This thread's buffer; taken while in use, because a signal handler may hash a file too."""
-
-    buffer: memoryview | None = None
-
-
-_spare = _Spare()
-
-
-def _new_buffer(size: int) -> memoryview:
-    """Return memory at the start of a page: the kernel copies 13 % faster into it."""
-    if sys.platform == "win32":
-        return memoryview(bytearray(size))
-    # Private: the default is shared with forked children, who would read into each other's bytes.
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _read_seeking(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Do what preadv does where there is none (Windows)."""
-    position = os.lseek(fd, 0, os.SEEK_CUR)
-    try:
-        os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, len(buffers[0]))
-    finally:
-        os.lseek(fd, position, os.SEEK_SET)
-    buffers[0][: len(data)] = data
-    return len(data)
-
-
-_read_at: Callable[[int, Sequence[memoryview], int], int] = getattr(os, "preadv", _read_seeking)
 
 
 def _xet(fd: int, path: FilePath | int, size: int) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from smartcache.config import Settings
-from smartcache.errors import NoSpaceError, StoreFormatError, StoreMovedError
+from smartcache.errors import NoSpaceError, StoreError, StoreFormatError, StoreMovedError
 from smartcache.store.filesystems import filesystem_id, free_bytes, is_network
 from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Journal
@@ -35,6 +36,7 @@ class Volume:
     """One root with everything in it; safe to use from several threads and after a fork."""
 
     def __init__(self, root: Path, settings: Settings, *, create: bool = True) -> None:
+        _refuse_unsupported_system()
         self.settings = settings
         self.layout = Layout(_follow(Path(os.path.abspath(root))))
         self._prepare(create=create)
@@ -130,6 +132,12 @@ class Volume:
             )
         if not layout.format.exists() or not layout.is_complete():
             layout.create(shared=self.settings.shared)
+
+
+def _refuse_unsupported_system() -> None:
+    if not hasattr(os, "fchmod"):
+        hint = "Use it under WSL, with the store on the Linux side."
+        raise StoreError(f"The store does not work on {sys.platform} yet", hint=hint)
 
 
 def _follow(root: Path) -> Path:
