@@ -140,6 +140,7 @@ def test_every_command_is_in_the_reference_as_its_help_prints_it() -> None:
 @needs_cli
 def test_the_reference_has_a_heading_for_every_command() -> None:
     import click
+
     from smartcache.cli import main
 
     page = (ROOT / "docs/cli.md").read_text("utf-8")
@@ -162,7 +163,9 @@ class TestOnDiskFormat:
         return re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
     def test_every_table_and_column_is_described(self, tmp_path: Path) -> None:
-        with contextlib.closing(connect(tmp_path / "index.sqlite3", create=True, wal=True)) as index:
+        with contextlib.closing(
+            connect(tmp_path / "index.sqlite3", create=True, wal=True)
+        ) as index:
             columns = index.execute(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
                 "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"

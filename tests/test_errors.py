@@ -93,7 +93,9 @@ def test_an_error_is_the_builtin_a_caller_expects(cls: type[SmartcacheError]) ->
 def test_an_error_can_be_raised_and_caught_as_any_of_its_bases(
     cls: type[SmartcacheError],
 ) -> None:
-    expected = [SmartcacheError, *filter(None, [BUILTINS.get(cls.__name__)])]
+    expected: list[type[BaseException]] = [SmartcacheError]
+    if (builtin := BUILTINS.get(cls.__name__)) is not None:
+        expected.append(builtin)
     for base in expected:
         with pytest.raises(base):
             raise cls("m")

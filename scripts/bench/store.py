@@ -188,7 +188,7 @@ def _rows_child(root: Path) -> None:
     opening = time.perf_counter() - start
     opened = peak_megabytes()
     start = time.perf_counter()
-    store.usage()
+    store.usage(by_owner=False)  # as `smartcache df` does
     usage = time.perf_counter() - start
     print(opening, usage, base, opened, peak_megabytes())
 

@@ -63,7 +63,8 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool, chec
         _show_folders(_measure(session, paths))
         return
     with session.stores() as stores:
-        figures = [store.usage(check=check, progress=bars) for store in stores]
+        by_owner = verbose or out.mode == "json"
+        figures = [store.usage(check=check, by_owner=by_owner, progress=bars) for store in stores]
     out.show(
         human=lambda: _show_stores(figures, verbose=verbose, check=check),
         document=lambda: {"stores": [_store_document(each) for each in figures], "folders": []},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -156,57 +155,86 @@ def _already_there(volume: Volume, file: Held) -> Adoption | None:
     return Adoption(path=file.path, outcome=outcome, digest=digest, size=blob.size)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """A file of a chunk: how far its adoption has come."""
+
+    file: Held
+    change: Change
+    is_begun: bool = False
+    outcome: Outcome | None = None
+    error: FileSkippedError | None = None
+
+    @property
+    def is_linked(self) -> bool:
+        return self.outcome in ("adopted", "present")
+
+
 def _adopt_chunk(
     volume: Volume, held: list[Held], batch: Batch, owner: int | None, moving_to: str | None
 ) -> list[Adoption]:
     op: Op = "adopt" if moving_to is None else "move"
     changes = [Change.before(op, f.path, f.hashes.digest, f.st, kind=moving_to) for f in held]
-    losers: list[tuple[Held, FileSkippedError | None]] = []
-    done: list[tuple[Held, Change, Outcome]] = []
     with explained(volume.root):
         begun = batch.begin(changes)
         reached("adopt: journaled")
-        waiting = deque(zip(held, begun, strict=True))
+        works = [_Work(file=f, change=change) for f, change in zip(held, begun, strict=True)]
         is_recorded = False
         try:
             with volume.guard("adopt"):
-                while waiting:
-                    file, change = waiting[0]
-                    error: FileSkippedError | None = None
-                    outcome: Outcome = "skipped"
-                    try:
-                        outcome = _link_one(volume, file)
-                    except FileSkippedError as skipped:
-                        error = skipped
-                    waiting.popleft()
-                    if outcome in ("adopted", "present"):
-                        done.append((file, change, outcome))
-                    else:
-                        batch.end(change, "back")
-                        losers.append((file, error))
-                _write_rows(volume, [file for file, _, _ in done], owner)
+                for work in works:
+                    _attempt(volume, work)
+                _write_rows(volume, works, owner)
                 is_recorded = True
         finally:
-            # A full disk or Ctrl-C in the middle: what was linked gets its row or is taken back,
-            # what was not begun stays as it was; the file in work is looked at by the next open.
-            if not is_recorded:
-                with suppress(StoreError, OSError), volume.guard("adopt"):
-                    _write_rows(volume, [file for file, _, _ in done], owner)
-                    is_recorded = True
-            for file, change, _ in done:
-                is_kept = is_recorded or not _take_back(volume, file)
-                batch.end(change, "done" if is_kept else "back")
-            for _, change in islice(waiting, 1, None):
-                batch.end(change, "back")
-    results = [_not_adopted(volume, file, error) for file, error in losers]
+            _settle(volume, works, batch, owner, is_recorded=is_recorded)
+    results = [_result(volume, work) for work in works]
     for result in results:
         _let_own(volume, result, owner)
-    results += [
-        Adoption(path=f.path, outcome=outcome, digest=f.hashes.digest, size=f.st.st_size)
-        for f, _, outcome in done
-    ]
     batch.flush()
     return results
+
+
+def _attempt(volume: Volume, work: _Work) -> None:
+    work.is_begun = True
+    try:
+        work.outcome = _link_one(volume, work.file)
+    except FileSkippedError as error:
+        work.outcome, work.error = "skipped", error
+
+
+def _settle(
+    volume: Volume, works: list[_Work], batch: Batch, owner: int | None, *, is_recorded: bool
+) -> None:
+    """Write the outcomes of a chunk to the journal.
+
+    After a full disk or Ctrl-C in the middle, what was linked gets its row or is taken back, what
+    was not begun stays as it was, and the file in work is looked at by the next open.
+    """
+    if not is_recorded:
+        with suppress(StoreError, OSError), volume.guard("adopt"):
+            _write_rows(volume, works, owner)
+            is_recorded = True
+    for work in works:
+        if work.is_linked:
+            is_kept = is_recorded or not _take_back(volume, work.file)
+            batch.end(work.change, "done" if is_kept else "back")
+        elif work.outcome is not None or not work.is_begun:
+            batch.end(work.change, "back")
+
+
+def _result(volume: Volume, work: _Work) -> Adoption:
+    """Say what became of a file; one whose bytes another had first is looked up again."""
+    file = work.file
+    if work.is_linked and work.outcome is not None:
+        digest, size = file.hashes.digest, file.st.st_size
+        return Adoption(path=file.path, outcome=work.outcome, digest=digest, size=size)
+    present = _already_there(volume, file) if work.error is None else None
+    if present is not None:
+        return present
+    message = f"{file.path} changed while it was adopted"
+    error = work.error or FileChangedError(message, path=file.path)
+    return Adoption(path=file.path, outcome="skipped", error=error)
 
 
 def _take_back(volume: Volume, file: Held) -> bool:
@@ -241,15 +269,6 @@ def _let_own(volume: Volume, found: Held | Adoption, owner: int | None) -> None:
                 inode=inode,
                 owner=owner,
             )
-
-
-def _not_adopted(volume: Volume, file: Held, error: FileSkippedError | None) -> Adoption:
-    """Say what became of a file that was ready: another had its bytes first, or the error found."""
-    present = _already_there(volume, file) if error is None else None
-    if present is not None:
-        return present
-    error = error or FileChangedError(f"{file.path} changed while it was adopted", path=file.path)
-    return Adoption(path=file.path, outcome="skipped", error=error)
 
 
 def _link_one(volume: Volume, file: Held) -> Outcome:
@@ -296,7 +315,7 @@ def _link(volume: Volume, file: Held, target: str) -> None:
         os.link(file.path, target)
 
 
-def _write_rows(volume: Volume, files: list[Held], owner: int | None) -> None:
+def _write_rows(volume: Volume, works: list[_Work], owner: int | None) -> None:
     """Write the rows, marked as not synced in this boot.
 
     Neither the bytes nor the directory are fsynced: after power loss, which is another boot, such a
@@ -304,7 +323,7 @@ def _write_rows(volume: Volume, files: list[Held], owner: int | None) -> None:
     """
     index = volume.index
     with index.write():
-        for file in files:
+        for file in (work.file for work in works if work.is_linked):
             st = os.fstat(file.fd)
             is_same = (st.st_size, st.st_mtime_ns) == (file.st.st_size, file.st.st_mtime_ns)
             trust = Trust.VERIFIED if file.is_proven and is_same else Trust.UNPROVEN

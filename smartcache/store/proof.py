@@ -174,7 +174,10 @@ def open_blob(volume: Volume, digest: str) -> BinaryIO:
     """Open a blob for reading, after making sure that it is what its name says."""
     while True:
         blob = checked(volume, digest)
-        file = open(volume.layout.blob(digest), "rb")  # noqa: SIM115 - the caller closes it
+        try:
+            file = open(volume.layout.blob(digest), "rb")  # noqa: SIM115 - the caller closes it
+        except FileNotFoundError:
+            continue  # pruned in this moment: `checked` says so
         st = os.fstat(file.fileno())
         if is_as_recorded(blob, st):
             return file

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from smartcache.errors import (
+    BlobNotFoundError,
     FileBusyError,
     FileChangedError,
     FileSkippedError,
@@ -122,7 +123,7 @@ def _examine(volume: Volume, path: Path, digest: str, known: Known | None) -> He
         if not volume.is_here(st):
             message = f"{path} is on another filesystem than the blob"
             raise FileSkippedError(message, reason="other filesystem", path=path)
-        blob_st = os.stat(volume.layout.blob(digest))
+        blob_st = _stat_blob(volume, digest)
         if os.path.samestat(st, blob_st):
             return Replacement(path=path, outcome="present", digest=digest)
         _refuse_visible_change(path, st, blob_st)
@@ -137,6 +138,13 @@ def _examine(volume: Volume, path: Path, digest: str, known: Known | None) -> He
         file.release()
         return Replacement(path=path, outcome="skipped", digest=digest, error=error)
     return file
+
+
+def _stat_blob(volume: Volume, digest: str) -> os.stat_result:
+    try:
+        return os.stat(volume.layout.blob(digest))
+    except FileNotFoundError as error:
+        raise BlobNotFoundError(f"Blob {digest} was removed", digest=digest) from error
 
 
 def _let_own(volume: Volume, found: Replacement, owner: int | None) -> None:

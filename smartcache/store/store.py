@@ -250,9 +250,11 @@ class Store(StoreReader):
 
     # looking after the whole
 
-    def usage(self, *, check: bool = False, progress: Progress = silent) -> _usage.StoreUsage:
+    def usage(
+        self, *, check: bool = False, by_owner: bool = True, progress: Progress = silent
+    ) -> _usage.StoreUsage:
         """Say what is on the disk: index figures, or (`check`) every blob looked at again."""
-        return _usage.store_usage(self.volume, check=check, progress=progress)
+        return _usage.store_usage(self.volume, check=check, by_owner=by_owner, progress=progress)
 
     def folder_usage(
         self, paths: Iterable[str | Path], *, progress: Progress = silent

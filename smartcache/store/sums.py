@@ -28,6 +28,8 @@ class BlobSums:
     allocated: int
     only_allocated: int
     """Of blobs whose only name is the store's."""
+    saved: int
+    """Disk blocks that the names outside would take besides, each with its own copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +59,14 @@ class Sums(Database):
         """Return the sums over all blobs: one pass over the table."""
         sql = (
             "SELECT count(*), sum(CASE links WHEN 1 THEN size ELSE size * (links - 1) END),"
-            " sum(allocated), sum(CASE links WHEN 1 THEN allocated END) FROM blobs WHERE trust < ?"
+            " sum(allocated), sum(CASE links WHEN 1 THEN allocated END),"
+            " sum(CASE WHEN links > 2 THEN allocated * (links - 2) END) FROM blobs WHERE trust < ?"
         )
         (row,) = self._all(sql, int(Trust.LOST))
-        blobs, logical, allocated, only = (value or 0 for value in row)
-        return BlobSums(blobs=blobs, logical=logical, allocated=allocated, only_allocated=only)
+        blobs, logical, allocated, only, saved = (value or 0 for value in row)
+        return BlobSums(
+            blobs=blobs, logical=logical, allocated=allocated, only_allocated=only, saved=saved
+        )
 
     def held_sums(self, *, without: Iterable[int]) -> tuple[int, int]:
         """Return what owners other than these hold: blobs, and bytes that only smartcache has."""

@@ -76,7 +76,7 @@ class StoreUsage:
     reclaimable: int
     """What `prune` would free: held by smartcache alone and wanted by nobody, and the trash."""
     saved: int
-    """`logical` less `physical`: what separate copies would take more."""
+    """Disk blocks that separate copies for the names outside would take more (holes take none)."""
     trash: int
     bad: int
     tmp: int
@@ -121,7 +121,7 @@ def store_usage(
         shared=sums.allocated - sums.only_allocated,
         only_smartcache=sums.only_allocated,
         reclaimable=max(0, sums.only_allocated - kept) + trash.freed_if_deleted,
-        saved=max(0, sums.logical - sums.allocated),
+        saved=sums.saved,
         trash=trash.physical,
         bad=bad.physical,
         tmp=tmp.physical,

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import pytest
 from blake3 import blake3
@@ -24,9 +26,11 @@ if sys.platform == "win32":
     pytest.skip("fork", allow_module_level=True)
 
 from smartcache.errors import BlobNotFoundError, FileSkippedError
-from smartcache.store import faults
+from smartcache.store import faults, links, proof, replace
 from smartcache.store.links import Kind
+from smartcache.store.records import Blob
 from smartcache.store.store import Store
+from smartcache.store.volume import Volume
 from tests.processes.children import Child
 
 Seconds = Callable[[float], float]
@@ -232,6 +236,46 @@ def test_threads_put_and_place_while_others_prune_and_verify(
         raise ExceptionGroup("in threads", failures) from failures[0]
     _log.info("%s", dict(sum((worker.counts for worker in workers), Counter())))
     check_everything(root, workers)
+
+
+CHECKS = [
+    (proof, "open"), (proof, "copy"), (replace, "replace"), *((links, kind) for kind in KINDS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "job"), CHECKS, ids=[f"{job} in {m.__name__.split('.')[-1]}" for m, job in CHECKS]
+)
+def test_a_blob_that_is_pruned_right_after_it_was_checked_is_not_found(
+    module: ModuleType, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes next sees that it is gone, and says so by our own error."""
+    path = tmp_path / "a.safetensors"
+
+    def use_it(store: Store, digest: str) -> None:
+        if job == "open":
+            store.open(digest).close()
+        elif job == "replace":
+            store.replace(path, digest)
+        else:
+            store.place(digest, path, kind=cast("Kind", job))
+
+    with Store(tmp_path / "store") as store:
+        digest = store.put_stream([SHARED[2]]).digest
+        if job == "replace":
+            path.write_bytes(SHARED[2])
+
+        def check_and_prune(
+            volume: Volume, wanted: str, real: Callable[[Volume, str], Blob] = proof.checked
+        ) -> Blob:
+            blob = real(volume, wanted)
+            store.plan_prune().execute()
+            return blob
+
+        monkeypatch.setattr(module, "checked", check_and_prune)
+        with pytest.raises(BlobNotFoundError):
+            use_it(store, digest)
+    assert path.exists() == (job == "replace")
 
 
 def use(store: Store, folder: Path, seed: int) -> list[str]:

@@ -34,8 +34,6 @@ from smartcache.errors import (
 )
 from smartcache.progress import Unit
 from smartcache.store.digest import (
-    AHEAD_MIN_SIZE,
-    BUFFER_SIZE,
     Algorithm,
     FilePath,
     Hashed,
@@ -45,6 +43,7 @@ from smartcache.store.digest import (
     hash_file,
     hash_many,
 )
+from smartcache.store.lanes import AHEAD_MIN_SIZE, BUFFER_SIZE
 from smartcache.store.statkey import StatKey
 
 ALL: tuple[Algorithm, ...] = get_args(Algorithm)

@@ -47,7 +47,7 @@ def use(store: Store, files: Path) -> None:
 
 def place(store: Store, files: Path) -> None:
     for kind in ("hardlink", "symlink", "copy"):
-        store.place(DIGEST, files / f"new-{kind}.bin", kind=kind)  # type: ignore[arg-type]
+        store.place(DIGEST, files / f"new-{kind}.bin", kind=kind)
 
 
 def is_gone(store: Store) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from smartcache.errors import StoreError, StoreFormatError
 from smartcache.store.index import Index
-from smartcache.store.records import Memo, Owner, Sighting, Trust
+from smartcache.store.records import LinkKind, Memo, Owner, Sighting, Trust
 from smartcache.store.schema import MIGRATIONS, VERSION, connect, signed
 from smartcache.store.statkey import StatKey
 from smartcache.store.store import Store
@@ -290,14 +290,14 @@ class TestBlobs:
         blob = index.add_blob(A, stat_of())
         names = [b"/\x01", b"/a", b"/a/b", b"/\xc3\xa9", b"/\xff"]
         for name in reversed(names):
-            kind = "symlink" if b"a" in name else "copy"
+            kind: LinkKind = "symlink" if b"a" in name else "copy"
             index.add_link(
                 os.fsdecode(name),
                 blob,
                 kind=kind,
                 filesystem="f",
                 inode=1,
-                owner=None,  # type: ignore[arg-type]
+                owner=None,
             )
         walked: list[bytes] = []
         after = ""

@@ -56,7 +56,7 @@ def fill(store: Store, folder: Path) -> None:
     write(folder / "replaced.safetensors")
     store.replace(folder / "replaced.safetensors", DIGEST)
     for kind in ("hardlink", "symlink", "copy"):
-        store.place(DIGEST, folder / f"{kind}.bin", kind=kind)  # type: ignore[arg-type]
+        store.place(DIGEST, folder / f"{kind}.bin", kind=kind)
     store.put_stream([OTHER])
     store.pin(digest_of(OTHER), "mine")
     store.put_stream([b"forgotten"])

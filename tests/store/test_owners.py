@@ -164,7 +164,7 @@ class TestHolding:
 
     def test_kinds_of_owners_may_have_the_same_name(self, store: Store, folder: Path) -> None:
         for kind in ("folder", "repo", "set"):
-            store.own(Owner(kind=kind, name="x", path=folder), [])  # type: ignore[arg-type]
+            store.own(Owner(kind=kind, name="x", path=folder), [])
         assert len(store.owners()) == 3
 
     def test_names_need_not_be_utf_8(self, store: Store, folder: Path, digest: str) -> None:
@@ -183,6 +183,20 @@ class TestHolding:
         assert store.owners() == []
         with pytest.raises(BadDigestError):
             store.own(owner, ["zz"])
+
+    @pytest.mark.parametrize("how", ["in the trash", "lost"])
+    def test_owning_a_blob_that_is_not_there_any_more_is_an_error(
+        self, store: Store, folder: Path, digest: str, how: str
+    ) -> None:
+        if how == "lost":
+            store.path_of(digest).unlink()
+            store.verify()
+        else:
+            store.forget(digest)
+        with pytest.raises(BlobNotFoundError):
+            store.own(Owner(kind="folder", name="models", path=folder), [digest])
+        with pytest.raises(BlobNotFoundError):
+            store.pin(digest)
 
     def test_an_owner_that_held_through_a_link_lets_go_when_the_link_goes(
         self, store: Store, folder: Path

@@ -117,7 +117,7 @@ class TestLadder:
     ) -> None:
         for kind in ("hardlink", "reflink"):
             with pytest.raises(CannotLinkError):
-                store.place(digest, elsewhere / "a.safetensors", kind=kind)  # type: ignore[arg-type]
+                store.place(digest, elsewhere / "a.safetensors", kind=kind)
         assert list(elsewhere.iterdir()) == []
         assert store.links_of(store.get(digest)) == []
         assert store.history() == []
@@ -136,7 +136,7 @@ class TestLadder:
         """EPERM is what protected_hardlinks says of another user's file."""
         real = os.link
 
-        def refuse(source: str | Path, target: str | Path, **more: int) -> None:
+        def refuse(source: str | Path, target: str | Path, **more: bool) -> None:
             if str(source) == str(blob_path(store, digest)):
                 raise OSError(code, os.strerror(code))
             real(source, target, **more)
@@ -316,7 +316,7 @@ class TestDestination:
         other = store.put_stream([OTHER]).digest
         for there in ("hardlink", "symlink"):
             path = folder / f"{there}.safetensors"
-            store.place(other, path, kind=there)  # type: ignore[arg-type]
+            store.place(other, path, kind=there)
             store.place(digest, path, kind=kind, overwrite=True)
             assert path.read_bytes() == WEIGHTS
             assert blob_path(store, other).read_bytes() == OTHER

@@ -435,6 +435,15 @@ class TestCopiedFile:
         for blob in store.blobs():
             assert digest_of(read(store, blob.digest)) == blob.digest
 
+    def test_a_link_of_a_blob_that_was_made_writable_can_be_put(
+        self, store: Store, folder: Path
+    ) -> None:
+        """The store sets the mode back, which changes the file's change time: that was us."""
+        path = write(folder / "a.bin")
+        digest = store.adopt(path).digest
+        path.chmod(0o644)
+        assert store.put_file(path).digest == digest
+
     def test_a_file_that_grows_meanwhile_does_not_become_a_blob(
         self, store: Store, folder: Path
     ) -> None:

@@ -38,7 +38,6 @@ from hypothesis.stateful import (
 )
 
 from smartcache.errors import (
-    BlobInUseError,
     BlobNotFoundError,
     DamagedBlobError,
     NothingToUndoError,
@@ -50,8 +49,8 @@ from smartcache.store.proof import needs_hash
 from smartcache.store.prune import PrunePlan
 from smartcache.store.records import Owner
 from smartcache.store.store import DEFAULT_PIN, Store
-from smartcache.store.undo import UndoPlan
-from tests.store.files import digest_of, edit, inode_of, mode_of, write
+from smartcache.store.undo import Undone, UndoPlan
+from tests.store.files import allocated, digest_of, edit, inode_of, mode_of, write
 
 if sys.platform == "win32":
     pytest.skip("POSIX files", allow_module_level=True)
@@ -104,6 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.drive.mkdir()
         self.store = Store(self.directory / "store")
         self.model = Model()
+        self.known = dict(CONTENTS)
         self.numbers = itertools.count()
 
     def teardown(self) -> None:
@@ -124,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(digest=contents, with_alias=st.booleans())
     def put_stream(self, digest: str, with_alias: bool) -> None:
-        data = CONTENTS[digest]
+        data = self.known[digest]
         blob = self.store.put_stream(
             [data[:7], data[7:]], size=len(data), algorithms=["sha256"] if with_alias else []
         )
@@ -139,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.arrived(blob.digest)
         if path in self.model.files:
-            assert self.model.files[path].data == CONTENTS[blob.digest]
+            assert self.model.files[path].data == self.known[blob.digest]
         if how == "move":
             self.model.pins.add((blob.digest, DEFAULT_PIN))
             del self.model.files[path]
@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
                 continue
             self.arrived(adoption.digest)
             if adoption.path in self.model.files:
-                assert self.model.files[adoption.path].data == CONTENTS[adoption.digest]
+                assert self.model.files[adoption.path].data == self.known[adoption.digest]
             if adoption.outcome == "adopted":
                 self.relabel(adoption.path, ("blob", adoption.digest))
 
@@ -172,14 +172,14 @@ class StoreMachine(RuleBasedStateMachine):
         )
         if link is None:
             return
-        assert path.read_bytes() == CONTENTS[digest]
+        assert path.read_bytes() == self.known[digest]
         self.forget_path(path)
         if link.kind == "symlink":
             self.model.symlinks[path] = digest
         else:
             is_shared = link.kind == "hardlink"
             label = ("blob", digest) if is_shared else self.own_label()
-            self.model.files[path] = UserFile(CONTENTS[digest], label)
+            self.model.files[path] = UserFile(self.known[digest], label)
 
     @rule(pick=picks, blob=picks, is_equal=st.booleans())
     def replace(self, pick: int, blob: int, is_equal: bool) -> None:
@@ -189,7 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
             digest = digest_of(self.model.files[path].data)
         result = self.attempt(lambda: self.store.replace(path, digest))
         if result is not None:
-            assert self.model.files[path].data == CONTENTS[digest]
+            assert self.model.files[path].data == self.known[digest]
             self.model.files[path].label = ("blob", digest)
 
     @rule(which=st.sampled_from(["last", "one", "all"]), choice=st.randoms(use_true_random=False))
@@ -211,17 +211,19 @@ class StoreMachine(RuleBasedStateMachine):
             if change.op == "place" and not os.path.lexists(change.path):
                 if change.path in self.model.files:
                     # A name may go only if its bytes were not changed since, and are safe.
-                    assert self.model.files[change.path].data == CONTENTS[change.digest]
+                    assert self.model.files[change.path].data == self.known[change.digest]
                 self.forget_path(change.path)
             elif change.op == "move":
                 self.model.pins.discard((change.digest, change.kind or ""))
-                self.model.files[change.path] = UserFile(CONTENTS[change.digest], self.own_label())
+                self.model.files[change.path] = UserFile(
+                    self.known[change.digest], self.own_label()
+                )
         oldest = {change.path: change for change in changes}  # undone last first
         for path, change in oldest.items():
             file = self.model.files.get(path)
             if change.op in ("adopt", "replace") and file is not None:
                 assert mode_of(path) == change.mode
-                if file.data == CONTENTS[change.digest]:
+                if file.data == self.known[change.digest]:
                     assert os.stat(path).st_mtime_ns == change.mtime_ns
                 self.relabel(path, self.own_label())
 
@@ -234,7 +236,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(blob=picks, name=pins)
     def pin(self, blob: int, name: str) -> None:
         digest = self.a_blob(blob)
-        if self.attempt(lambda: self.store.pin(digest, name) or True):
+
+        def pinned() -> bool:
+            self.store.pin(digest, name)
+            return True
+
+        if self.attempt(pinned):
             self.model.pins.add((digest, name))
 
     @rule(blob=picks, name=pins)
@@ -249,7 +256,12 @@ class StoreMachine(RuleBasedStateMachine):
     def own(self, blob: int) -> None:
         digest = self.a_blob(blob)
         owner = Owner(kind="folder", name=OWNER, path=self.drive)
-        if self.attempt(lambda: self.store.own(owner, [digest]) or True):
+
+        def owned() -> bool:
+            self.store.own(owner, [digest])
+            return True
+
+        if self.attempt(owned):
             self.model.owned.add(digest)
 
     @rule()
@@ -319,7 +331,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert {*report.damaged, *report.missing} <= self.model.tampered
         assert report.stray == []
         for digest, path in self.blob_files():
-            assert path.read_bytes() == CONTENTS[digest]
+            assert path.read_bytes() == self.known[digest]
             assert mode_of(path) & 0o222 == 0
         for digest in report.healed:
             self.arrived(digest)
@@ -329,7 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
         digest = self.a_blob(blob)
         try:
             with self.store.open(digest) as file:
-                assert file.read() == CONTENTS[digest]
+                assert file.read() == self.known[digest]
         except DamagedBlobError:
             assert digest in self.model.tampered
         except BlobNotFoundError:
@@ -342,6 +354,27 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.digest_of(path).digest == digest_of(self.model.files[path].data)
 
     @rule()
+    def usage(self) -> None:
+        self.store.usage()
+        usage = self.store.usage(check=True)
+        index = self.store.volume.index
+        rows = [(index.blob(digest), path) for digest, path in self.blob_files()]
+        there = [path for blob, path in rows if blob is not None and blob.is_here]
+        assert usage.blobs == len(there)
+        assert usage.physical == sum(map(allocated, there))
+        assert usage.trash == sum(map(allocated, self.store.volume.layout.trash.iterdir()))
+        if not self.model.is_rebuilt:
+            assert usage.reclaimable == self.store.plan_prune().freed_size
+
+    @rule()
+    def move(self) -> None:
+        here = self.store.root
+        there = self.directory / ("store" if here.name != "store" else "moved")
+        self.store.plan_move(there).execute()
+        self.store = Store(here)
+        assert self.store.root == there
+
+    @rule()
     def reopen(self) -> None:
         self.store.close()
         self.store = Store(self.store.root)
@@ -352,9 +385,9 @@ class StoreMachine(RuleBasedStateMachine):
     def somebody_writes_a_new_file(self, number: int, digest: str, mode: int) -> None:
         """Beside it and by a rename, as programs do that care."""
         path = self.folder / NAMES[number % len(NAMES)]
-        os.replace(write(self.directory / "new", CONTENTS[digest], mode=mode), path)
+        os.replace(write(self.directory / "new", self.known[digest], mode=mode), path)
         self.forget_path(path)
-        self.model.files[path] = UserFile(CONTENTS[digest], self.own_label())
+        self.model.files[path] = UserFile(self.known[digest], self.own_label())
 
     @rule(pick=picks)
     def somebody_edits_in_place(self, pick: int) -> None:
@@ -445,7 +478,7 @@ class StoreMachine(RuleBasedStateMachine):
         volume = self.store.volume
         for digest, path in self.blob_files():
             data = path.read_bytes()
-            if data != CONTENTS[digest]:
+            if data != self.known[digest]:
                 assert digest in self.model.tampered
                 blob = volume.index.blob(digest)
                 assert blob is None or not blob.is_here or needs_hash(volume, blob, path.stat())
@@ -464,7 +497,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_held_is_there(self) -> None:
         for digest in self.model.held() - self.model.tampered:
-            assert Path(self.store.volume.layout.blob(digest)).read_bytes() == CONTENTS[digest]
+            assert Path(self.store.volume.layout.blob(digest)).read_bytes() == self.known[digest]
             assert self.store.get(digest).digest == digest
 
     @invariant()
@@ -473,18 +506,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     def eject(self) -> None:
         """In the end every file is the user's own again, and nothing is lost."""
+        results: list[Undone] = []
         try:
             results = self.store.plan_eject(drop_pinned=True).execute()
-        except (BlobInUseError, DamagedBlobError, BlobNotFoundError):
-            return  # a moved file whose place is taken, a symlink to a damaged blob
+            assert not self.store.root.exists()
+            tampered = self.model.tampered
+            kept = {p: d for p, d in self.model.symlinks.items() if d not in tampered}
+        except SmartcacheError:
+            kept = {}  # a moved file whose place is taken, a symlink to a damaged blob
         for done in results:
             if done.is_undone and done.change.op == "move":
-                path = done.change.path
-                self.model.files[path] = UserFile(CONTENTS[done.change.digest], ("own", path))
-        assert not self.store.root.exists()
-        for path, digest in self.model.symlinks.items():
-            if digest not in self.model.tampered:
-                assert path.read_bytes() == CONTENTS[digest]
+                kept[done.change.path] = done.change.digest
+        for path, digest in kept.items():
+            self.model.files[path] = UserFile(self.known[digest], self.own_label())
         for path, file in self.model.files.items():
             assert path.read_bytes() == file.data
 
@@ -516,7 +550,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A blob was proven or brought: it must be whole now."""
         data = Path(self.store.volume.layout.blob(digest)).read_bytes()
         assert digest_of(data) == digest
-        CONTENTS.setdefault(digest, data)
+        self.known.setdefault(digest, data)
         self.model.tampered.discard(digest)
 
     def own_label(self) -> Label:
@@ -542,8 +576,8 @@ def test_the_store_agrees_with_a_plain_model(
     request: pytest.FixtureRequest, soak: bool, where: str
 ) -> None:
     directory: Path = request.getfixturevalue("tmp_path" if where == "disk" else "elsewhere")
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: StoreMachine(directory),
+    run_state_machine_as_test(
+        lambda: StoreMachine(directory),  # type: ignore[arg-type]
         settings=settings(
             max_examples=800 if soak else 40,
             stateful_step_count=60 if soak else 30,

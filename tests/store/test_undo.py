@@ -425,9 +425,9 @@ class TestLeftAlone:
 
 class TestPlan:
     def test_nothing_to_undo_is_an_error(self, store: Store, files: Path) -> None:
-        for plan in (store.plan_undo, lambda: store.plan_undo(last=True)):
+        for last in (False, True):
             with pytest.raises(NothingToUndoError):
-                plan()
+                store.plan_undo(last=last)
         adopt(store, files)
         store.plan_undo().execute()
         with pytest.raises(NothingToUndoError):

@@ -59,7 +59,7 @@ class TestSound:
         store.put_stream([OTHER])
         store.adopt(write(folder / "a.safetensors"))
         for kind in ("hardlink", "symlink", "copy"):
-            store.place(DIGEST, folder / kind, kind=kind)  # type: ignore[arg-type]
+            store.place(DIGEST, folder / kind, kind=kind)
         report = store.verify(full=full, repair=True)
         assert findings(report) == {}
         assert not report.has_damage
@@ -335,7 +335,7 @@ class TestRebuild:
         write(folder / "b.safetensors")
         store.replace(folder / "b.safetensors", DIGEST)
         for kind in ("hardlink", "symlink", "copy"):
-            store.place(DIGEST, folder / kind, kind=kind)  # type: ignore[arg-type]
+            store.place(DIGEST, folder / kind, kind=kind)
         store.pin(DIGEST, "mine")
         before = self.facts(store)
         files = snapshot(folder)
