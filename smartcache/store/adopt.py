@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from smartcache.store.records import Trust
 from smartcache.store.schema import signed
 from smartcache.store.volume import Volume
 
-CHUNK_FILES = 256
+CHUNK_FILES = 512
 """Files per journal fsync and per transaction: a few milliseconds under the store's lock."""
 
 _REASONS = {
@@ -84,12 +85,15 @@ def adopt_many(
     announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
     remaining = iter(paths)
-    while chunk := [_real(path) for path in islice(remaining, CHUNK_FILES)]:
-        known = hash_all(volume, chunk, wanted, progress=progress)
+    while chunk := [_look_behind(path) for path in islice(remaining, CHUNK_FILES)]:
+        known = hash_all(volume, [path for path, _ in chunk], wanted, progress=progress)
         digests = volume.index.known_digests({hashes.digest for hashes, _ in known.values()})
         held: list[Held] = []
         try:
-            for path in chunk:
+            for path, st in chunk:
+                if st is not None and not volume.is_here(st):
+                    yield _elsewhere(volume, path)
+                    continue
                 found = _examine(
                     volume, path, wanted, announced, known.get(path), digests, progress
                 )
@@ -105,9 +109,23 @@ def adopt_many(
         yield from results
 
 
-def _real(path: Path) -> Path:
-    """Return the file behind a symlink, as in HF snapshots; a plain file as it is."""
-    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+def _look_behind(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Return the file behind a symlink, as in HF snapshots; a plain file as it is; and its stat."""
+    try:
+        st = os.lstat(path)
+        if stat.S_ISLNK(st.st_mode):
+            path = Path(os.path.realpath(path))
+            st = os.lstat(path)
+    except OSError:
+        return path, None
+    return path, st
+
+
+def _elsewhere(volume: Volume, path: Path) -> Adoption:
+    message = f"{path} is on another filesystem than the store {volume.root}"
+    hint = "Copy it instead, or make a volume there."
+    error = FileSkippedError(message, hint=hint, reason="other filesystem", path=path)
+    return Adoption(path=path, outcome="skipped", error=error)
 
 
 def _examine(
@@ -121,13 +139,11 @@ def _examine(
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
     try:
-        st = os.lstat(path)
-        if not volume.is_here(st):
-            message = f"{path} is on another filesystem than the store {volume.root}"
-            hint = "Copy it instead, or make a volume there."
-            raise FileSkippedError(message, hint=hint, reason="other filesystem", path=path)
-        with progress("Hashing", st.st_size if known is None else 0, "bytes") as job:
-            file = hold(volume, path, wanted, known=known, advance=job.advance)
+        if known is None:
+            with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
+                file = hold(volume, path, wanted, advance=job.advance)
+        else:
+            file = hold(volume, path, wanted, known=known)
     except (FileSkippedError, FileNotFoundError, PermissionError) as error:
         return Adoption(path=path, outcome="skipped", error=error)
     try:
@@ -311,7 +327,7 @@ def _link(volume: Volume, file: Held, target: str) -> None:
     try:
         os.link(file.path, target)
     except FileNotFoundError:
-        volume.layout.make_blob_directory(file.hashes.digest)
+        volume.layout.make_blob_directory(file.hashes.digest, sync=False)
         os.link(file.path, target)
 
 
@@ -322,19 +338,24 @@ def _write_rows(volume: Volume, works: list[_Work], owner: int | None) -> None:
     blob is hashed before use, and a missing one is noticed. The user's file is there in any case.
     """
     index = volume.index
+    linked = [work.file for work in works if work.is_linked]
     with index.write():
-        for file in (work.file for work in works if work.is_linked):
-            st = os.fstat(file.fd)
-            is_same = (st.st_size, st.st_mtime_ns) == (file.st.st_size, file.st.st_mtime_ns)
-            trust = Trust.VERIFIED if file.is_proven and is_same else Trust.UNPROVEN
-            hashes = file.hashes
-            blob = index.add_blob(
-                hashes.digest, st, trust=trust, unsynced=volume.boot, aliases=hashes.values
-            )
-            path, inode = str(file.path), st.st_ino
-            index.add_link(
-                path, blob, kind="hardlink", filesystem=volume.filesystem, inode=inode, owner=owner
-            )
-            if owner is not None:
-                index.hold(owner, blob)
+        index.add_linked_blobs(
+            (_row(file) for file in linked),
+            unsynced=volume.boot,
+            filesystem=volume.filesystem,
+            owner=owner,
+        )
+        for file in linked:
+            if len(file.hashes.values) > 1:
+                blob = index.blob(file.hashes.digest)
+                if blob is not None:
+                    index.add_aliases(blob.id, file.hashes.values)
     reached("adopt: rows written")
+
+
+def _row(file: Held) -> tuple[str, os.stat_result, Trust, str]:
+    st = os.fstat(file.fd)
+    is_same = (st.st_size, st.st_mtime_ns) == (file.st.st_size, file.st.st_mtime_ns)
+    trust = Trust.VERIFIED if file.is_proven and is_same else Trust.UNPROVEN
+    return file.hashes.digest, st, trust, str(file.path)

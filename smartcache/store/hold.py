@@ -119,7 +119,8 @@ def hold(
             # Wait out the clock tick of the last write, so that a later one must show another time.
             _sleep_ns(min(key.mtime_ns + TICK_NS - time.time_ns(), TICK_NS))
         st = os.fstat(descriptor)
-        is_broken = lease == "held" and not lease_intact(descriptor)
+        # Whoever comes after this is noticed by `is_untouched`.
+        is_broken = is_young and lease == "held" and not lease_intact(descriptor)
         if is_broken or StatKey.of(st) != key:
             raise FileChangedError(f"{path} changed while it was read", path=path)
     except BaseException:

@@ -43,6 +43,14 @@ _ORDERS = {
     "oldest": "used_at, blobs.id",
 }
 _PAGE = 256
+_ADD_BLOB = (
+    "INSERT INTO blobs (digest, size, allocated, inode, mtime_ns, ctime_ns, links, trust, unsynced,"
+    " added_at, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (digest) DO UPDATE SET"
+    " size = excluded.size, allocated = excluded.allocated, inode = excluded.inode,"
+    " mtime_ns = excluded.mtime_ns, ctime_ns = excluded.ctime_ns, links = excluded.links,"
+    " trust = excluded.trust, unsynced = excluded.unsynced, used_at = excluded.used_at"
+)
 _Row = tuple[int, bytes, int, int, int, int, int, int, int, str | None, int, int]
 
 
@@ -117,24 +125,39 @@ class Index(FileMemory, Sums):
         aliases: Mapping[Algorithm, str] | None = None,
     ) -> int:
         """Insert or renew the row of a blob, with the hashes known for it; return its id."""
-        now = int(time.time())
-        sql = (
-            "INSERT INTO blobs (digest, size, allocated, inode, mtime_ns, ctime_ns, links, trust,"
-            " unsynced, added_at, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (digest) DO UPDATE SET"
-            " size = excluded.size, allocated = excluded.allocated, inode = excluded.inode,"
-            " mtime_ns = excluded.mtime_ns, ctime_ns = excluded.ctime_ns, links = excluded.links,"
-            " trust = excluded.trust, unsynced = excluded.unsynced, used_at = excluded.used_at"
-            " RETURNING id"
-        )
-        values = (
-            bytes.fromhex(digest), st.st_size, allocated_bytes(st), signed(st.st_ino),
-            st.st_mtime_ns, st.st_ctime_ns, st.st_nlink, int(trust), unsynced, now, now,
-        )  # fmt: skip
-        blob = int(self._value(sql, *values))
+        values = _blob_values(digest, st, trust, unsynced)
+        blob = self._value(f"{_ADD_BLOB} RETURNING id", *values)
         if aliases:
             self.add_aliases(blob, aliases)
         return blob
+
+    def add_linked_blobs(
+        self,
+        files: Iterable[tuple[str, os.stat_result, Trust, str]],
+        *,
+        unsynced: str,
+        filesystem: str,
+        owner: int | None,
+    ) -> None:
+        """Insert or renew (digest, stat, trust, path) of files that are blobs and hard links."""
+        now = int(time.time())
+        rows = list(files)
+        self._run_many(
+            _ADD_BLOB, [_blob_values(d, st, trust, unsynced) for d, st, trust, _ in rows]
+        )
+        links = [
+            (os.fsencode(path), filesystem, signed(st.st_ino), owner, now, bytes.fromhex(digest))
+            for digest, st, _, path in rows
+        ]
+        sql = (
+            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner, made_at)"
+            " SELECT ?, id, 'hardlink', ?, ?, ?, ? FROM blobs WHERE digest = ?"
+        )
+        self._run_many(sql, links)
+        if owner is not None:
+            held = [(owner, bytes.fromhex(digest)) for digest, _, _, _ in rows]
+            sql = "INSERT OR IGNORE INTO holds SELECT ?, id FROM blobs WHERE digest = ?"
+            self._run_many(sql, held)
 
     def refresh(self, blob: int, st: os.stat_result, trust: Trust, *, synced: bool = False) -> None:
         """Record a blob's stat anew, after our own link operation or a fresh hash of it."""
@@ -330,6 +353,16 @@ def allocated_bytes(st: os.stat_result) -> int:
     """Return the bytes of disk blocks an inode uses; its size where the system does not tell."""
     blocks: int | None = getattr(st, "st_blocks", None)
     return st.st_size if blocks is None else blocks * 512
+
+
+def _blob_values(
+    digest: str, st: os.stat_result, trust: Trust, unsynced: str | None
+) -> tuple[object, ...]:
+    now = int(time.time())
+    return (
+        bytes.fromhex(digest), st.st_size, allocated_bytes(st), signed(st.st_ino), st.st_mtime_ns,
+        st.st_ctime_ns, st.st_nlink, int(trust), unsynced, now, now,
+    )  # fmt: skip
 
 
 def _blob(row: tuple[object, ...]) -> Blob:

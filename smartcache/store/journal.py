@@ -93,9 +93,7 @@ class Journal:
 
     def append(self, lines: Iterable[dict[str, object]], *, sync: bool) -> None:
         """Write lines at the end, in one piece; `sync` makes them survive power loss."""
-        data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode(
-            "ascii"
-        )
+        data = "".join(_encode(line) + "\n" for line in lines).encode("ascii")
         try:
             descriptor = open_or_make(self.path, os.O_RDWR | os.O_APPEND)
             try:
@@ -251,6 +249,7 @@ _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _OPS = frozenset(get_args(Op))
 _NUMBERS = ("n", "size", "mode", "uid", "gid", "mtime_ns", "inode", "links")
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _NAMES = frozenset(field.name for field in fields(Change))
 
 

@@ -126,12 +126,13 @@ class Layout:
         """Say whether every directory of the tree is there."""
         return all((self.root / name).is_dir() for name in _SUBDIRECTORIES)
 
-    def make_blob_directory(self, digest: str) -> None:
+    def make_blob_directory(self, digest: str, *, sync: bool = True) -> None:
         """Make `blobs/<aa>` for a digest, with the mode its parent has."""
         directory = self.blobs / digest[:2]
         directory.mkdir(exist_ok=True)
         directory.chmod(self.blobs.stat().st_mode & 0o7777)
-        sync_directory(self.blobs)
+        if sync:
+            sync_directory(self.blobs)
 
     def _refuse_foreign_directory(self) -> None:
         # A process killed while it made the store leaves at most a half-written "format".

@@ -80,19 +80,20 @@ def hash_all(
     """
     wanted = tuple(dict.fromkeys(algorithms))
     files: list[tuple[Path, os.stat_result]] = []
+    now = time.time_ns()
     for path in paths:
         try:
             st = os.stat(path)
         except OSError:
             continue
-        if not StatKey.of(st).is_racy():
+        if not StatKey.of(st).is_racy(now):
             files.append((path, st))
     found: dict[Path, Known] = {}
     unknown: list[Path] = []
     remembered = _recall(volume, files)
     for path, st in files:
         values = remembered[path]
-        if all(name in values for name in wanted):
+        if values and all(name in values for name in wanted):
             found[path] = Hashes(size=st.st_size, values=values), StatKey.of(st)
         elif not is_being_written(path):
             unknown.append(path)
@@ -150,9 +151,12 @@ def _recall(volume: Volume, files: list[tuple[Path, os.stat_result]]) -> dict[Pa
     """Return what is known of files' hashes: from blobs in the same inodes, else from memos."""
     here = [st.st_ino for _, st in files if volume.is_here(st)]
     blobs = volume.index.blobs_in(here) if here else {}
+    filesystems: dict[int, str] = {}
     by_filesystem: dict[str, list[int]] = {}
     for path, st in files:
-        by_filesystem.setdefault(filesystem_id(path, st), []).append(st.st_ino)
+        if st.st_dev not in filesystems:
+            filesystems[st.st_dev] = filesystem_id(path, st)
+        by_filesystem.setdefault(filesystems[st.st_dev], []).append(st.st_ino)
     memos = {fs: volume.index.memos(fs, inodes) for fs, inodes in by_filesystem.items()}
     known: dict[Path, _Values] = {}
     for path, st in files:
@@ -161,7 +165,7 @@ def _recall(volume: Volume, files: list[tuple[Path, os.stat_result]]) -> dict[Pa
         if blob is not None and _vouches(volume, blob, key):
             known[path] = {**volume.index.aliases_of(blob.id), "blake3": blob.digest}
             continue
-        memo = memos[filesystem_id(path, st)].get(inode)
+        memo = memos[filesystems[st.st_dev]].get(inode)
         is_valid = memo is not None and not memo.is_racy and memo.key == key
         known[path] = memo.values if memo is not None and is_valid else {}
     return known

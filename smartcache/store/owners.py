@@ -111,7 +111,7 @@ def own(volume: Volume, owner: Owner, digests: list[str]) -> int:
         owner_id = volume.index.add_owner(complete(owner))
         for digest in digests:
             blob = volume.index.blob(digest)
-            if blob is None:
+            if blob is None or not blob.is_here:
                 raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
             volume.index.hold(owner_id, blob.id)
     return owner_id

@@ -62,13 +62,20 @@ def put_copy(
                 algorithms=wanted,
                 mtime_ns=st.st_mtime_ns, advance=advance,
             )  # fmt: skip
-        if StatKey.of(os.fstat(descriptor)) != StatKey.of(st):
+        if not _is_unchanged(volume, st, os.fstat(descriptor)):
             message = f"{path} changed while it was copied; the store has what was read"
             raise FileChangedError(message, path=path)
         _remember_source(volume, path, st, digest)
         return digest
     finally:
         os.close(descriptor)
+
+
+def _is_unchanged(volume: Volume, before: os.stat_result, now: os.stat_result) -> bool:
+    """Say whether a file is as it was; a blob's own inode may have got its mode back from us."""
+    if volume.is_here(now) and volume.index.blob_by_inode(now.st_ino) is not None:
+        return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    return StatKey.of(now) == StatKey.of(before)
 
 
 def _remember_source(volume: Volume, path: Path, st: os.stat_result, digest: str) -> None:

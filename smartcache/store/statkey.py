@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 RACY_NS = 2_000_000_000
 """A file younger than this when hashed may change again within one tick (FAT ticks in 2 s)."""
@@ -18,8 +17,7 @@ RACY_NS = 2_000_000_000
 Verdict = Literal["same", "relinked", "suspect"]
 
 
-@dataclass(frozen=True, slots=True)
-class StatKey:
+class StatKey(NamedTuple):
     """Size, modification time and change time, in integers."""
 
     size: int

@@ -167,12 +167,15 @@ class StoreMachine(RuleBasedStateMachine):
     def place(self, blob: int, pick: int, kind: Kind, overwrite: bool, whole: bool) -> None:
         digest = self.a_blob(blob)
         path = self.a_file(pick) if overwrite else self.a_free_path(pick)
+        before = inode_of(path) if os.path.lexists(path) else None
         link = self.attempt(
             lambda: self.store.place(digest, path, kind=kind, overwrite=overwrite, whole=whole)
         )
         if link is None:
             return
         assert path.read_bytes() == self.known[digest]
+        if inode_of(path) == before:
+            return  # it was there already
         self.forget_path(path)
         if link.kind == "symlink":
             self.model.symlinks[path] = digest
@@ -318,7 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
             os.close(descriptor)
         assert result.freed_size == sum(s.st_blocks * 512 for s in stats if s.st_nlink == 0)
         assert result.kept == 0
-        assert result.freed_size == plan.freed_size
+        assert result.freed_size >= plan.freed_size  # two names in bad/ may be one inode
 
     def free_blobs(self) -> list[Path]:
         held, index = self.model.held(), self.store.volume.index
