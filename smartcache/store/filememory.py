@@ -1,4 +1,4 @@
-"""The SQL for files outside the store: remembered hashes, known folders, files seen by size."""
+"""The SQL for what lies outside: remembered hashes, folders, files seen by size, volumes."""
 
 from __future__ import annotations
 
@@ -97,6 +97,20 @@ class FileMemory(Database):
             )
             for path, size, fs, inode, mtime_ns, ctime_ns in self._all(sql, size)
         ]  # fmt: skip
+
+    def add_volume(self, path: Path, filesystem: str) -> None:
+        """Remember another volume."""
+        sql = "INSERT OR REPLACE INTO volumes VALUES (?, ?, ?)"
+        self._run(sql, os.fsencode(path), filesystem, int(time.time()))
+
+    def drop_volume(self, path: Path) -> None:
+        """Forget another volume."""
+        self._run("DELETE FROM volumes WHERE path = ?", os.fsencode(path))
+
+    def volumes(self) -> list[tuple[Path, str]]:
+        """Return (path, filesystem) of the other volumes."""
+        rows = self._all("SELECT path, filesystem FROM volumes ORDER BY path")
+        return [(Path(os.fsdecode(path)), filesystem) for path, filesystem in rows]
 
 
 def _memo(row: _Row) -> Memo:

@@ -1,4 +1,4 @@
-"""The SQL of the store: blobs, aliases, links, owners, volumes (`filememory`: memos and sightings).
+"""The SQL of the store: blobs, aliases, links and owners (`filememory`, `sums`: the rest).
 
 The index is a memory of the filesystem, never the truth: every row can be checked against the
 disk, and all of it can be made again. One method answers one question.
@@ -327,22 +327,6 @@ class Index(FileMemory, Sums):
             " JOIN owners ON owners.id = owner WHERE blob = ? ORDER BY kind, name"
         )
         return [_owner(row) for row in self._all(sql, blob)]
-
-    # volumes
-
-    def add_volume(self, path: Path, filesystem: str) -> None:
-        """Remember another volume."""
-        sql = "INSERT OR REPLACE INTO volumes VALUES (?, ?, ?)"
-        self._run(sql, os.fsencode(path), filesystem, int(time.time()))
-
-    def drop_volume(self, path: Path) -> None:
-        """Forget another volume."""
-        self._run("DELETE FROM volumes WHERE path = ?", os.fsencode(path))
-
-    def volumes(self) -> list[tuple[Path, str]]:
-        """Return (path, filesystem) of the other volumes."""
-        rows = self._all("SELECT path, filesystem FROM volumes ORDER BY path")
-        return [(Path(os.fsdecode(path)), filesystem) for path, filesystem in rows]
 
     def _one_blob(self, sql: str, *values: object) -> Blob | None:
         row = self._one(sql, *values)

@@ -369,6 +369,22 @@ class TestRebuild:
             assert read(again) == WEIGHTS
             assert [blob.digest for blob in again.blobs()] == [digest]
 
+    def test_symlinks_and_pins_of_a_blob_that_is_missing_hold_it_when_it_comes_back(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        store.place(digest, folder / "a.safetensors", kind="symlink")
+        pinned = store.put_stream([OTHER]).digest
+        store.pin(pinned, "mine")
+        for name in (digest, pinned):
+            blob_path(store, name).unlink()
+        store.rebuild()
+        store.confirm_links()
+        store.put_stream([WEIGHTS])
+        store.put_stream([OTHER])
+        assert store.plan_prune().victims == ()
+        store.plan_eject(drop_pinned=True).execute()
+        assert (folder / "a.safetensors").read_bytes() == WEIGHTS
+
     def test_links_that_are_gone_or_others_now_are_not_recorded(
         self, store: Store, folder: Path, digest: str
     ) -> None:
