@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from _measure import ROUNDS, Table, child_seconds, median_seconds
+import _measure
+from _measure import Table, child_seconds, median_seconds
 
 from smartcache.store.digest import hash_many
 from smartcache.store.memos import hash_all
@@ -44,12 +45,14 @@ def main() -> None:
     )
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the files and rows")
     parser.add_argument("--folder", type=Path, help="where to work (default: the temporary folder)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds to take the median of")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows-child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rows_child:
         _rows_child(arguments.rows_child)
         return
+    _measure.rounds = arguments.rounds
     table = Table("The store")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         room = Path(name)
@@ -91,7 +94,7 @@ def operations(room: Path, table: Table, scale: float) -> None:
     large = max(2, int(LARGE_FILES * scale))
     for label, make, count in (("small", make_small, small), ("large", make_large, large)):
         rates: dict[str, list[float]] = {"adopt": [], "replace": [], "place": [], "put": []}
-        for _ in range(ROUNDS):
+        for _ in range(_measure.rounds):
             with one_store(room) as (store, work):
                 for name, rate in one_round(store, work, make, count):
                     rates[name].append(rate)
@@ -143,11 +146,11 @@ def million_rows(room: Path, table: Table, scale: float) -> None:
     fill(root, rows)
     command = [sys.executable, __file__, "--rows-child", str(root)]
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(_measure.rounds):
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found.append([float(text) for text in output.split()])
     opening, usage, base, opened, used = (
-        sorted(column)[ROUNDS // 2] for column in zip(*found, strict=True)
+        sorted(column)[len(found) // 2] for column in zip(*found, strict=True)
     )
     table.add(
         f"open with {rows:,} rows", f"{opening * 1000:.1f} ms", aim="< 50 ms", holds=opening < 0.05
@@ -210,8 +213,9 @@ def starting(table: Table) -> None:
 
 
 def median_child(*command: str) -> float:
-    """Return the median time of a child process over nine runs: starting Python is noisy."""
-    return sorted(child_seconds(*command) for _ in range(9))[4]
+    """Return the median time of a child process: starting Python is noisy, so three times more."""
+    times = sorted(child_seconds(*command) for _ in range(3 * _measure.rounds))
+    return times[len(times) // 2]
 
 
 @contextmanager
