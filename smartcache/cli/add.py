@@ -65,6 +65,10 @@ class Added:
     help="Let the file itself be the blob: no room is needed, it stays in its place, read-only.",
 )  # fmt: skip
 @click.option("--move", "how", flag_value="move", help="Take the file away from its place.")
+@click.option(
+    "--make-volume", is_flag=True,
+    help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache).",
+)  # fmt: skip
 @click.option("-r", "--recursive", is_flag=True, help="Take the files in folders too.")
 @click.option(
     "--pin", "pin", metavar="NAME", help=f'Keep it under this name; for copies "{DEFAULT_PIN}".'
@@ -77,6 +81,7 @@ def add_command(
     *,
     files: tuple[Path, ...],
     how: How,
+    make_volume: bool,
     recursive: bool,
     pin: str | None,
     no_pin: bool,
@@ -89,6 +94,9 @@ def add_command(
     """
     session = ctx.ensure_object(Session)
     _refuse_bad_pins(how, pin, no_pin=no_pin)
+    if make_volume and how != "adopt":
+        message = "--make-volume is for --adopt"
+        raise BadUsageError(message, hint="Copies and moved files go into the store you have.")
     chosen, unread = chosen_files(files, recursive=recursive)
     obstacle: StoreError | None = None
     if dry_run:
@@ -96,6 +104,8 @@ def add_command(
     else:
         name = pin or (DEFAULT_PIN if how == "copy" and not no_pin else None)
         with session.store(create=True) as store:
+            if make_volume:
+                _make_volumes(store, chosen)
             results, obstacle = _add(store, chosen, how, name)
     _show(results, dry_run=dry_run)
     if obstacle is not None:
@@ -114,6 +124,16 @@ def _refuse_bad_pins(how: How, pin: str | None, *, no_pin: bool) -> None:
         raise BadUsageError(
             message, hint="What was moved is only in the store: prune would lose it."
         )
+
+
+def _make_volumes(store: Store, chosen: list[Chosen]) -> None:
+    """Make a volume on every filesystem of the files that has none."""
+    for file in chosen:
+        try:
+            store.volume_of(file.path)
+        except FileSkippedError:
+            made = store.make_volume_for(file.path)
+            out.talk(f"Made a volume at {made.root}.")
 
 
 def _plan(file: Chosen, how: How) -> Added:

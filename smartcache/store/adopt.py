@@ -123,7 +123,7 @@ def _look_behind(path: Path) -> tuple[Path, os.stat_result | None]:
 
 def _elsewhere(volume: Volume, path: Path) -> Adoption:
     message = f"{path} is on another filesystem than the store {volume.root}"
-    hint = "Copy it instead, or make a volume there."
+    hint = "Copy it, or make a volume there: smartcache add --adopt --make-volume."
     error = FileSkippedError(message, hint=hint, reason="other filesystem", path=path)
     return Adoption(path=path, outcome="skipped", error=error)
 

@@ -169,7 +169,7 @@ class StoreReader:
             if store.volume.device == device:
                 return store
         message = f"There is no volume on the filesystem of {path}"
-        hint = "Copy the file instead, or make a volume there."
+        hint = "Copy the file, or make a volume there: smartcache add --adopt --make-volume."
         raise FileSkippedError(message, hint=hint, reason="other filesystem", path=Path(path))
 
     def _holder(self, digest: str) -> Self:

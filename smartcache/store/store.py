@@ -33,7 +33,7 @@ from smartcache.store import usage as _usage
 from smartcache.store import verify as _verify
 from smartcache.store.adopt import Adoption, adopt_many
 from smartcache.store.digest import Algorithm, check_hex
-from smartcache.store.filesystems import nearest_existing
+from smartcache.store.filesystems import mount_of, nearest_existing
 from smartcache.store.journal import Batch
 from smartcache.store.reading import StoreReader
 from smartcache.store.records import Blob, Link, Owner, Sighting
@@ -330,6 +330,10 @@ class Store(StoreReader):
         self.volume.index.add_volume(store.root, store.volume.filesystem)
         self._others[store.root] = store
         return store
+
+    def make_volume_for(self, path: str | Path) -> Self:
+        """Make a volume at the root of the filesystem a path is on: `<mount>/.smartcache`."""
+        return self.add_volume(mount_of(Path(path)).point / ".smartcache")
 
     def record_owner(self, owner: Owner) -> int:
         """Record an owner that holds nothing yet; return its number in the index of this volume."""

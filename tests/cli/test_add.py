@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from smartcache.store.filesystems import mount_of
 from tests.cli.running import Here
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 
@@ -80,6 +82,25 @@ class TestAdopt:
         done = sc("add", "--adopt", file, code=1)
         assert "There is no volume on the filesystem" in done.stderr
         assert mode_of(file) == 0o644
+
+    def test_makes_a_volume_on_another_filesystem_on_request(
+        self, sc: Here, elsewhere: Path
+    ) -> None:
+        file = write(elsewhere / "m.pt")
+        volume = mount_of(elsewhere).point / ".smartcache"
+        if volume.exists():
+            pytest.skip(f"{volume} is somebody's")
+        try:
+            done = sc("add", "--adopt", "--make-volume", file)
+            assert f"Made a volume at {volume}" in done.stderr
+            assert file.stat().st_nlink == 2
+            assert sc("ls", "--json").json[0]["root"] == str(volume)
+        finally:
+            shutil.rmtree(volume, ignore_errors=True)
+
+    def test_a_volume_is_made_for_adopted_files_only(self, sc: Here, models: Path) -> None:
+        done = sc("add", "--make-volume", write(models / "m.pt"), code=2)
+        assert "--make-volume is for --adopt" in done.stderr
 
 
 class TestMove:
