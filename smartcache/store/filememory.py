@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smartcache.store.database import Database
 from smartcache.store.digest import Algorithm
-from smartcache.store.records import Memo, Sighting
+from smartcache.store.records import Memo, Sighting, Trust
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey
 
@@ -111,6 +111,15 @@ class FileMemory(Database):
         """Return (path, filesystem) of the other volumes."""
         rows = self._all("SELECT path, filesystem FROM volumes ORDER BY path")
         return [(Path(os.fsdecode(path)), filesystem) for path, filesystem in rows]
+
+    def add_lost(self, digest: str, size: int) -> None:
+        """Remember a blob whose bytes are not here now, for what holds it or points at it."""
+        sql = (
+            "INSERT OR IGNORE INTO blobs (digest, size, allocated, inode, mtime_ns, ctime_ns,"
+            " links, trust, added_at, used_at) VALUES (?, ?, 0, -1, 0, 0, 0, ?, ?, ?)"
+        )
+        now = int(time.time())
+        self._run(sql, bytes.fromhex(digest), size, int(Trust.LOST), now, now)
 
 
 def _memo(row: _Row) -> Memo:

@@ -49,6 +49,8 @@ def rebuild(volume: Volume, *, progress: Progress = silent) -> int:
         with volume.index.write():
             for change in volume.journal.open_changes():
                 _replay(volume, change)
+            for digest, name in _pins(volume):
+                _replay_pin(volume, digest, name)
     return len(names)
 
 
@@ -72,8 +74,8 @@ def replace_damaged_index(root: Path, settings: Settings) -> Volume:
 
 
 def rebuild_if_lost(volume: Volume) -> None:
-    """Rebuild an index that was made new although there are blobs: somebody removed it."""
-    if volume.index.is_new and _names(volume):
+    """Rebuild an index that was made new although there are blobs or a journal: it was lost."""
+    if volume.index.is_new and (volume.layout.journal.exists() or _names(volume)):
         _log.warning("the index of %s was missing; making it again from the blobs", volume.root)
         rebuild(volume)
 
@@ -95,24 +97,49 @@ def _add(volume: Volume, digest: str) -> None:
     volume.index.add_blob(digest, st, trust=Trust.UNPROVEN)
 
 
+def _pins(volume: Volume) -> list[tuple[str, str]]:
+    """Return (digest, name) of the pins that were set and not ended, as the journal tells it."""
+    pins: dict[tuple[str, str], None] = {}
+    for change in volume.journal.open_changes():
+        if change.op == "pin":
+            pins[change.digest, str(change.path)] = None
+        elif change.op == "unpin":
+            pins.pop((change.digest, str(change.path)), None)
+    return list(pins)
+
+
+def _replay_pin(volume: Volume, digest: str, name: str) -> None:
+    # What is pinned was not removed by us: bytes that are missing are lost, and may come back.
+    volume.index.add_lost(digest, 0)
+    blob = volume.index.blob(digest)
+    if blob is not None:
+        volume.index.hold(volume.index.add_owner(pin(name)), blob.id)
+
+
 def _replay(volume: Volume, change: Change) -> None:
-    blob = volume.index.blob(change.digest)
-    if blob is None:
+    if change.op not in ("adopt", "place", "replace"):
         return
-    if change.op == "pin":
-        volume.index.hold(volume.index.add_owner(pin(str(change.path))), blob.id)
-    elif change.op == "unpin":
-        owner = volume.index.add_owner(pin(str(change.path)))
-        volume.index.release(owner, blob.id)
-    elif change.op in ("adopt", "place", "replace"):
+    if _points_here(volume, change):
+        volume.index.add_lost(change.digest, change.size)
+    blob = volume.index.blob(change.digest)
+    if blob is not None:
         _replay_link(volume, change, blob.id)
+
+
+def _points_here(volume: Volume, change: Change) -> bool:
+    """Say whether a placed symlink still points at its blob, be it there or not."""
+    if change.op != "place" or change.kind != "symlink" or not os.path.islink(change.path):
+        return False
+    return os.readlink(change.path) == volume.layout.blob(change.digest)
 
 
 def _replay_link(volume: Volume, change: Change, blob: int) -> None:
     source = volume.layout.blob(change.digest)
     try:
         st = os.lstat(change.path)
-        is_symlink = os.path.islink(change.path) and os.path.samefile(change.path, source)
+        is_symlink = _points_here(volume, change) or (
+            os.path.islink(change.path) and os.path.samefile(change.path, source)
+        )
         is_link = is_symlink or os.path.samestat(st, os.stat(source))
     except OSError:
         return

@@ -651,3 +651,26 @@ def test_a_sound_index_is_not_replaced(store: Store) -> None:
     with Store(store.root) as again:
         assert {blob.digest for blob in again.blobs()} == {DIGEST, OTHER_DIGEST}
     assert list((store.root / "bad").iterdir()) == []
+
+
+def test_what_held_lost_bytes_holds_them_again_when_they_come_back(tmp_path: Path) -> None:
+    """Neither the index nor the bytes were there for a while; the journal remembers."""
+    root, path = tmp_path / "store", tmp_path / "a.safetensors"
+    with Store(root) as store:
+        store.put_stream([DATA])
+        store.pin(DIGEST, "favourites")
+        store.place(DIGEST, path, kind="symlink")
+        removed = store.put_stream([OTHER_DATA]).digest
+        store.pin(removed)
+        store.unpin(removed)
+        store.plan_prune().execute()
+        Path(store.volume.layout.blob(DIGEST)).unlink()
+    remove_index(root)
+    with Store(root) as store:
+        assert store.verify().missing == [DIGEST]
+        store.put_stream([DATA])
+        blob = store.get(DIGEST)
+        assert [str(owner) for owner, _ in store.holders_of(blob)] == ["pin favourites"]
+        assert [link.path for link in store.links_of(blob)] == [path]
+        assert store.plan_prune(after_rebuild=True).victims == ()
+        assert not store.verify().has_damage
