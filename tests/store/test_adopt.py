@@ -41,7 +41,7 @@ from tests.store.files import (
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")
 as_root = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away"
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may do that"
 )
 
 SHA256 = hashlib.sha256(WEIGHTS).hexdigest()
@@ -409,6 +409,7 @@ class TestRefused:
 class TestMode:
     """Whatever goes wrong after the file was made read-only gives its mode back."""
 
+    @as_root
     def test_a_writer_who_comes_after_the_link_gets_the_file_back(
         self, store: Store, folder: Path, at_point: AtPoint
     ) -> None:
