@@ -103,10 +103,6 @@ class FileMemory(Database):
         sql = "INSERT OR REPLACE INTO volumes VALUES (?, ?, ?)"
         self._run(sql, os.fsencode(path), filesystem, int(time.time()))
 
-    def drop_volume(self, path: Path) -> None:
-        """Forget another volume."""
-        self._run("DELETE FROM volumes WHERE path = ?", os.fsencode(path))
-
     def volumes(self) -> list[tuple[Path, str]]:
         """Return (path, filesystem) of the other volumes."""
         rows = self._all("SELECT path, filesystem FROM volumes ORDER BY path")

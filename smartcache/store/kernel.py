@@ -38,7 +38,6 @@ _NOT_CLONED = _UNSUPPORTED | {errno.ENOTTY, errno.EXDEV, errno.EPERM}
 _NO_LEASE = _UNSUPPORTED | {errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOTTY}
 # EISDIR: a kernel or filesystem that takes O_TMPFILE for an attempt to write to the directory.
 _NO_UNNAMED = _UNSUPPORTED | {errno.EISDIR}
-_NO_ADVICE = _UNSUPPORTED | {errno.ESPIPE}
 
 Lease = Literal["held", "busy", "unsupported"]
 
@@ -180,18 +179,6 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def advise_sequential(fd: int) -> None:
-    """Tell the kernel that the file will be read once from start to end."""
-    if sys.platform == "linux":
-        _advise(fd, os.POSIX_FADV_SEQUENTIAL)
-
-
-def advise_drop(fd: int) -> None:
-    """Tell the kernel that the file's pages are not needed again; unwritten ones stay."""
-    if sys.platform == "linux":
-        _advise(fd, os.POSIX_FADV_DONTNEED)
-
-
 @cache
 def boot_id() -> str:
     """Return a text that is another one after the machine was started again.
@@ -215,15 +202,6 @@ def effective_user() -> int:
     if sys.platform == "win32":
         return -1
     return os.geteuid()
-
-
-def _advise(fd: int, advice: int) -> None:
-    if sys.platform == "linux":
-        try:
-            os.posix_fadvise(fd, 0, 0, advice)
-        except OSError as error:
-            if error.errno not in _NO_ADVICE:
-                raise
 
 
 def _c_path(path: Path) -> bytes:

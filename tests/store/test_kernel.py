@@ -531,30 +531,6 @@ class TestBootId:
             kernel.boot_id.cache_clear()
 
 
-class TestAdvice:
-    @pytest.mark.parametrize("advise", [kernel.advise_sequential, kernel.advise_drop])
-    def test_advice_changes_no_byte_and_is_never_refused(
-        self, advise: Callable[[int], None], tmp_path: Path
-    ) -> None:
-        (tmp_path / "file").write_bytes(b"bytes" * 10_000)
-        with opened(tmp_path / "file") as fd:
-            advise(fd)
-            assert os.pread(fd, 100_000, 0) == b"bytes" * 10_000
-        reader, writer = os.pipe()
-        advise(reader)
-        os.close(reader)
-        os.close(writer)
-
-    @linux
-    @pytest.mark.parametrize("advise", [kernel.advise_sequential, kernel.advise_drop])
-    def test_a_closed_descriptor_raises(self, advise: Callable[[int], None]) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.close(writer)
-        with pytest.raises(OSError, match="descriptor"):
-            advise(reader)
-
-
 def test_the_effective_user_is_the_one_permissions_are_checked_against() -> None:
     assert kernel.effective_user() == os.geteuid()
     with ordinary_user():
@@ -583,8 +559,6 @@ from smartcache.store import filesystems, kernel
 here = Path(sys.argv[1])
 fd = os.open(here / "file", os.O_RDWR | os.O_CREAT)
 kernel.preallocate(fd, 100)
-kernel.advise_sequential(fd)
-kernel.advise_drop(fd)
 kernel.drop_lease(fd)
 kernel.sync_directory(here)
 print(kernel.exchange(here, here), kernel.clone(fd, fd), kernel.take_lease(fd),
