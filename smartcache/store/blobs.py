@@ -49,16 +49,15 @@ def put_stream(
     algorithms: Iterable[Algorithm] = (),
     mtime_ns: int | None = None,
     advance: Advance | None = None,
-) -> str:
-    """Write a stream into the store; return its digest. Nothing becomes a blob unless it checks."""
+) -> Blob:
+    """Write a stream into the store; return the blob. Nothing becomes a blob unless it checks."""
     announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
     wanted = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
     with writing(volume) as tmp:
         hashes = _write(tmp, chunks, size=size, wanted=wanted, advance=advance)
         check_expected(hashes, announced, what="The stream")
         settle(tmp.fd, mtime_ns)
-        commit(volume, tmp.path, hashes)
-    return hashes.digest
+        return commit(volume, tmp.path, hashes)
 
 
 @contextmanager

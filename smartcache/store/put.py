@@ -61,7 +61,7 @@ def put_copy(
                 volume, read_chunks(descriptor), size=st.st_size, expected=announced,
                 algorithms=wanted,
                 mtime_ns=st.st_mtime_ns, advance=advance,
-            )  # fmt: skip
+            ).digest  # fmt: skip
         if not _is_unchanged(volume, st, os.fstat(descriptor)):
             message = f"{path} changed while it was copied; the store has what was read"
             raise FileChangedError(message, path=path)

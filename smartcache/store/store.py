@@ -91,11 +91,10 @@ class Store(StoreReader):
         reader = getattr(stream, "read", None)
         chunks = stream if reader is None else iter(lambda: reader(_proof.CHUNK), b"")
         with progress(label, size, "bytes") as job:
-            digest = _blobs.put_stream(
+            return _blobs.put_stream(
                 self.volume, chunks, size=size, expected=expected, algorithms=algorithms,
                 advance=job.advance,
             )  # fmt: skip
-        return self.get(digest)
 
     def put_file(
         self,

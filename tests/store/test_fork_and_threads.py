@@ -266,8 +266,10 @@ class TestThreads:
 
         with ThreadPoolExecutor(5) as pool:
             pruning = pool.submit(prune)
-            placed = sum(pool.map(work, range(4)))
-            stop.set()
+            try:
+                placed = sum(pool.map(work, range(4)))
+            finally:
+                stop.set()
             pruning.result()
         assert placed == len(list(folder.iterdir()))
         assert not store.verify(full=True).has_damage
