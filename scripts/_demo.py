@@ -1,33 +1,86 @@
-"""What the store does, on a small tree of model-like files: run by scripts/demo."""
+"""What smartcache does with the model folders of several programs: run by scripts/demo.
+
+Everything lies in one temporary folder that plays the home directory, so that `smartcache scan`
+finds the folders of the demo and no others.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from smartcache import Store, load_settings
-
 MEGABYTE = 1_000_000
+DAY = 86_400
+NOW = 1_700_000_000
+COMMIT = "5d1f2c0b9a8e7766554433221100ffeeddccbbaa"
+HUB = ".cache/huggingface/hub/models--aurora--dream-xl"
+OLLAMA = ".ollama/models"
+ELSEWHERE = ("HF_", "HUGGINGFACE_", "XDG_", "OLLAMA_", "MODELSCOPE_", "INVOKEAI_", "SMARTCACHE_")
+"""Variables that begin so could lead out of the demo's folder; they are not passed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A made-up model file: equal ones are equal byte by byte."""
+
+    title: str
+    megabytes: int
+    seed: int
+    is_gguf: bool = False
+
+    def data(self) -> bytes:
+        """Return the bytes: a true header, and noise for weights."""
+        noise = random.Random(self.seed).randbytes(self.megabytes * MEGABYTE)
+        if self.is_gguf:
+            key, value = b"general.name", self.title.encode()
+            name = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(value)) + value
+            return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + name + noise
+        header = {
+            "__metadata__": {"modelspec.title": self.title, "format": "pt"},
+            "weight": {"dtype": "U8", "shape": [len(noise)], "data_offsets": [0, len(noise)]},
+        }
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + noise
+
+
+CHECKPOINT = Model("Dream XL", 48, 1)
+VAE = Model("Dream XL VAE", 12, 2)
+ENCODER = Model("CLIP L", 18, 3)
+LORA = Model("Watercolour", 6, 4)
+OTHER_LORA = Model("Linocutting", 6, 5)
+CHAT = Model("Lumen 3B", 40, 6, is_gguf=True)
 FILES = {
-    # name: (seed, megabytes); equal seeds are equal files
-    "ComfyUI/models/checkpoints/dream-xl.safetensors": (1, 24),
-    "ComfyUI/models/vae/xl-vae.safetensors": (2, 8),
-    "ComfyUI/models/text_encoders/clip-l.safetensors": (3, 12),
-    "webui/models/Stable-diffusion/dream-xl.safetensors": (1, 24),
-    "webui/models/VAE/sdxl.vae.safetensors": (2, 8),
-    "training/base/dream-xl.safetensors": (1, 24),
-    "training/base/text_encoder/model.safetensors": (3, 12),
-    "training/base/config.json": (4, 0),
+    "ComfyUI/models/checkpoints/dream-xl.safetensors": CHECKPOINT,
+    "ComfyUI/models/vae/dream-xl-vae.safetensors": VAE,
+    "ComfyUI/models/text_encoders/clip-l.safetensors": ENCODER,
+    "ComfyUI/models/loras/watercolour.safetensors": LORA,
+    "stable-diffusion-webui/models/Stable-diffusion/dreamXL_v10.safetensors": CHECKPOINT,
+    "stable-diffusion-webui/models/VAE/dreamXL.vae.safetensors": VAE,
+    "stable-diffusion-webui/models/Lora/watercolour.safetensors": LORA,
+    # As long as the other one, and not the same:
+    "stable-diffusion-webui/models/Lora/linocutting.safetensors": OTHER_LORA,
+    ".lmstudio/models/aurora/lumen-3b-GGUF/lumen-3b-Q4.gguf": CHAT,
 }
+REPO = {
+    "vae/diffusion_pytorch_model.safetensors": VAE,
+    "text_encoder/model.safetensors": ENCODER,
+}
+SMARTCACHE = (sys.executable, "-m", "smartcache")
+State = dict[str, tuple[object, ...]]
 
 
 def main() -> None:
-    """Show the usage before and after, verify, undo, and prove that every byte is as it was."""
+    """Scan, remove duplicates, report, undo, and prove that every file is what it was."""
     room = Path(tempfile.mkdtemp(prefix="smartcache-demo-"))
     try:
         demonstrate(room)
@@ -38,61 +91,130 @@ def main() -> None:
 
 def demonstrate(room: Path) -> None:
     """Run the demo in a folder of its own."""
-    models = room / "models"
-    os.environ["SMARTCACHE_HOME"] = str(room / "store")
-    say(f"Three programs, eight files, in {models}:")
-    before = make(models)
-    run("df", str(models))
+    home = room / "home"
+    make(home)
+    before = state(home)
+    environment = environment_of(home, room / "store")
 
-    say("The first file of each content becomes the blob, in place; the others become links to it.")
-    store = Store(settings=load_settings(home=room / "store"))
-    with store, store.batch("demo"):
-        # Small files and json are left alone: programs edit them in place.
-        weights = sorted(path for path in before if path.suffix == ".safetensors")
-        found = list(store.adopt_many(weights))
-        copies = [(item.path, item.digest) for item in found if item.outcome == "duplicate"]
-        freed = sum(result.freed for result in store.replace_many(copies))
-    count = len(found) - len(copies)
-    print(f"{count} different contents; {freed / MEGABYTE:.0f} MB given back to the disk\n")
-    run("df", str(models))
-    run("df")
-    run("ls", "--sort", "size")
+    folders = folders_of(home, environment)
 
-    say("Every blob is hashed again:")
-    run("verify", "--full")
+    def run(*words: str) -> None:
+        print(f"$ smartcache {' '.join(words)}", flush=True)
+        subprocess.run([*SMARTCACHE, *words], check=True, env=environment, cwd=home)
+        print(flush=True)
 
+    say(f"Five programs keep their models in {home}. What is there twice?")
+    run("scan", *folders)
+    say("What would be done about it:")
+    run("dedup", "--dry-run", *folders)
+    say("Done, without asking:")
+    run("dedup", "--yes", *folders)
+    if contents(state(home)) != contents(before):
+        sys.exit("A file has other bytes than before: please report this.")
+    say("Every path is still there, with the same bytes. A second look reads no file:")
+    run("scan", *folders)
+    run("report", *folders)
     say("And everything is taken back: each file gets its own bytes, its mode and its time.")
     run("undo", "--all", "--yes")
-    run("df", str(models))
-    after = {path: state(path) for path in before}
-    if after != before:
+    if state(home) != before:
         sys.exit("The files are not what they were: please report this.")
-    print("Every file is what it was: bytes, mode, time.\n")
+    count = sum(kind == "file" for kind, *_ in before.values())
+    print(f"Compared {count} files with what they were before: every byte, mode, owner and time is")
+    print("the same, and so are the links among them.\n")
 
 
-def make(models: Path) -> dict[Path, tuple[int, int, bytes]]:
-    """Write the files, a little old; return what each is like."""
-    for name, (seed, megabytes) in FILES.items():
-        path = models / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = random.Random(seed).randbytes(megabytes * MEGABYTE) or b'{"steps": 30}\n'
-        path.write_bytes(data)
-        os.utime(path, (1_700_000_000 + seed, 1_700_000_000 + seed))
-    return {models / name: state(models / name) for name in FILES}
+def folders_of(home: Path, environment: dict[str, str]) -> list[str]:
+    """Return the folders to name: none, unless programs of the whole machine are found too.
+
+    A service of Ollama, or a ComfyUI in /opt, is no business of this demo.
+    """
+    command = [*SMARTCACHE, "folders", "ls", "-q"]
+    output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE).stdout
+    found = [Path(os.fsdecode(line)) for line in output.splitlines()]
+    own = [path for path in found if path.is_relative_to(os.path.realpath(home))]
+    return [] if own == found else [str(path) for path in own]
 
 
-def state(path: Path) -> tuple[int, int, bytes]:
-    """Return the mode, time and bytes of a file."""
-    st = path.stat()
-    return st.st_mode, st.st_mtime_ns, path.read_bytes()
+def make(home: Path) -> None:
+    """Write the folders of five programs."""
+    for number, (name, model) in enumerate(FILES.items()):
+        write(home / name, model.data(), age=400 - 20 * number)
+    # Two names of one file, as ComfyUI's users have them: no duplicate.
+    link = home / "ComfyUI/models/clip/clip-l.safetensors"
+    link.parent.mkdir(parents=True)
+    os.link(home / "ComfyUI/models/text_encoders/clip-l.safetensors", link)
+    make_repo(home / HUB)
+    make_ollama(home / OLLAMA)
+    time.sleep(2.1)  # a file younger than two seconds could change unseen, and is read once more
 
 
-def run(*arguments: str) -> None:
-    """Show a command and what it prints."""
-    shown = " ".join(arguments)
-    print(f"$ smartcache {shown}", flush=True)
-    subprocess.run([sys.executable, "-m", "smartcache", *arguments], check=True)
-    print(flush=True)
+def make_repo(folder: Path) -> None:
+    """Write a repo as huggingface_hub keeps it: blobs, and symlinks that name them."""
+    write(folder / "refs/main", COMMIT.encode(), age=200)
+    for name, model in REPO.items():
+        data = model.data()
+        blob = folder / "blobs" / hashlib.sha256(data).hexdigest()
+        write(blob, data, age=200)
+        pointer = folder / "snapshots" / COMMIT / name
+        pointer.parent.mkdir(parents=True)
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+
+
+def make_ollama(folder: Path) -> None:
+    """Write a model as Ollama keeps it: a blob, and a manifest that names it."""
+    data = CHAT.data()
+    digest = hashlib.sha256(data).hexdigest()
+    write(folder / "blobs" / f"sha256-{digest}", data, age=30)
+    layer = {
+        "mediaType": "application/vnd.ollama.image.model",
+        "digest": f"sha256:{digest}",
+        "size": len(data),
+    }
+    manifest = json.dumps({"schemaVersion": 2, "layers": [layer]}).encode()
+    write(folder / "manifests/registry.ollama.ai/library/lumen/3b", manifest, age=30)
+
+
+def write(path: Path, data: bytes, *, age: int) -> None:
+    """Write a file that is some days old."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    os.utime(path, (NOW - age * DAY, NOW - age * DAY))
+
+
+def environment_of(home: Path, store: Path) -> dict[str, str]:
+    """Return an environment in which programs and smartcache look nowhere but in the demo."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ELSEWHERE)}
+    return kept | {
+        "HOME": str(home),
+        "USERPROFILE": str(home),
+        "OLLAMA_MODELS": str(home / OLLAMA),
+        "SMARTCACHE_HOME": str(store),
+    }
+
+
+def state(home: Path) -> State:
+    """Return what every file and symlink is like: bytes, mode, owner, time and number of names."""
+    found: State = {}
+    for folder, _, names in os.walk(home):
+        for name in names:
+            path = Path(folder, name)
+            st = path.lstat()
+            kind = "symlink" if path.is_symlink() else "file"
+            content = os.readlink(path) if path.is_symlink() else digest_of(path)
+            rest = (st.st_mode, st.st_uid, st.st_gid, st.st_mtime_ns, st.st_nlink)
+            found[str(path.relative_to(home))] = (kind, content, *rest)
+    return found
+
+
+def contents(found: State) -> dict[str, object]:
+    """Return the bytes alone."""
+    return {name: entry[1] for name, entry in found.items()}
+
+
+def digest_of(path: Path) -> str:
+    """Return a hash of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def say(text: str) -> None:

@@ -90,6 +90,38 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def demo_output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What scripts/demo prints, run where nothing else is."""
+    room = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/_demo.py")],
+        env={**os.environ, "TMPDIR": str(room)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert list(room.iterdir()) == []
+    return done.stdout
+
+
+@needs_cli
+def test_the_demo_proves_that_every_file_is_what_it_was(demo_output: str) -> None:
+    assert "every byte, mode, owner and time is\nthe same" in demo_output
+
+
+@needs_cli
+def test_the_output_in_the_readme_is_that_of_the_demo(demo_output: str) -> None:
+    """Line by line; `...` stands for lines that are left out."""
+    if "freed at most" in demo_output:
+        pytest.skip("root shares blocks on this filesystem instead of files")
+    _, text = next(blocks(ROOT / "README.md", "console"))
+    shown = [line for line in text.splitlines() if line != "..."]
+    assert not [line for line in shown if line not in demo_output.splitlines()]
+
+
 def terminal_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
     """Every `$ smartcache ...` line, split into words."""
     for start, text in blocks(page, "console"):
@@ -145,13 +177,19 @@ def test_the_reference_has_a_heading_for_every_command() -> None:
 
     page = (ROOT / "docs/cli.md").read_text("utf-8")
     headings = set(re.findall(r"^## (.+)$", page, re.MULTILINE))
-    context = click.Context(main)
-    names = {
-        f"smartcache {name}"
-        for name in main.list_commands(context)
-        if (command := main.get_command(context, name)) and not command.hidden
-    }
-    assert {"smartcache"} | names <= headings
+
+    def below(group: click.Group, path: str) -> Iterator[str]:
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            if command is not None and not command.hidden:
+                yield f"{path} {name}"
+                if isinstance(command, click.Group):
+                    yield from below(command, f"{path} {name}")
+
+    names = set(below(main, "smartcache"))
+    assert "smartcache folders add" in names
+    assert {"smartcache"} | names == headings
 
 
 class TestOnDiskFormat:

@@ -188,7 +188,9 @@ class TestPackaging:
         dependencies = project()["dependencies"]
         assert isinstance(dependencies, list)
         names = {text.split(">")[0] for text in dependencies}
-        assert names == {"blake3", "click", "filelock", "huggingface_hub", "safetensors", "xxhash"}
+        assert names == {
+            "blake3", "click", "filelock", "huggingface_hub", "pyyaml", "safetensors", "xxhash",
+        }  # fmt: skip
 
     def test_torch_is_pinned_for_the_scripts(self) -> None:
         assert "torch==2.13.0" in (ROOT / "scripts/constraints.txt").read_text("utf-8").split()

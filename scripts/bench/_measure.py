@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class Table:
 
     title: str
     rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know beside the figures; printed below them."""
 
     def add(
         self,
@@ -55,13 +57,16 @@ class Table:
         """Print the table as Markdown, or as JSON."""
         if as_json:
             rows = [asdict(row) for row in self.rows]
-            print(json.dumps({"machine": machine(), "title": self.title, "rows": rows}, indent=2))
+            found = {"machine": machine(), "title": self.title, "rows": rows, "notes": self.notes}
+            print(json.dumps(found, indent=2))
             return
         print(f"### {self.title}\n\n{machine()}\n")
         print("| job | smartcache | peer | ratio | aim | |\n|---|---|---|---|---|---|")
         for row in self.rows:
             mark = {True: "met", False: "**missed**", None: ""}[row.holds]
             print(f"| {row.job} | {row.ours} | {row.peer} | {row.ratio} | {row.aim} | {mark} |")
+        if self.notes:
+            print("\n" + "\n".join(f"- {note}" for note in self.notes))
 
 
 def machine() -> str:
@@ -100,6 +105,54 @@ def child_seconds(*command: str) -> float:
     return seconds_of(
         lambda: subprocess.run([sys.executable, *command], check=True, capture_output=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a program took from its start to its end."""
+
+    seconds: float
+    processor: float
+    """User and system time of all its threads."""
+    peak: float
+    """Megabytes of memory, at least `floor`."""
+    floor: float
+    """Less than this cannot be told: the kernel counts what this process used when it started the
+    other."""
+
+    def __str__(self) -> str:
+        memory = f"{self.peak:.0f} MB" if self.peak > self.floor else f"< {self.floor:.0f} MB"
+        digits = 2 if self.seconds >= 0.1 else 3
+        return f"{self.seconds:.{digits}f} s ({self.processor:.{digits}f} s CPU), {memory}"
+
+
+def measured(
+    command: list[str], *, environment: Mapping[str, str], output: int = subprocess.DEVNULL
+) -> Run:
+    """Run a program to its end and say what it took; the script ends if the program fails."""
+    floor = _own_peak()
+    start = time.perf_counter()
+    child = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    )
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - start
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"exit {child.returncode}: {' '.join(command)}")
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, floor)
+
+
+def median_run(runs: list[Run]) -> Run:
+    """Return the run whose time is the median; its other figures belong to it."""
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+
+
+def _own_peak() -> float:
+    for line in _read("/proc/self/status").splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024 + 1  # rounded up: never taken for the other's own
+    return 0.0
 
 
 def _read(path: str) -> str:

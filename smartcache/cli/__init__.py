@@ -16,6 +16,10 @@ from smartcache import __version__
 from smartcache.cli._session import Session
 
 _COMMANDS = {
+    "scan": ("scan", "Find model folders and the duplicates in them."),
+    "dedup": ("dedup", "Replace duplicate files by links, in place, undoably."),
+    "report": ("report", "Report what sharing saves, and what could still be freed."),
+    "folders": ("folders", "Remember more folders to scan, list or forget them."),
     "df": ("df", "Show what is on the disk, links counted once."),
     "ls": ("ls", "List the blobs in the store."),
     "add": ("add", "Bring files into the store."),
@@ -62,11 +66,9 @@ class Program(click.Group):
         command = self.get_command(ctx, args[0])
         if command is not None:
             return args[0], command, args[1:]
-        from difflib import get_close_matches  # for the hint alone
+        from smartcache.cli._command import no_such_command
 
-        near = get_close_matches(args[0], [*_COMMANDS, *_ALIASES], n=1)
-        question = f" Did you mean {near[0]!r}?" if near else ""
-        raise click.UsageError(f"No such command {args[0]!r}.{question}", ctx=ctx)
+        raise no_such_command(ctx, args[0], [*_COMMANDS, *_ALIASES])
 
     def get_help_option_names(self, ctx: click.Context) -> list[str]:
         """Return the names of the option that shows the help text."""

@@ -33,12 +33,9 @@ class Command(click.Command):
         return ["-h", "--help"]
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, unwrapped, so that they can be copied."""
+        """Write the examples."""
         del ctx
-        widest = max(len(line) for line, _ in self.examples)
-        with formatter.section("Examples"):
-            for line, text in self.examples:
-                formatter.write(f"  {line:{widest}}  # {text}\n")
+        _write_examples(self.examples, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Forget how an earlier run in this process talked, then read the options."""
@@ -60,6 +57,57 @@ class Command(click.Command):
             logger.setLevel(level)
 
 
+class Group(click.Group):
+    """A command with commands below it; without one it shows its help."""
+
+    examples: tuple[tuple[str, str], ...] = ()
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """Return the names of the option that shows the help text."""
+        del ctx
+        return ["-h", "--help"]
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order they were added."""
+        del ctx
+        return list(self.commands)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        del ctx
+        _write_examples(self.examples, formatter)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options before the command; without one, show the help text."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command meant by the first word, or suggest the nearest one."""
+        found = self.get_command(ctx, args[0])
+        if found is None:
+            raise no_such_command(ctx, args[0], list(self.commands))
+        return args[0], found, args[1:]
+
+
+def no_such_command(ctx: click.Context, word: str, known: list[str]) -> click.UsageError:
+    """Return the error for a command that does not exist, with the nearest that does."""
+    from difflib import get_close_matches  # for the hint alone
+
+    near = get_close_matches(word, known, n=1)
+    question = f" Did you mean {near[0]!r}?" if near else ""
+    return click.UsageError(f"No such command {word!r}.{question}", ctx=ctx)
+
+
+def _write_examples(examples: tuple[tuple[str, str], ...], formatter: click.HelpFormatter) -> None:
+    """Write examples unwrapped, so that they can be copied."""
+    widest = max(len(line) for line, _ in examples)
+    with formatter.section("Examples"):
+        for line, text in examples:
+            formatter.write(f"  {line:{widest}}  # {text}\n")
+
+
 class _Talk(logging.Handler):
     """Sends the log of the library to whoever watches."""
 
@@ -79,6 +127,17 @@ def command(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F
         )
         made.examples = examples
         made.params += _common()
+        return made
+
+    return decorate
+
+
+def group(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F], Group]:
+    """Make a function a command that has commands below it."""
+
+    def decorate(function: _F) -> Group:
+        made = click.group(name, cls=Group, context_settings={"max_content_width": 100})(function)
+        made.examples = examples
         return made
 
     return decorate

@@ -115,8 +115,10 @@ _SYSTEM: dict[int, tuple[str, str]] = {
 
 def _interrupted(session: Session) -> None:
     try:
-        session.set_right()
+        done = session.set_right()
         out.interrupted("Interrupted; what was finished stays, nothing is left half done.")
+        if done:
+            out.talk(done)
     except (KeyboardInterrupt, SmartcacheError, OSError):
         out.interrupted("Interrupted; the next run sets right what was left half done.")
 

@@ -52,21 +52,33 @@ class Output:
         else:
             self.names(ids())
 
-    def line(self, text: str = "") -> None:
-        """Print a line of data for people."""
-        self._write(sys.stdout, f"{printable(text)}\n")
+    def line(self, text: str = "", *, as_talk: bool = False) -> None:
+        """Print a line of data for people; `as_talk`: shown before a question."""
+        self._write(sys.stderr if as_talk else sys.stdout, f"{printable(text)}\n")
 
-    def paragraph(self, text: str, *, indent: str = "") -> None:
+    def heading(self, text: str, *, as_talk: bool = False) -> None:
+        """Print a line above others, cut to the terminal."""
+        from smartcache.cli._tables import cut
+
+        stream = sys.stderr if as_talk else sys.stdout
+        clean = printable(text)
+        if stream.isatty():
+            clean = cut(clean, terminal_width(stream))
+        self._write(stream, f"{self._styled(clean, stream, bold=True)}\n")
+
+    def paragraph(self, text: str, *, indent: str = "", as_talk: bool = False) -> None:
         """Print text for people, wrapped to the terminal; `indent` is for the lines that follow."""
         from textwrap import fill
 
-        width = terminal_width(sys.stdout) if sys.stdout.isatty() else _LINE
+        stream = sys.stderr if as_talk else sys.stdout
+        width = terminal_width(stream) if stream.isatty() else _LINE
         own = text[: len(text) - len(text.lstrip())] or indent
         text = printable(text.lstrip())
         wrapped = fill(
-            text, width, initial_indent=own, subsequent_indent=indent, break_long_words=False
-        )
-        self._write(sys.stdout, f"{wrapped}\n")
+            text, width, initial_indent=own, subsequent_indent=indent, break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
+        self._write(stream, f"{wrapped}\n")
 
     def names(self, ids: Iterable[str | os.PathLike[str]]) -> None:
         """Print ids or paths, one per line, byte by byte as they are."""

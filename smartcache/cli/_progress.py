@@ -19,7 +19,7 @@ from smartcache.sizes import format_age, format_size
 
 DELAY = 0.5
 _STEP = 0.1
-_BAR = 24
+_BAR = 16
 _LABEL = 32
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from smartcache.config import Settings
@@ -29,6 +29,8 @@ class Session:
         self.debug = False
         self.opened_root: Path | None = None
         """The store this run has opened, to be set right after an interruption."""
+        self.how_far: Callable[[list[Store]], str] | None = None
+        """Says, after an interruption, what was done; given the stores, set right."""
 
     def open_closed_streams(self) -> None:
         """Let output go nowhere where the caller has closed it (`>&-`)."""
@@ -71,7 +73,7 @@ class Session:
         settings = self.settings
         if not create and not self.has_store():
             message = f"There is no store at {settings.home} yet"
-            hint = "'smartcache add FILE' makes one; --home or SMARTCACHE_HOME says where it is."
+            hint = "'smartcache scan' makes one; --home or SMARTCACHE_HOME says where it is."
             raise StoreFormatError(message, hint=hint, root=settings.home)
         self.opened_root = settings.home
         with Store(settings=settings) as store:
@@ -84,19 +86,21 @@ class Session:
         if not self.has_store():
             from smartcache.cli._output import out
 
-            out.talk(f"There is no store at {self.settings.home} yet: 'smartcache add' makes one.")
+            out.talk(f"There is no store at {self.settings.home} yet: 'smartcache scan' makes one.")
             yield []
             return
         with self.store() as store:
             yield list(store.stores())
 
-    def set_right(self) -> None:
-        """Finish or take back what an interrupted change left, as the next open would."""
+    def set_right(self) -> str:
+        """Finish or take back what an interrupted change left; return what is known of it."""
         if self.opened_root is None or not self.has_store():
-            return
+            return ""
         from smartcache.store.store import Store
 
-        Store(settings=self.settings).close()
+        with Store(settings=self.settings) as store:
+            stores = list(store.stores())
+            return "" if self.how_far is None else self.how_far(stores)
 
 
 def _say_what_is_waited_for(store: Store) -> None:

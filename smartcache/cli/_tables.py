@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -11,6 +12,8 @@ _SAMPLE = 1000
 """Rows looked at to size the columns; a longer table is streamed."""
 _NARROWEST = 12
 _WIDE = "WF"
+_HASH_AT_END = re.compile(r"[0-9a-f]{32,}$")
+_ENOUGH_OF_HASH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +60,24 @@ def _cell(column: Column, text: str, width: int) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return text cut in the middle: the ends of a path are what people know it by."""
+    """Return text cut in the middle: the ends of a path are what people know it by.
+
+    A hash at its end tells less than what is before it, and is cut first.
+    """
     if text_width(text) <= width:
         return text
+    if (found := _HASH_AT_END.search(text)) is not None:
+        text = f"{text[: found.start() + _ENOUGH_OF_HASH]}…"
+        if text_width(text) <= width:
+            return text
     tail = (width - 1) * 2 // 3
     head = width - 1 - tail
     return f"{_take(text, head)}…{_take(text[::-1], tail)[::-1]}"
+
+
+def cut(text: str, width: int) -> str:
+    """Return text cut at its end."""
+    return text if text_width(text) <= width else f"{_take(text, width - 1)}…"
 
 
 def _take(text: str, width: int) -> str:

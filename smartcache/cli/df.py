@@ -95,7 +95,7 @@ def _show_stores(figures: list[StoreUsage], *, verbose: bool, check: bool) -> No
             out.line()
             out.table(_OWNERS, _owner_rows(each))
         if each.is_rebuilt:
-            out.talk("The index was rebuilt: owners may be missing, prune refuses for now.")
+            out.talk("The index was rebuilt: prune refuses until 'smartcache scan' has run.")
     if figures and not check:
         out.talk("These are figures of the index; --check looks at every blob again.")
 

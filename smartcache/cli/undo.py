@@ -26,6 +26,7 @@ _WORDS = {
     "move": "bring back",
     "place": "remove the link",
     "replace": "give own bytes",
+    "share": "give own blocks",
     "forget": "bring back from the trash",
 }
 

@@ -1,9 +1,9 @@
 """Make an existing file a blob, in place: the file keeps its path, inode, owner, time and bytes.
 
 Only its mode changes (no write permission), which is journaled first and given back by undo. Files
-that somebody writes, incomplete downloads, empty files and files of other users are refused with a
-reason. A file that is written to while it is adopted stays the user's: the store takes its name
-back.
+that somebody writes, incomplete downloads, empty files and (unless allowed) files of other users
+are refused with a reason. A file that is written to while it is adopted stays the user's: the store
+takes its name back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from smartcache.progress import Progress, silent
 from smartcache.store.blobs import Expected, check_expected, explained
 from smartcache.store.digest import Algorithm, check_hex
 from smartcache.store.faults import reached
-from smartcache.store.hold import Held, hold
+from smartcache.store.hold import Allowance, Held, hold
 from smartcache.store.journal import Batch, Change, Op
 from smartcache.store.memos import Known, hash_all
 from smartcache.store.proof import checked
@@ -66,7 +66,7 @@ class Adoption:
     error: Exception | None = None
 
 
-def adopt_many(
+def adopt_many(  # noqa: PLR0913 - one for each option of the store's method
     volume: Volume,
     paths: Iterable[Path],
     *,
@@ -75,9 +75,13 @@ def adopt_many(
     expected: Expected | None = None,
     owner: int | None = None,
     moving_to: str | None = None,
+    allow: frozenset[Allowance] = frozenset(),
+    follow: bool = True,
     progress: Progress = silent,
 ) -> Iterator[Adoption]:
     """Adopt files, a chunk at a time; what cannot be is returned with its reason, not raised.
+
+    `follow`: of a symlink, as in HF snapshots, the file behind it is adopted.
 
     `moving_to` is the pin of files that are about to be moved into the store: the journal says so
     from the start.
@@ -85,7 +89,7 @@ def adopt_many(
     announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
     remaining = iter(paths)
-    while chunk := [_look_behind(path) for path in islice(remaining, CHUNK_FILES)]:
+    while chunk := [_look_behind(path, follow) for path in islice(remaining, CHUNK_FILES)]:
         known = hash_all(volume, [path for path, _ in chunk], wanted, progress=progress)
         digests = volume.index.known_digests({hashes.digest for hashes, _ in known.values()})
         held: list[Held] = []
@@ -95,7 +99,7 @@ def adopt_many(
                     yield _elsewhere(volume, path)
                     continue
                 found = _examine(
-                    volume, path, wanted, announced, known.get(path), digests, progress
+                    volume, path, wanted, announced, known.get(path), digests, allow, progress
                 )
                 _let_own(volume, found, owner)
                 if isinstance(found, Adoption):
@@ -109,11 +113,11 @@ def adopt_many(
         yield from results
 
 
-def _look_behind(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Return the file behind a symlink, as in HF snapshots; a plain file as it is; and its stat."""
+def _look_behind(path: Path, follow: bool) -> tuple[Path, os.stat_result | None]:  # noqa: FBT001
+    """Return the file behind a symlink, if it is to be followed; else the path; and its stat."""
     try:
         st = os.lstat(path)
-        if stat.S_ISLNK(st.st_mode):
+        if follow and stat.S_ISLNK(st.st_mode):
             path = Path(os.path.realpath(path))
             st = os.lstat(path)
     except OSError:
@@ -135,15 +139,16 @@ def _examine(
     expected: Expected,
     known: Known | None,
     digests: set[str],
+    allow: frozenset[Allowance],
     progress: Progress,
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
     try:
         if known is None:
             with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
-                file = hold(volume, path, wanted, advance=job.advance)
+                file = hold(volume, path, wanted, allow=allow, advance=job.advance)
         else:
-            file = hold(volume, path, wanted, known=known)
+            file = hold(volume, path, wanted, known=known, allow=allow)
     except (FileSkippedError, FileNotFoundError, PermissionError) as error:
         return Adoption(path=path, outcome="skipped", error=error)
     try:
@@ -292,7 +297,8 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
     target = volume.layout.blob(file.hashes.digest)
     mode = file.st.st_mode & 0o7777
     try:
-        os.fchmod(file.fd, mode & ~0o222)
+        # A special mode (which must be allowed) would be given to every file that is linked to it.
+        os.fchmod(file.fd, mode & 0o555)
         reached("adopt: read-only")
         _link(volume, file, target)
     except FileExistsError:

@@ -23,6 +23,7 @@ from smartcache.store.schema import connect, translated
 
 _TRIES = 8
 _PAUSE = 0.01
+_PAGE = 1000
 
 
 class Database:
@@ -38,6 +39,7 @@ class Database:
         self._is_open = True
         self._is_stranded = False
         self._connection: sqlite3.Connection | None = connect(path, wal=wal, create=True)
+        self._streams: set[sqlite3.Connection] = set()
         _databases.add(self)
 
     def close(self) -> None:
@@ -47,10 +49,12 @@ class Database:
             self.disconnect()
 
     def disconnect(self) -> None:
-        """Close the connection for now; the next use opens it again."""
+        """Close the connection for now; the next use opens it again. Streams end with an error."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        while self._streams:
+            self._streams.pop().close()
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[None]:
@@ -143,6 +147,28 @@ class Database:
                 return self._execute(sql, values).fetchall()
             except sqlite3.Error as error:
                 raise translated(error, self.path) from error
+
+    def _each(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """Go through many rows in flat memory, as they were when it began.
+
+        On a connection of its own, so that the index may be written meanwhile; without WAL a reader
+        would block that, so there all rows are fetched at once.
+        """
+        if not self._wal:
+            yield from self._all(sql, *values)
+            return
+        with self._gate:
+            stream = connect(self.path, wal=self._wal, create=False)
+            self._streams.add(stream)
+        try:
+            cursor = stream.execute(sql, values)
+            while rows := cursor.fetchmany(_PAGE):
+                yield from rows
+        except sqlite3.Error as error:
+            raise translated(error, self.path) from error
+        finally:
+            self._streams.discard(stream)
+            stream.close()
 
     def _execute(self, sql: str, values: tuple[object, ...]) -> sqlite3.Cursor:
         for attempt in range(_TRIES):

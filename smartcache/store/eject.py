@@ -1,9 +1,11 @@
 """Leave as if smartcache had never been here: every file its own again, then the store goes.
 
 Files that were replaced get their own bytes, adopted ones their mode, moved ones their place,
-links that were placed become ordinary files. Space is checked before the first step. A store that
-has the last copy of something pinned is not removed unless that is allowed. Every step is one of
-`undo`, so a killed eject can simply be run again.
+links that were placed become ordinary files. Files that share blocks with each other (reflinks)
+stay so: they are ordinary files, have no tie to the store, and nobody can tell but by the space
+that is saved. Space is checked before the first step. A store that has the last copy of something
+pinned is not removed unless that is allowed. Every step is one of `undo`, so a killed eject can
+simply be run again.
 """
 
 from __future__ import annotations

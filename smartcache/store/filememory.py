@@ -1,4 +1,4 @@
-"""The SQL for what lies outside: remembered hashes, folders, files seen by size, volumes."""
+"""The SQL for what lies outside: remembered hashes and other volumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smartcache.store.database import Database
 from smartcache.store.digest import Algorithm
-from smartcache.store.records import Memo, Sighting, Trust
+from smartcache.store.records import Memo, Trust
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey
 
@@ -45,7 +45,7 @@ class FileMemory(Database):
         raw = [memo.values.get(name) for name in _MEMO_COLUMNS]
         hashes = [None if value is None else bytes.fromhex(value) for value in raw]
         key = memo.key
-        sql = "INSERT OR REPLACE INTO memos VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        sql = "INSERT OR REPLACE INTO memos VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)"
         values = (
             filesystem,
             signed(inode),
@@ -55,48 +55,6 @@ class FileMemory(Database):
             int(memo.is_racy),
         )
         self._run(sql, *values, *hashes)
-
-    def set_folder(self, path: Path, *, program: str, given: bool) -> int:
-        """Insert or renew a known folder; return its id."""
-        sql = (
-            "INSERT INTO folders (path, program, given, walked_at) VALUES (?, ?, ?, ?)"
-            " ON CONFLICT (path) DO UPDATE SET program = excluded.program, given = excluded.given,"
-            " walked_at = excluded.walked_at RETURNING id"
-        )
-        values = (os.fsencode(path), program, int(given), int(time.time()))
-        return int(self._value(sql, *values))
-
-    def replace_sightings(self, folder: int, sightings: Iterable[Sighting]) -> int:
-        """Make these the sightings of a folder; return how many."""
-        self._run("DELETE FROM sightings WHERE folder = ?", folder)
-        rows = (
-            (
-                os.fsencode(s.path),
-                folder,
-                s.size,
-                s.filesystem,
-                signed(s.inode),
-                s.key.mtime_ns,
-                s.key.ctime_ns,
-            )
-            for s in sightings
-        )
-        sql = "INSERT OR REPLACE INTO sightings VALUES (?, ?, ?, ?, ?, ?, ?)"
-        return self._run_many(sql, rows)
-
-    def sightings_of_size(self, size: int) -> list[Sighting]:
-        """Return the files seen with exactly this size."""
-        sql = (
-            "SELECT path, size, filesystem, inode, mtime_ns, ctime_ns FROM sightings"
-            " WHERE size = ? ORDER BY path"
-        )
-        return [
-            Sighting(
-                path=Path(os.fsdecode(path)), size=size, filesystem=fs, inode=inode,
-                key=StatKey(size, mtime_ns, ctime_ns),
-            )
-            for path, size, fs, inode, mtime_ns, ctime_ns in self._all(sql, size)
-        ]  # fmt: skip
 
     def add_volume(self, path: Path, filesystem: str) -> None:
         """Remember another volume."""

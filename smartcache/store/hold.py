@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError
+from smartcache.store.attributes import read_attributes
 from smartcache.store.digest import Algorithm, Hashes, hash_file
 from smartcache.store.kernel import (
     Lease,
@@ -32,10 +34,19 @@ from smartcache.store.volume import Volume
 TICK_NS = 50_000_000
 """More than a tick (at most 10 ms) of the clock that filesystems with hard links use."""
 
+Allowance = Literal["owner", "mode", "xattr"]
+"""What a link may change about a file besides its permission to write, if the user allows it.
+
+"owner": root may link files of other users, and files whose owner or group is not the blob's; the
+inode's owner can then change the bytes of all of them. "mode": permissions other than the blob's,
+and special modes. "xattr": files with extended attributes. The journal has them all, and undo gives
+them back.
+"""
+
 INCOMPLETE_SUFFIXES = (
     ".incomplete", ".tmp", ".part", ".crdownload", ".aria2", ".download", ".lock", ".smartcache",
 )  # fmt: skip
-_OPEN = (
+OPEN_FLAGS = (
     os.O_RDONLY
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_NOFOLLOW", 0)
@@ -90,6 +101,7 @@ def hold(
     algorithms: Iterable[Algorithm] = ("blake3",),
     *,
     known: Known | None = None,
+    allow: frozenset[Allowance] = frozenset(),
     advance: Advance | None = None,
 ) -> Held:
     """Hold a file, or raise FileSkippedError (busy, changed, unsuitable); the caller releases.
@@ -99,7 +111,7 @@ def hold(
     """
     wanted = tuple(algorithms)
     st = os.lstat(path)
-    refuse_unsuitable(path, st)
+    refuse_unsuitable(path, st, allow)
     is_young = StatKey.of(st).is_racy()
     if is_young:
         hashes, key = None, None
@@ -107,7 +119,7 @@ def hold(
         raise FileBusyError(f"{path} is open for writing", path=path)
     else:
         hashes, key = known or hashes_of(volume, path, wanted, advance=advance)
-    descriptor = os.open(path, _OPEN)
+    descriptor = os.open(path, OPEN_FLAGS)
     try:
         lease = take_lease(descriptor)
         if lease == "busy":
@@ -141,8 +153,23 @@ def is_incomplete(path: Path) -> bool:
     return name.endswith(INCOMPLETE_SUFFIXES) or "-partial" in name
 
 
-def refuse_unsuitable(path: Path, st: os.stat_result) -> None:
+def refuse_unsuitable(
+    path: Path, st: os.stat_result, allow: frozenset[Allowance] = frozenset()
+) -> None:
     """Raise unless a file is one that may become a link or a blob."""
+    refuse_unshareable(path, st)
+    reason = ""
+    user = effective_user()
+    if hasattr(os, "geteuid") and st.st_uid != user and not ("owner" in allow and user == 0):
+        reason = "belongs to another user"
+    elif st.st_mode & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX) and "mode" not in allow:
+        reason = "has a special mode"
+    if reason:
+        raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
+
+
+def refuse_unshareable(path: Path, st: os.stat_result) -> None:
+    """Raise unless a file is one whose bytes may be shared at all."""
     reason = ""
     if not stat.S_ISREG(st.st_mode):
         reason = "not a regular file"
@@ -150,9 +177,25 @@ def refuse_unsuitable(path: Path, st: os.stat_result) -> None:
         reason = "empty"
     elif is_incomplete(path):
         reason = "incomplete download"
-    elif hasattr(os, "geteuid") and st.st_uid != effective_user():
-        reason = "belongs to another user"
-    elif st.st_mode & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX):
-        reason = "has a special mode"
+    if reason:
+        raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
+
+
+def refuse_visible_change(
+    path: Path,
+    st: os.stat_result,
+    blob_st: os.stat_result,
+    allow: frozenset[Allowance] = frozenset(),
+) -> None:
+    """Raise if a link would show another owner, other permissions or attributes."""
+    reason = ""
+    is_same_owner = (st.st_uid, st.st_gid) == (blob_st.st_uid, blob_st.st_gid)
+    is_same_mode = stat.S_IMODE(st.st_mode) & 0o7555 == stat.S_IMODE(blob_st.st_mode) & 0o7555
+    if not is_same_owner and "owner" not in allow:
+        reason = "different owner or group"
+    elif not is_same_mode and "mode" not in allow:
+        reason = "different permissions"
+    elif "xattr" not in allow and read_attributes(path):
+        reason = "has extended attributes"
     if reason:
         raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from smartcache.store.digest import Algorithm
+from smartcache.store.duplicates import Duplicates
 from smartcache.store.filememory import FileMemory
 from smartcache.store.records import (
     Blob,
@@ -27,6 +28,7 @@ from smartcache.store.records import (
     when,
 )
 from smartcache.store.schema import signed
+from smartcache.store.sighted import SightedFiles
 from smartcache.store.statkey import StatKey
 from smartcache.store.sums import Sums
 
@@ -54,7 +56,7 @@ _ADD_BLOB = (
 _Row = tuple[int, bytes, int, int, int, int, int, int, int, str | None, int, int]
 
 
-class Index(FileMemory, Sums):
+class Index(FileMemory, SightedFiles, Duplicates, Sums):
     """The index of one volume."""
 
     # blobs
@@ -167,7 +169,7 @@ class Index(FileMemory, Sums):
             f" links = ?, trust = ?{keep} WHERE id = ?"
         )
         values = (
-            allocated_bytes(st), signed(st.st_ino), st.st_size, st.st_mtime_ns, st.st_ctime_ns,
+            allocated_bytes(st), signed(st.st_ino), *StatKey.of(st),
             st.st_nlink, int(trust), blob,
         )  # fmt: skip
         self._run(sql, *values)
@@ -342,10 +344,10 @@ def allocated_bytes(st: os.stat_result) -> int:
 def _blob_values(
     digest: str, st: os.stat_result, trust: Trust, unsynced: str | None
 ) -> tuple[object, ...]:
-    now = int(time.time())
+    now, key = int(time.time()), StatKey.of(st)
     return (
-        bytes.fromhex(digest), st.st_size, allocated_bytes(st), signed(st.st_ino), st.st_mtime_ns,
-        st.st_ctime_ns, st.st_nlink, int(trust), unsynced, now, now,
+        bytes.fromhex(digest), key.size, allocated_bytes(st), signed(st.st_ino), key.mtime_ns,
+        key.ctime_ns, st.st_nlink, int(trust), unsynced, now, now,
     )  # fmt: skip
 
 

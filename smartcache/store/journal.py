@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Literal, Self, get_args
 
 from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.store.attributes import read_attributes
 from smartcache.store.flock import open_to_directory_writers
 from smartcache.store.locks import Claim, claim
 
-Op = Literal["adopt", "move", "place", "replace", "forget", "pin", "unpin", "own"]
+Op = Literal["adopt", "move", "place", "replace", "share", "forget", "pin", "unpin", "own"]
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""
-UNDOABLE = frozenset(("adopt", "move", "place", "replace", "forget"))
+UNDOABLE = frozenset(("adopt", "move", "place", "replace", "share", "forget"))
 State = Literal["begun", "done", "back", "undone", "gone"]
-_OPTIONAL = ("kind", "mode", "uid", "gid", "mtime_ns", "inode", "links", "filesystem")
+_OPTIONAL = ("kind", "mode", "uid", "gid", "mtime_ns", "inode", "links", "filesystem", "xattrs")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +41,8 @@ class Change:
 
     `batch` and `n` are set once, when the change is written to the journal.
 
-    `temporary` is the name beside `path` that a replacement uses while it runs.
+    `temporary` is the name beside `path` that a replacement uses while it runs. `xattrs` are
+    extended attributes, name -> hexadecimal bytes; None: there were none.
     """
 
     op: Op
@@ -59,6 +61,7 @@ class Change:
     inode: int | None = None
     links: int | None = None
     filesystem: str | None = None
+    xattrs: dict[str, str] | None = None
 
     @classmethod
     def before(
@@ -68,7 +71,7 @@ class Change:
         return cls(
             op=op, path=path, digest=digest, size=st.st_size, mode=st.st_mode & 0o7777,
             uid=st.st_uid, gid=st.st_gid, mtime_ns=st.st_mtime_ns, inode=st.st_ino,
-            links=st.st_nlink,
+            links=st.st_nlink, xattrs=read_attributes(path) or None,
             **more,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -289,10 +292,23 @@ def _parse(line: dict[str, object]) -> Change | None:
         return None
     if not all(isinstance(text, str) for text in texts):
         return None
+    if not _is_attributes(known.get("xattrs", {})):
+        return None
     known["path"] = Path(str(known["path"]))
     if "temporary" in known:
         known["temporary"] = Path(str(known["temporary"]))
     return Change(**known)  # type: ignore[arg-type]
+
+
+def _is_attributes(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    try:
+        for text in value.values():
+            bytes.fromhex(text)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _summary(batch: str, head: tuple[str, datetime] | None, changes: list[Change]) -> BatchSummary:

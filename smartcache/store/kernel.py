@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -23,6 +25,21 @@ with suppress(ImportError):  # Windows
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _FICLONE = 0x40049409
+_FIDEDUPERANGE = 0xC0189436
+_DEDUPE_RANGE = struct.Struct("=QQHHIqQQiI")
+"""Source offset and length, one target: its descriptor, offset, bytes shared, status."""
+_DIFFERS = 1
+DEDUPE_SIZE = 16 << 20
+"""What the kernel compares and shares in one call: btrfs takes no more, and locks that long."""
+_FIEMAP = 0xC020660B
+_FIEMAP_HEAD = struct.Struct("=QQIIII")
+_FIEMAP_EXTENT = struct.Struct("=QQQ16xI12x")
+_FIEMAP_COUNT = 512
+_FIEMAP_SYNC = 1
+_EXTENT_LAST, _EXTENT_SHARED = 0x1, 0x2000
+_EXTENT_ENCODED = 0x8
+_EXTENT_PLACELESS = 0x2 | 0x4 | 0x200 | 0x400  # unknown, delayed, inline, in a block with others
+_EXTENT_UNWRITTEN = 0x800
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OWN_DESCRIPTORS = "/proc/self/fd"
 
@@ -40,6 +57,20 @@ _NO_LEASE = _UNSUPPORTED | {errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOTT
 _NO_UNNAMED = _UNSUPPORTED | {errno.EISDIR}
 
 Lease = Literal["held", "busy", "unsupported"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """A run of bytes of a file and where it lies on its filesystem.
+
+    `physical` is None where the bytes have no blocks of their own: not written yet, or kept inside
+    the metadata. `is_shared`: other files (or a snapshot) use the same blocks.
+    """
+
+    logical: int
+    physical: int | None
+    length: int
+    is_shared: bool
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -73,6 +104,118 @@ def clone(source_fd: int, target_fd: int) -> bool:
             return False
         raise
     return True
+
+
+def dedupe_range(
+    source_fd: int, source_offset: int, length: int, target_fd: int, target_offset: int
+) -> int | None:
+    """Let a range of the target use the blocks of an equal range of the source.
+
+    The kernel locks both files, compares the bytes and shares the blocks only if they are equal:
+    no write by anybody is lost, and neither file changes for its readers, not even its times.
+    Returns the bytes done, from the start of the range, at most `DEDUPE_SIZE`; 0: they differ;
+    None: not supported here. Offsets are multiples of the block size; the range ends at one too, or
+    where both files end. A read-only descriptor of the target is enough for the owner of the file
+    and for root; EPERM from a kernel before 4.20 means that it wants one for writing.
+    """
+    if sys.platform != "linux":
+        return None
+    length = min(length, DEDUPE_SIZE)
+    request = bytearray(
+        _DEDUPE_RANGE.pack(source_offset, length, 1, 0, 0, target_fd, target_offset, 0, 0, 0)
+    )
+    try:
+        fcntl.ioctl(source_fd, _FIDEDUPERANGE, request)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED or error.errno == errno.ENOTTY:
+            return None
+        raise
+    *_, done, status, _ = _DEDUPE_RANGE.unpack(request)
+    if -status in _UNSUPPORTED:
+        return None
+    if status < 0:
+        raise OSError(-status, os.strerror(-status))
+    return 0 if status == _DIFFERS else int(done)
+
+
+def extents(fd: int) -> tuple[Extent, ...] | None:
+    """Return where the bytes of a file lie, in order, holes left out; None: not supported here.
+
+    Neighbouring runs are one, however the filesystem keeps them. Preallocated blocks that were
+    never written to are left out like holes. What is still to be written is written first: a file
+    overwritten in memory only would be reported where it was before. For others that is free.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        found = list(_fiemap(fd))
+    except OSError as error:
+        if error.errno in _UNSUPPORTED or error.errno == errno.ENOTTY:
+            return None
+        raise
+    merged: list[Extent] = []
+    for logical, physical, length, flags in found:
+        if flags & _EXTENT_UNWRITTEN:
+            continue
+        place = None if flags & _EXTENT_PLACELESS else physical
+        is_shared = bool(flags & _EXTENT_SHARED)
+        extent = Extent(logical=logical, physical=place, length=length, is_shared=is_shared)
+        if merged and _goes_on(merged[-1], extent, is_encoded=bool(flags & _EXTENT_ENCODED)):
+            merged[-1] = replace(merged[-1], length=merged[-1].length + length)
+        else:
+            merged.append(extent)
+    return tuple(merged)
+
+
+def _goes_on(last: Extent, extent: Extent, *, is_encoded: bool) -> bool:
+    """Say whether an extent is the continuation of the one before it."""
+    if last.physical is None or extent.physical is None or last.is_shared != extent.is_shared:
+        return False
+    # Every part of a compressed extent is reported with the place where the whole begins.
+    follows = last.physical if is_encoded else last.physical + last.length
+    return last.logical + last.length == extent.logical and follows == extent.physical
+
+
+def _fiemap(fd: int) -> Iterator[tuple[int, int, int, int]]:
+    """Give (logical, physical, length, flags) of every extent, some hundred per call."""
+    start = 0
+    while True:
+        request = bytearray(_FIEMAP_HEAD.size + _FIEMAP_COUNT * _FIEMAP_EXTENT.size)
+        rest = (1 << 64) - 1 - start
+        _FIEMAP_HEAD.pack_into(request, 0, start, rest, _FIEMAP_SYNC, 0, _FIEMAP_COUNT, 0)
+        fcntl.ioctl(fd, _FIEMAP, request)
+        count = _FIEMAP_HEAD.unpack_from(request)[3]
+        if not count:
+            return
+        end = _FIEMAP_HEAD.size + count * _FIEMAP_EXTENT.size
+        for found in _FIEMAP_EXTENT.iter_unpack(request[_FIEMAP_HEAD.size : end]):
+            yield found
+            start = found[0] + found[2]
+        if found[3] & _EXTENT_LAST:
+            return
+
+
+def shares_blocks(fd_a: int, fd_b: int) -> bool:
+    """Say whether two files consist of exactly the same blocks of one filesystem.
+
+    False also where nobody can tell: another device number (a subvolume has its own), no FIEMAP,
+    bytes without blocks of their own. It tells about space; equal bytes are not concluded from it.
+    """
+    if os.fstat(fd_a).st_dev != os.fstat(fd_b).st_dev:
+        return False
+    first, second = extents(fd_a), extents(fd_b)
+    if first is None or second is None or any(e.physical is None for e in first):
+        return False
+    places = [[(e.logical, e.physical, e.length) for e in each] for each in (first, second)]
+    return places[0] == places[1]
+
+
+def open_quietly(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], flags: int) -> int:
+    """Open a file for reading without making it look recently used, where the system allows it."""
+    try:
+        return os.open(path, flags | getattr(os, "O_NOATIME", 0))
+    except PermissionError:  # only the owner may leave the access time alone
+        return os.open(path, flags)
 
 
 def take_lease(fd: int) -> Lease:

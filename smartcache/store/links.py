@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,12 +30,13 @@ from smartcache.store.faults import reached
 from smartcache.store.filesystems import filesystem_id
 from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import clone, effective_user, link_fd, open_unnamed
+from smartcache.store.layout import is_digest
 from smartcache.store.memos import hashes_of
 from smartcache.store.naming import Name
 from smartcache.store.proof import Advance, checked, is_as_recorded, open_blob
 from smartcache.store.records import Blob, Link, LinkKind, Trust
 from smartcache.store.schema import signed
-from smartcache.store.statkey import judge
+from smartcache.store.statkey import StatKey, judge
 from smartcache.store.swap import beside
 from smartcache.store.volume import Volume
 
@@ -210,7 +211,7 @@ def renew(volume: Volume, blob: Blob, before: os.stat_result) -> None:
         return
     verdict = judge(recorded=blob.key, recorded_links=blob.links, current=before)
     trust = max(blob.trust, Trust.RELINKED) if verdict == "relinked" else blob.trust
-    if (st.st_size, st.st_mtime_ns) != (blob.size, blob.key.mtime_ns):
+    if StatKey.of(st)[:2] != blob.key[:2]:
         trust = Trust.UNPROVEN
     volume.index.refresh(blob.id, st, trust)
 
@@ -353,3 +354,25 @@ def _record(volume: Volume, blob: Blob, path: Path, kind: LinkKind, owner: int |
         owner=owner,
         made_at=datetime.now(UTC),
     )
+
+
+def record_symlinks(volume: Volume, paths: Iterable[Path]) -> None:
+    """Record symlinks that point at blobs of this volume; others are passed over."""
+    for path in paths:
+        try:
+            target = os.path.join(path.parent, os.readlink(path))
+        except OSError:
+            continue
+        digest = os.path.basename(target)
+        if not is_digest(digest) or os.path.normpath(target) != volume.layout.blob(digest):
+            continue
+        blob = volume.index.blob(digest)
+        if blob is not None:
+            volume.index.add_link(
+                str(path),
+                blob.id,
+                kind="symlink",
+                filesystem=filesystem_id(path.parent),
+                inode=os.lstat(path).st_ino,
+                owner=None,
+            )

@@ -162,7 +162,7 @@ def _recall(volume: Volume, files: list[tuple[Path, os.stat_result]]) -> dict[Pa
     for path, st in files:
         inode, key = signed(st.st_ino), StatKey.of(st)
         blob = blobs.get(inode) if volume.is_here(st) else None
-        if blob is not None and _vouches(volume, blob, key):
+        if blob is not None and vouches(volume, blob, key):
             known[path] = {**volume.index.aliases_of(blob.id), "blake3": blob.digest}
             continue
         memo = memos[filesystems[st.st_dev]].get(inode)
@@ -171,7 +171,7 @@ def _recall(volume: Volume, files: list[tuple[Path, os.stat_result]]) -> dict[Pa
     return known
 
 
-def _vouches(volume: Volume, blob: Blob, key: StatKey) -> bool:
+def vouches(volume: Volume, blob: Blob, key: StatKey) -> bool:
     """Say whether a blob's row proves the hashes of the file in its inode."""
     is_synced = blob.unsynced in (None, volume.boot)
     return blob.key == key and blob.trust == Trust.VERIFIED and is_synced

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smartcache.errors import FileChangedError
+from smartcache.store.attributes import write_attributes
 from smartcache.store.copies import copy_hashed, copy_verified
 from smartcache.store.faults import reached
 from smartcache.store.filesystems import filesystem_id
@@ -70,11 +71,12 @@ def restore_missing(volume: Volume, change: Change, batch: Batch) -> None:
 
 
 def restore_metadata(descriptor: int, change: Change) -> None:
-    """Give an open file the owner, mode and modification time that the journal remembers."""
+    """Give a new file the owner, attributes, mode and time that the journal remembers."""
     if change.uid is not None and change.gid is not None and hasattr(os, "fchown"):
         # Only root may give files away; for others the owner is the same anyway.
         with suppress(PermissionError):
             os.fchown(descriptor, change.uid, change.gid)
+    write_attributes(descriptor, change.xattrs or {})
     os.fchmod(descriptor, _DEFAULT_MODE if change.mode is None else change.mode)
     if change.mtime_ns is not None:
         os.utime(descriptor, ns=(change.mtime_ns, change.mtime_ns))

@@ -106,7 +106,10 @@ def _refuse_after_rebuild(volume: Volume, *, allowed: bool) -> None:
         message = (
             "The index was rebuilt from the disk: pins, owners and symlinks may be missing from it"
         )
-        hint = "Look at 'smartcache ls', pin what you need, then allow it with --after-rebuild."
+        hint = (
+            "Run 'smartcache scan', which finds links again; or look at 'smartcache ls', pin what "
+            "you need, then allow it with --after-rebuild."
+        )
         raise PruneRefusedError(message, hint=hint)
 
 

@@ -11,6 +11,7 @@ from typing import BinaryIO, Self
 from smartcache.config import Settings, with_home
 from smartcache.errors import BadDigestError, BlobNotFoundError, FileSkippedError, StoreError
 from smartcache.store.digest import Algorithm, Hashes, check_hex
+from smartcache.store.duplicates import Scope
 from smartcache.store.filesystems import filesystem_id, nearest_existing
 from smartcache.store.journal import BatchSummary
 from smartcache.store.layout import is_digest
@@ -18,7 +19,7 @@ from smartcache.store.leases import Leases
 from smartcache.store.memos import hashes_of
 from smartcache.store.owners import Liveness, live_holders, liveness
 from smartcache.store.proof import checked, open_blob
-from smartcache.store.records import Blob, Link, Owner, Sighting
+from smartcache.store.records import Blob, KnownFolder, Link, Owner, Seen, Sighting
 from smartcache.store.volume import Volume
 
 _log = logging.getLogger(__name__)
@@ -138,6 +139,17 @@ class StoreReader:
     def sightings(self, size: int) -> list[Sighting]:
         """Return the files of known folders that had exactly this size when last seen."""
         return self.volume.index.sightings_of_size(size)
+
+    def folders(self) -> list[KnownFolder]:
+        """Return the known folders and how many files were seen in them."""
+        return self.volume.index.known_folders()
+
+    def sighted(self, folders: Iterable[str | Path], *, min_size: int = 0) -> Iterator[Seen]:
+        """Go through the files seen in known folders, the names of an inode after each other."""
+        index, volume = self.volume.index, self.volume
+        numbers = tuple(filter(None, (index.folder_number(Path(each)) for each in folders)))
+        scope = Scope(home=volume.filesystem, boot=volume.boot, folders=numbers, min_size=min_size)
+        return index.seen(scope)
 
     def owners(self) -> list[tuple[Owner, Liveness]]:
         """Return all owners and whether each is live, dead or away."""

@@ -113,6 +113,39 @@ class Sighting:
     filesystem: str
     inode: int
     key: StatKey
+    links: int = 1
+    allocated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A file of a known folder with what is remembered of it while it stays as it is."""
+
+    path: Path
+    folder: Path
+    size: int
+    allocated: int
+    links: int
+    filesystem: str
+    inode: int
+    digest: str = ""
+    """Its digest if that is known."""
+    is_compared: bool = False
+    """Its digest, or a sample of head and tail, is known."""
+    is_blob: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFolder:
+    """A folder in which files were seen, or will be; `walked_at` is None until the first time."""
+
+    path: Path
+    program: str
+    is_given: bool
+    """The user gave it to smartcache; else it was merely discovered."""
+    walked_at: datetime | None
+    files: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from smartcache.store.proof import prove
 from smartcache.store.records import LinkKind
 from smartcache.store.replace import begin_to_settle, end_settling, take_back
 from smartcache.store.schema import signed
+from smartcache.store.share import has_shared_blocks
 from smartcache.store.volume import Volume
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,9 @@ def _finish_begun(volume: Volume, begun: list[Change]) -> None:
     for change in begun:
         if change.op == "replace":
             _finish_replace(volume, change, outcomes)
+        elif change.op == "share":
+            # Nothing can be half done: shared or not, the file has the same bytes and metadata.
+            outcomes.end(change, "done" if has_shared_blocks(change) else "back")
         elif change.op in ("adopt", "move"):
             _finish_adopt(volume, change, outcomes)
         elif change.op == "own":

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,10 +27,17 @@ from smartcache.errors import (
     SmartcacheError,
 )
 from smartcache.store.adopt import CHUNK_FILES
+from smartcache.store.attributes import read_attributes, write_attributes
 from smartcache.store.blobs import explained
 from smartcache.store.copies import copy_hashed, rotate
 from smartcache.store.faults import reached
-from smartcache.store.hold import Held, hold, refuse_unsuitable
+from smartcache.store.hold import (
+    Allowance,
+    Held,
+    hold,
+    refuse_unsuitable,
+    refuse_visible_change,
+)
 from smartcache.store.index import allocated_bytes
 from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import Lease, drop_lease, exchange, lease_intact, take_lease
@@ -82,7 +89,12 @@ class _Work:
 
 
 def replace_many(
-    volume: Volume, files: Iterable[tuple[Path, str]], *, batch: Batch, owner: int | None = None
+    volume: Volume,
+    files: Iterable[tuple[Path, str]],
+    *,
+    batch: Batch,
+    owner: int | None = None,
+    allow: frozenset[Allowance] = frozenset(),
 ) -> Iterator[Replacement]:
     """Replace (path, digest) pairs by hard links; what cannot be is returned with its reason."""
     remaining = ((Path(os.path.abspath(path)), digest) for path, digest in files)
@@ -93,7 +105,7 @@ def replace_many(
         known = hash_all(volume, [path for path, _ in chunk])
         try:
             for path, digest in chunk:
-                found = _examine(volume, path, digest, known.get(path))
+                found = _examine(volume, path, digest, known.get(path), allow)
                 if isinstance(found, Replacement):
                     _let_own(volume, found, owner)
                     yield found
@@ -114,22 +126,24 @@ def replace_many(
         yield from results
 
 
-def _examine(volume: Volume, path: Path, digest: str, known: Known | None) -> Held | Replacement:
+def _examine(
+    volume: Volume, path: Path, digest: str, known: Known | None, allow: frozenset[Allowance]
+) -> Held | Replacement:
     """Prove that a file has a blob's bytes and that nobody writes it; else say why not."""
     try:
         checked(volume, digest)
         st = os.lstat(path)
-        refuse_unsuitable(path, st)
+        refuse_unsuitable(path, st, allow)
         if not volume.is_here(st):
             message = f"{path} is on another filesystem than the blob"
             raise FileSkippedError(message, reason="other filesystem", path=path)
         blob_st = _stat_blob(volume, digest)
         if os.path.samestat(st, blob_st):
             return Replacement(path=path, outcome="present", digest=digest)
-        _refuse_visible_change(path, st, blob_st)
+        refuse_visible_change(path, st, blob_st, allow)
         if blob_st.st_nlink >= MOST_LINKS:
             rotate(volume, digest)
-        file = hold(volume, path, known=known)
+        file = hold(volume, path, known=known, allow=allow)
     except (SmartcacheError, OSError) as error:
         return Replacement(path=path, outcome="skipped", digest=digest, error=error)
     try:
@@ -173,29 +187,6 @@ def _refuse_wrong_bytes(file: Held, digest: str) -> None:
         raise FileChangedError(f"{path} was changed a moment ago", path=path)
 
 
-def _refuse_visible_change(path: Path, st: os.stat_result, blob_st: os.stat_result) -> None:
-    """Raise if a link would show another owner, other permissions or attributes."""
-    reason = ""
-    if (st.st_uid, st.st_gid) != (blob_st.st_uid, blob_st.st_gid):
-        reason = "different owner or group"
-    elif stat.S_IMODE(st.st_mode) & 0o7555 != stat.S_IMODE(blob_st.st_mode) & 0o7555:
-        reason = "different permissions"
-    elif _attributes(path):
-        reason = "has extended attributes"
-    if reason:
-        raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
-
-
-def _attributes(path: Path) -> list[str]:
-    if not hasattr(os, "listxattr"):
-        return []
-    try:
-        names: list[str] = os.listxattr(path, follow_symlinks=False)
-    except OSError:
-        return []
-    return [name for name in names if not name.startswith("security.")]
-
-
 def _replace_chunk(
     volume: Volume, held: list[tuple[Held, str]], batch: Batch, owner: int | None
 ) -> list[Replacement]:
@@ -225,10 +216,22 @@ def _replace_chunk(
     finally:
         # Ctrl-C or a full disk in the middle: what is not finished is taken back.
         for work in works[len(results) :]:
-            take_back(work.path, work.temporary, work.blob_inode)
-            batch.end(work.change, "back")
+            batch.end(work.change, "done" if _is_over(work) else "back")
         batch.flush()
     return results
+
+
+def _is_over(work: _Work) -> bool:
+    """Finish or take back a replacement that was interrupted; say whether the file is a link."""
+    is_swapped = work.swapped is not None and work.error is None
+    if is_swapped and not os.path.lexists(work.temporary):
+        # The old file is gone already: all that is left is the last look for its writers.
+        with suppress(FileSkippedError):
+            end_settling(work.path, work.blob_inode, work.lease, fd=work.file.fd)
+            return True
+        return False
+    take_back(work.path, work.temporary, work.blob_inode)
+    return False
 
 
 def _as_skipped(path: Path, error: Exception) -> Exception:
@@ -366,6 +369,7 @@ def _rescue(fd: int, path: Path, blob_inode: int) -> None:
             copy_hashed(source, target)
         st = os.fstat(fd)
         os.fchown(target, st.st_uid, st.st_gid)
+        write_attributes(target, read_attributes(fd))
         os.fchmod(target, st.st_mode & 0o7777)
         os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
         os.fsync(target)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
+from smartcache.store.attributes import read_attributes
 from smartcache.store.journal import Change
+from smartcache.store.kernel import effective_user
 from smartcache.store.memos import hashes_of
 from smartcache.store.proof import checked
 from smartcache.store.schema import signed
+from smartcache.store.share import has_shared_blocks
 from smartcache.store.volume import Volume
+
+TwinKey = tuple[str | None, int | None, str, int]
 
 
 def is_our_link(volume: Volume, change: Change) -> bool:
@@ -39,17 +45,26 @@ def is_restored(volume: Volume, change: Change) -> bool:
     """Say whether a change was undone already by a process that was killed before it noted it."""
     if change.op == "forget":
         return _is_out_of_trash(volume, change.digest)
-    if change.op == "place":
+    if change.op in ("place", "share"):
         return False
     try:
         st = os.lstat(change.path)
     except FileNotFoundError:
+        return False
+    if not _has_owner_and_attributes(change, st):
         return False
     found = (st.st_mode & 0o7777, st.st_size, st.st_mtime_ns)
     is_as_then = found == (change.mode, change.size, change.mtime_ns)
     if not is_as_then or not stat.S_ISREG(st.st_mode) or _is_blob(volume, change.digest, st):
         return False
     return hashes_of(volume, change.path)[0].digest == change.digest
+
+
+def _has_owner_and_attributes(change: Change, st: os.stat_result) -> bool:
+    """Say whether a file has them again; only root can give owners back."""
+    if effective_user() == 0 and (st.st_uid, st.st_gid) != (change.uid, change.gid):
+        return False
+    return not change.xattrs or change.xattrs.items() <= read_attributes(change.path).items()
 
 
 def _is_out_of_trash(volume: Volume, digest: str) -> bool:
@@ -67,14 +82,45 @@ def _is_blob(volume: Volume, digest: str, st: os.stat_result) -> bool:
         return False
 
 
+def told_apart(changes: Iterable[Change]) -> dict[tuple[str, int], int]:
+    """Number the files that had one inode number: it is used again when a file is gone.
+
+    The names of an inode are replaced one after the other, each with one link less than the last;
+    whatever does not go on like that is another file.
+    """
+    last: dict[tuple[str | None, int | None, str], tuple[int, int]] = {}
+    files: dict[tuple[str, int], int] = {}
+    for change in changes:
+        if change.op == "replace" and change.state != "back":
+            key = (change.filesystem, change.inode, change.digest)
+            number, links = last.get(key, (0, 0))
+            if change.links != links - 1:
+                number += 1
+            last[key] = (number, change.links or 1)
+            files[change.batch, change.n] = number
+    return files
+
+
+def twin_key(change: Change, files: Mapping[tuple[str, int], int]) -> TwinKey:
+    """Name the file a path stood for before it was replaced; `files` are `told_apart`."""
+    number = files.get((change.batch, change.n), 0)
+    return change.filesystem, change.inode, change.digest, number
+
+
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:
-    """Return what undoing needs: own bytes for replaced files and adopted ones still shared."""
-    ours = [change for change in changes if is_our_link(volume, change)]
+    """Return what undoing needs: own bytes for replaced, adopted and reflinked files that share."""
+    shared = [c for c in changes if c.op == "share" and has_shared_blocks(c)]
+    ours = [c for c in changes if c.op != "share" and is_our_link(volume, c)]
     leaving = Counter(change.digest for change in ours if change.op in ("replace", "place"))
-    needed = 0
+    needed = sum(change.size for change in shared)
+    files = told_apart(volume.journal.changes())
+    replaced: set[TwinKey] = set()
     for change in ours:
         if change.op == "replace":
-            needed += change.size
+            # All names of a file get one copy.
+            key = twin_key(change, files)
+            needed += 0 if key in replaced else change.size
+            replaced.add(key)
         elif change.op == "adopt":
             links = os.lstat(change.path).st_nlink - leaving[change.digest]
             needed += change.size if links > links_with_store(change) else 0

@@ -126,7 +126,42 @@ CREATE TABLE volumes (
 ) WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1,)
+# Sightings by directory: a path is written once for all files in it, and one look-up gives what was
+# seen there. What version 1 had seen is forgotten: the next scan sees it again.
+_VERSION_2 = """
+DROP TABLE sightings;
+UPDATE folders SET walked_at = 0;
+
+CREATE TABLE filesystems (
+    id   INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE     -- filesystem_id, as in memos and links
+);
+
+CREATE TABLE directories (
+    id     INTEGER PRIMARY KEY,
+    path   BLOB NOT NULL UNIQUE,
+    folder INTEGER NOT NULL REFERENCES folders (id) ON DELETE CASCADE
+);
+CREATE INDEX directories_folder ON directories (folder);
+
+CREATE TABLE sightings (
+    directory  INTEGER NOT NULL REFERENCES directories (id) ON DELETE CASCADE,
+    name       BLOB NOT NULL,
+    size       INTEGER NOT NULL,
+    filesystem INTEGER NOT NULL REFERENCES filesystems (id),
+    inode      INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL,
+    links      INTEGER NOT NULL,
+    allocated  INTEGER NOT NULL,  -- bytes of disk blocks
+    PRIMARY KEY (directory, name)
+) WITHOUT ROWID;
+CREATE INDEX sightings_size ON sightings (size);
+
+ALTER TABLE memos ADD COLUMN sample BLOB;  -- XXH3 of head and tail, a reason to compare or not to
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2)
 """MIGRATIONS[n] turns version n into version n + 1, in one transaction."""
 
 VERSION = len(MIGRATIONS)
@@ -193,7 +228,8 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
                 connection.execute(f"PRAGMA user_version = {version + 1}")
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:  # a full disk has rolled it back already
+                connection.execute("ROLLBACK")
             raise
     if version > VERSION:
         message = f"{path} has schema {version}; this smartcache reads up to {VERSION}"

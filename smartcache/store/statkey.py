@@ -14,6 +14,9 @@ from typing import Literal, NamedTuple
 RACY_NS = 2_000_000_000
 """A file younger than this when hashed may change again within one tick (FAT ticks in 2 s)."""
 
+LATEST_NS = (1 << 63) - 1
+"""The latest time that fits into an integer of the index."""
+
 Verdict = Literal["same", "relinked", "suspect"]
 
 
@@ -26,13 +29,16 @@ class StatKey(NamedTuple):
 
     @classmethod
     def of(cls, st: os.stat_result) -> StatKey:
-        """Return the key of a stat result."""
-        return cls(st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        """Return the key of a stat result. Times after 2262, which no index can hold, are cut."""
+        return cls(st.st_size, min(st.st_mtime_ns, LATEST_NS), min(st.st_ctime_ns, LATEST_NS))
 
     def is_racy(self, now_ns: int | None = None) -> bool:
-        """Say whether a change right after `now` could leave this key as it is."""
+        """Say whether a change right after `now` could leave this key as it is.
+
+        A modification time in the future, as archives have it, could not: a write sets it to now.
+        """
         now = time.time_ns() if now_ns is None else now_ns
-        return max(self.mtime_ns, self.ctime_ns) > now - RACY_NS
+        return self.ctime_ns > now - RACY_NS or abs(now - self.mtime_ns) < RACY_NS
 
 
 def judge(*, recorded: StatKey, recorded_links: int, current: os.stat_result) -> Verdict:
@@ -44,7 +50,8 @@ def judge(*, recorded: StatKey, recorded_links: int, current: os.stat_result) ->
     """
     if StatKey.of(current) == recorded:
         return "same"
-    same_content = current.st_size == recorded.size and current.st_mtime_ns == recorded.mtime_ns
+    now = StatKey.of(current)
+    same_content = (now.size, now.mtime_ns) == (recorded.size, recorded.mtime_ns)
     if same_content and current.st_nlink != recorded_links:
         return "relinked"
     return "suspect"

@@ -34,11 +34,13 @@ from smartcache.store import verify as _verify
 from smartcache.store.adopt import Adoption, adopt_many
 from smartcache.store.digest import Algorithm, check_hex
 from smartcache.store.filesystems import mount_of, nearest_existing
+from smartcache.store.hold import Allowance
 from smartcache.store.journal import Batch
 from smartcache.store.reading import StoreReader
 from smartcache.store.records import Blob, Link, Owner, Sighting
 from smartcache.store.recovery import recover
 from smartcache.store.replace import Replacement, replace_many
+from smartcache.store.share import share_many
 
 DEFAULT_PIN = "kept"
 
@@ -148,6 +150,8 @@ class Store(StoreReader):
         owner: Owner | None = None,
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
+        allow: frozenset[Allowance] = frozenset(),
+        follow: bool = True,
         progress: Progress = silent,
     ) -> Iterator[Adoption]:
         """Adopt files of this filesystem; what cannot be adopted is yielded with its reason."""
@@ -156,7 +160,7 @@ class Store(StoreReader):
         with self.batch("add --adopt") as batch:
             yield from adopt_many(
                 self.volume, files, batch=batch, owner=owner_id, expected=expected,
-                algorithms=algorithms, progress=progress,
+                algorithms=algorithms, allow=allow, follow=follow, progress=progress,
             )  # fmt: skip
 
     # handing bytes out
@@ -192,13 +196,25 @@ class Store(StoreReader):
         return result
 
     def replace_many(
-        self, files: Iterable[tuple[str | Path, str]], *, owner: Owner | None = None
+        self,
+        files: Iterable[tuple[str | Path, str]],
+        *,
+        owner: Owner | None = None,
+        allow: frozenset[Allowance] = frozenset(),
     ) -> Iterator[Replacement]:
         """Replace (path, digest) pairs; what cannot be replaced is yielded with its reason."""
         owner_id = None if owner is None else self.record_owner(owner)
         pairs = ((Path(path), check_hex("blake3", digest)) for path, digest in files)
         with self.batch("replace") as batch:
-            yield from replace_many(self.volume, pairs, batch=batch, owner=owner_id)
+            yield from replace_many(self.volume, pairs, batch=batch, owner=owner_id, allow=allow)
+
+    def share_many(
+        self, pairs: Iterable[tuple[str | Path, str | Path, str]], *, progress: Progress = silent
+    ) -> Iterator[Replacement]:
+        """Let targets of (source, target, digest) share blocks (reflinks), or say why not."""
+        files = ((Path(a), Path(b), check_hex("blake3", digest)) for a, b, digest in pairs)
+        with self.batch("share") as batch:
+            yield from share_many(self.volume, files, batch=batch, progress=progress)
 
     def sight(
         self,
@@ -212,6 +228,16 @@ class Store(StoreReader):
         with self.volume.index.write():
             folder_id = self.volume.index.set_folder(Path(folder), program=program, given=given)
             return self.volume.index.replace_sightings(folder_id, files)
+
+    def add_folder(self, path: str | Path, *, program: str = "") -> None:
+        """Remember a folder that the user gives to smartcache: scans look at it from now on."""
+        folder = Path(os.path.realpath(path))
+        self.volume.index.set_folder(folder, program=program, given=True, walked=False)
+
+    def drop_folder(self, path: str | Path) -> bool:
+        """Forget a folder and what was seen in it; no file is touched. False: it was not known."""
+        index = self.volume.index
+        return index.drop_folder(_absolute(path)) or index.drop_folder(Path(os.path.realpath(path)))
 
     # keeping and letting go
 
@@ -295,6 +321,15 @@ class Store(StoreReader):
     def rebuild(self, *, progress: Progress = silent) -> int:
         """Make the index again from the disk; `prune` is careful until the next scan."""
         return _rebuild.rebuild(self.volume, progress=progress)
+
+    @property
+    def has_lost_links(self) -> bool:
+        """Whether the index was made again and no scan has looked for forgotten links since."""
+        return self.volume.index.note(_prune.REBUILT) is not None
+
+    def record_symlinks(self, paths: Iterable[Path]) -> None:
+        """Record symlinks to blobs that were found: they keep what they point at."""
+        _links.record_symlinks(self.volume, paths)
 
     def confirm_links(self) -> None:
         """Say that a scan has found the links again after a rebuild: `prune` may run."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,11 +34,19 @@ from smartcache.store.owners import (
     living_symlinks,
 )
 from smartcache.store.proof import checked
-from smartcache.store.restored import is_our_link, is_restored, links_with_store, needed_bytes
+from smartcache.store.restored import (
+    TwinKey,
+    is_our_link,
+    is_restored,
+    links_with_store,
+    needed_bytes,
+    told_apart,
+    twin_key,
+)
 from smartcache.store.schema import signed
+from smartcache.store.share import give_own_blocks
 from smartcache.store.volume import Volume, has_row
 
-TwinKey = tuple[str | None, int | None, str]
 _LEFT_ALONE = "changed, replaced or removed by somebody else since; left as it is"
 
 
@@ -58,6 +67,14 @@ class Undoing:
     twins: dict[TwinKey, Path]
     old_names: dict[tuple[str, int | None], set[Path]]
     """The names that adopted inodes had before, by digest and inode."""
+    files: dict[tuple[str, int], int]
+    """Which file of those that had its inode number, one after the other, a change was made to."""
+    joined: set[Path]
+    """Names that the store made links of blobs; every other name of an inode it had before."""
+
+    def twin_key(self, change: Change) -> TwinKey:
+        """Name the file a path stood for before it was replaced."""
+        return twin_key(change, self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +156,14 @@ def _execute(volume: Volume, plan: UndoPlan, progress: Progress) -> list[Undone]
 
 def new_undoing(volume: Volume, batch: Batch) -> Undoing:
     """Begin a run of undo with what the journal knows of files that belong together."""
-    undoing = Undoing(batch=batch, twins={}, old_names={})
-    for change in volume.journal.changes():
+    changes = volume.journal.changes()
+    files = told_apart(changes)
+    undoing = Undoing(batch=batch, twins={}, old_names={}, files=files, joined=set())
+    for change in changes:
         if change.op == "replace" and change.state == "undone" and change.path.is_file():
-            undoing.twins[twin_key(change)] = change.path
+            undoing.twins[undoing.twin_key(change)] = change.path
+        elif change.op in ("place", "replace") and change.state in ("begun", "done"):
+            undoing.joined.add(change.path)
         elif change.op == "adopt":
             names = undoing.old_names.setdefault((change.digest, change.inode), set())
             names.add(change.path)
@@ -156,6 +177,7 @@ def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
         "move": lambda: _undo_move(volume, change, undoing),
         "place": lambda: _undo_place(volume, change, undoing.batch),
         "replace": lambda: _undo_replace(volume, change, undoing),
+        "share": lambda: _undo_share(change, undoing.batch),
         "forget": lambda: _undo_forget(volume, change),
     }
     try:
@@ -176,25 +198,41 @@ def _tidy(volume: Volume, change: Change, undoing: Undoing) -> str:
         _release_pin(volume, change, undoing.batch)
     if change.op != "forget":
         volume.index.drop_link(change.path)
-        undoing.twins[twin_key(change)] = change.path
+        undoing.twins[undoing.twin_key(change)] = change.path
     return ""
-
-
-def twin_key(change: Change) -> TwinKey:
-    """Name the file a path stood for before it was replaced."""
-    return change.filesystem, change.inode, change.digest
 
 
 def _undo_replace(volume: Volume, change: Change, undoing: Undoing) -> str:
     if not is_our_link(volume, change):
         return _LEFT_ALONE
-    key = twin_key(change)
-    twin = undoing.twins.get(key)
+    key = undoing.twin_key(change)
+    twin = undoing.twins.get(key) or _old_file(volume, change)
     if twin is None or not link_to_twin(volume, change, twin, undoing.batch):
         give_own_copy(volume, change, undoing.batch)
         undoing.twins[key] = change.path
     reached("undo: own bytes")
     volume.index.drop_link(change.path)
+    return ""
+
+
+def _old_file(volume: Volume, change: Change) -> Path | None:
+    """Return another name of the very file that was replaced, if it was seen and is still there."""
+    if (change.links or 1) == 1 or change.inode is None or change.filesystem is None:
+        return None
+    wanted = (change.size, change.mtime_ns, change.mode, change.uid, change.gid)
+    for path in volume.index.paths_of(change.filesystem, change.inode):
+        with suppress(OSError):
+            st = os.lstat(path)
+            found = (st.st_size, st.st_mtime_ns, st.st_mode & 0o7777, st.st_uid, st.st_gid)
+            if st.st_ino == change.inode and found == wanted and stat.S_ISREG(st.st_mode):
+                return path
+    return None
+
+
+def _undo_share(change: Change, batch: Batch) -> str:
+    """Give a file its own blocks again; one that was changed since has them by copy-on-write."""
+    give_own_blocks(change, batch)
+    reached("undo: own bytes")
     return ""
 
 
@@ -239,6 +277,7 @@ def _is_alone(volume: Volume, change: Change, source: str, undoing: Undoing) -> 
     links = [] if blob is None else volume.index.links_of(blob.id)
     return not any(
         link.kind == "hardlink"
+        and link.path in undoing.joined
         and link.path not in old_names
         and link.inode == signed(st.st_ino)
         and link_liveness(volume, link) == "live"
@@ -254,7 +293,7 @@ def _restore_mode(change: Change) -> str:
         return _LEFT_ALONE
     if change.mode is None or st.st_ino != change.inode:
         return _LEFT_ALONE
-    if stat.S_IMODE(st.st_mode) not in (change.mode, change.mode & ~0o222):
+    if stat.S_IMODE(st.st_mode) not in (change.mode, change.mode & 0o555):
         return _LEFT_ALONE  # somebody chose another mode since
     if st.st_nlink > (change.links or 1):
         return "it shares its bytes with other files, so it stays read-only"

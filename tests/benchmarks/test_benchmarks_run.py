@@ -23,3 +23,43 @@ def test_the_store_benchmark_prints_every_figure(tmp_path: Path) -> None:
     wanted = ("hash", "adopt", "replace", "place", "put", "open", "df", "memory", "import")
     assert all(any(job.startswith(word) for job in jobs) for word in wanted), jobs
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dedup_benchmark_prints_every_figure_and_finds_what_there_is(tmp_path: Path) -> None:
+    """Peers that are not installed are left out; we are measured anyway."""
+    command = [sys.executable, str(SCRIPTS / "dedup.py"), "--json", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--scale", "0.002", "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    jobs = [row["job"] for row in printed["rows"]]
+    wanted = (
+        "find duplicates, first time",
+        "find again, nothing changed",
+        "find again, one file changed",
+        "link duplicates, nothing known before",
+        "link duplicates, after a scan",
+        "scan 20 files beside 2,000 sightings",
+        "find the duplicates among 2,000 sightings",
+    )
+    assert all(job in jobs for job in wanted), jobs
+    assert not [note for note in printed["notes"] if note.startswith("smartcache finds")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dedup_benchmark_uses_a_kept_tree_again_and_refuses_another(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "dedup.py"), "--child", "make", "--files", "20"]
+    command += ["--folder", str(tmp_path / "tree")]
+    made = subprocess.run([*command, "--size", "90000"], capture_output=True, text=True, check=True)
+    again = subprocess.run(
+        [*command, "--size", "90000"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(again.stdout) == json.loads(made.stdout)
+    other = subprocess.run(
+        [*command, "--size", "80000"], capture_output=True, text=True, check=False
+    )
+    assert "was made with other arguments" in other.stderr

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from smartcache.folders import apps
 from tests.cli.running import Here, Smartcache
+from tests.folders.trees import VARIABLES, Machine, make_machine
 from tests.store.files import OTHER, WEIGHTS, write
 
 
@@ -30,6 +32,20 @@ def models(tmp_path: Path) -> Path:
     write(folder / "b.safetensors", WEIGHTS)
     write(folder / "sub" / "c.gguf", OTHER)
     return folder
+
+
+@pytest.fixture
+def machine(own_places: None) -> Machine:
+    """A home with the folders of every program, and many duplicates in them."""
+    return make_machine(Path.home())
+
+
+@pytest.fixture
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is discovered that lies outside the home of the test."""
+    monkeypatch.setattr(apps, "ROOT", tmp_path / "root")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -11,16 +11,42 @@ import pytest
 
 import smartcache
 from smartcache.cli import main
-from smartcache.cli._command import Command
+from smartcache.cli._command import Command, Group
 from tests.cli.running import ROOT, Here
 
 CONTEXT = click.Context(main)
 NAMES = main.list_commands(CONTEXT)
 
 
-def load(name: str) -> Command:
-    command = main.get_command(CONTEXT, name)
-    assert isinstance(command, Command)
+def find(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command meant by the first words, and the words that follow."""
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        found = command.get_command(CONTEXT, words[0])
+        assert found is not None, words
+        command, words = found, words[1:]
+        if not words:
+            break
+    return command, words
+
+
+def leaves() -> list[str]:
+    """Every command that does something: "ls", "folders add"."""
+    found = []
+    for name in NAMES:
+        command, _ = find([name])
+        below = list(command.commands) if isinstance(command, click.Group) else [""]
+        found += [f"{name} {each}".strip() for each in below]
+    return found
+
+
+LEAVES = leaves()
+
+
+def load(name: str) -> Command | Group:
+    command, rest = find(name.split())
+    assert isinstance(command, Command | Group)
+    assert not rest
     return command
 
 
@@ -39,16 +65,25 @@ def test_the_list_says_what_the_command_says(name: str, sc: Here) -> None:
     assert line.split(maxsplit=1)[1] == (load(name).help or "").splitlines()[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LEAVES)
 def test_every_command_has_help_with_examples_and_the_common_options(name: str, sc: Here) -> None:
-    text = sc(name, "-h").stdout
-    assert text == sc(name, "--help").stdout
+    text = sc(*name.split(), "-h").stdout
+    assert text == sc(*name.split(), "--help").stdout
     assert text.startswith(f"Usage: smartcache {name} ")
     for part in ("Examples:", "--json", "-q, --quiet"):
         assert part in text
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_command_with_commands_below_lists_them_with_examples(sc: Here) -> None:
+    text = sc("folders", "-h").stdout
+    assert text == sc("folders").stdout == sc("folders", "--help").stdout
+    assert text.startswith("Usage: smartcache folders ")
+    listed = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == ["add", "ls", "rm"]
+    assert "Examples:" in text
+
+
+@pytest.mark.parametrize("name", [*LEAVES, "folders"])
 def test_every_example_can_be_typed(name: str) -> None:
     for line, _ in load(name).examples:
         inner = line.partition("$(")[2].partition(")")[0]
@@ -57,11 +92,11 @@ def test_every_example_can_be_typed(name: str) -> None:
             words = shlex.split(text)
             if words[0] != "smartcache":
                 continue
-            command = load(words[1])
-            command.make_context(words[1], words[2:], resilient_parsing=False, obj=None)
+            command, rest = find(words[1:])
+            command.make_context(command.name, rest, resilient_parsing=False, obj=None)
 
 
-@pytest.mark.parametrize("name", ["add", "link", "pin", "unpin", "rm", "prune", "undo"])
+@pytest.mark.parametrize("name", ["add", "link", "pin", "unpin", "rm", "prune", "undo", "dedup"])
 @pytest.mark.parametrize("option", ["--dry-run", "--yes", "-n", "-y"])
 def test_what_changes_files_can_be_tried_and_scripted(name: str, option: str) -> None:
     assert option in {text for parameter in load(name).params for text in parameter.opts}
@@ -78,6 +113,11 @@ def test_gc_is_another_name_of_prune(sc: Here) -> None:
         (["prun"], "No such command 'prun'. Did you mean 'prune'?", "'smartcache -h' shows"),
         (["--nonsense"], "No such option", "'smartcache -h' shows"),
         (["ls", "--nonsense"], "No such option", "'smartcache ls -h' shows"),
+        (["folders", "ad"], "No such command 'ad'. Did you mean 'add'?", "'smartcache folders -h'"),
+        (["folders", "add"], "Missing argument 'PATH...'", "'smartcache folders add -h'"),
+        (["scan", "--only", "x"], "no program is called 'x'", "Known are Hugging Face, ComfyUI"),
+        (["scan", "--min-size", "x"], "not a size: 'x'", "500MB"),
+        (["dedup", "--allow", "all"], "Invalid value for '--allow'", "'smartcache dedup -h'"),
         (["ls", "word"], "Got unexpected extra argument", "'smartcache ls -h' shows"),
         (["add"], "Missing argument 'FILE...'", "'smartcache add -h' shows"),
         (["ls", "--json", "-q"], "--json and --quiet exclude each other", "'smartcache ls -h'"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from smartcache.cli._json import encoded, plain
 from smartcache.cli._output import printable
-from smartcache.cli._tables import Column, render, shortened, text_width
+from smartcache.cli._tables import Column, cut, render, shortened, text_width
 from smartcache.store.records import Trust
 from tests.cli.running import Here, Smartcache
 
@@ -74,6 +74,17 @@ class TestTables:
     @given(st.text(), st.integers(min_value=2, max_value=60))
     def test_what_is_cut_fits(self, text: str, width: int) -> None:
         assert text_width(shortened(text, width)) <= max(width, 0)
+
+    def test_of_a_path_that_ends_with_a_hash_the_hash_goes_first(self) -> None:
+        path = f"~/hub/models--org--name/blobs/{'0123456789abcdef' * 4}"
+        assert shortened(path, 60) == "~/hub/models--org--name/blobs/01234567…"
+        assert shortened(path, len(path)) == path
+        assert shortened(path, 30).endswith("/blobs/01234567…")
+
+    def test_a_heading_is_cut_at_its_end(self) -> None:
+        assert cut("Stable Diffusion XL", 10) == "Stable Di…"
+        assert cut("SDXL", 4) == "SDXL"
+        assert text_width(cut("日本語モデル", 6)) <= 6
 
 
 class TestNames:

@@ -45,7 +45,7 @@ def test_a_bar_shows_how_far_how_fast_and_how_long(drawn: list[str]) -> None:
     with bars("Hashing", 4 * GIGABYTE, "bytes") as job:
         job.advance(GIGABYTE)
         line = wait_for(drawn, "25%")
-    assert line.startswith("Hashing  [######------------------]  25%  1 GB/4 GB  ")
+    assert line.startswith("Hashing  [####------------]  25%  1 GB/4 GB  ")
     assert re.search(r"/s  \d+ \w+ left", line)
     assert drawn[-1] == ""
 

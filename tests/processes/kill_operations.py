@@ -127,6 +127,34 @@ def _replace(*names: str) -> Callable[[World, Store], None]:
     return run
 
 
+# share
+
+
+def _before_share(world: World, store: Store) -> None:
+    """Some have a blob as their source, some a user's file; one has two names."""
+    adopted(world, store, "one.bin", LARGE)
+    world.write("same.bin", LARGE, mode=0o664)
+    world.write("again.bin", LARGE, mode=0o444)
+    world.write("two.bin", MEDIUM, mode=0o600)
+    world.write("second.bin", MEDIUM)
+    world.link("twin.bin", to="second.bin")
+
+
+SHARED = {"same.bin": "one.bin", "again.bin": "one.bin", "second.bin": "two.bin"}
+
+
+def _share(world: World, store: Store) -> None:
+    files = [(world.at(a), world.at(b), world.digests[b]) for b, a in SHARED.items()]
+    for result in store.share_many(files):
+        if result.error is not None:
+            raise result.error
+
+
+def _before_undoing_shares(world: World, store: Store) -> None:
+    _before_share(world, store)
+    _share(world, store)
+
+
 # place
 
 
@@ -360,6 +388,8 @@ OPERATIONS = [
         prepare=_before_replace_twins,
         run=_replace("same.bin", "again.bin", "second.bin", "twin.bin"),
     ),
+    Operation(name="share", prepare=_before_share, run=_share, needs_reflinks=True),
+    Operation(name="undo shares", prepare=_before_undoing_shares, run=_undo, needs_reflinks=True),
     Operation(name="rm", prepare=_before_forget, run=_forget(to_trash=True)),
     Operation(name="rm for good", prepare=_before_forget, run=_forget(to_trash=False)),
     Operation(name="prune", prepare=_before_prune, run=_prune),

@@ -16,6 +16,7 @@ from typing import Self
 from blake3 import blake3
 
 from smartcache.config import load_settings
+from smartcache.store.kernel import extents
 from smartcache.store.layout import Layout
 from smartcache.store.store import Store
 
@@ -37,10 +38,13 @@ class World:
 
     `allowed` says for every name which contents it may have from the start of the
     operation on (None: it may be absent). `spoiled` are the blobs that the operation is to heal;
-    `may_share`: files may go on sharing bytes when there is no store any more.
+    `may_share`: files may go on sharing bytes when there is no store any more. `has_reflinks`: it
+    lies on a filesystem where files can share blocks; `inodes` are those the user's files had.
     """
 
-    def __init__(self, directory: Path, elsewhere: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, elsewhere: Path | None = None, *, has_reflinks: bool = False
+    ) -> None:
         self.directory = directory
         self.elsewhere = elsewhere
         self.files = directory / "files"
@@ -51,6 +55,8 @@ class World:
         self.digests: dict[str, str] = {}
         self.spoiled: set[str] = set()
         self.may_share = False
+        self.has_reflinks = has_reflinks
+        self.inodes: set[int] = set()
         for place in filter(None, (directory, elsewhere)):
             place.mkdir(parents=True)
         for folder in self.folders.values():
@@ -104,6 +110,7 @@ class World:
         mtime_ns = SETTLED_NS + len(self.originals) * 1_000_000_007
         path.chmod(mode)
         os.utime(path, ns=(mtime_ns, mtime_ns))
+        self.inodes.add(path.stat().st_ino)
         self.originals[name] = Original(data, mode, mtime_ns)
         self.allowed[name] = {data}
         self.digests[name] = blake3(data).hexdigest()
@@ -141,6 +148,7 @@ class Operation:
     run: Callable[[World, Store], None]
     spoil: Callable[[World], None] | None = None
     needs_elsewhere: bool = False
+    needs_reflinks: bool = False
     ends_store: bool = False
 
     def __str__(self) -> str:
@@ -194,6 +202,8 @@ def state_of(world: World, store: Store | None) -> State:
             continue
         data = zlib.crc32(path.read_bytes())
         state.files[name] = (data, oct(stat.S_IMODE(st.st_mode)), st.st_mtime_ns)
+        if world.has_reflinks:
+            state.files[name] += (st.st_ino in world.inodes, _shared_size(path))
         inodes.setdefault((st.st_dev, st.st_ino), set()).add(name)
     if store is not None:
         names = {digest: name for name, digest in reversed(world.digests.items())}
@@ -205,6 +215,11 @@ def state_of(world: World, store: Store | None) -> State:
         _remembered(state, store, names)
     state.shared = {frozenset(group) for group in inodes.values() if len(group) > 1}
     return state
+
+
+def _shared_size(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(e.length for e in extents(file.fileno()) or () if e.is_shared)
 
 
 def _remembered(state: State, store: Store, names: dict[str, str]) -> None:

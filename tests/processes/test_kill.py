@@ -22,6 +22,7 @@ from tests.processes.kill_openings import OPENINGS
 from tests.processes.kill_operations import OPERATIONS
 from tests.processes.kill_worlds import Operation, World
 from tests.processes.killing import Moment, points_of, states_of
+from tests.store.reflink_disks import reflink_disk
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="fork and SIGKILL")
 
@@ -32,8 +33,12 @@ NewWorld = Callable[[], World]
 
 @pytest.fixture
 def new_world(operation: Operation, tmp_path: Path) -> Iterator[NewWorld]:
-    """Makes directories for one case each, on two filesystems where the operation needs them."""
+    """Makes directories for one case each, on the filesystems that the operation needs."""
     numbers = itertools.count()
+    if operation.needs_reflinks:
+        with reflink_disk("btrfs", tmp_path) as disk:
+            yield lambda: World(disk / f"world{next(numbers)}", has_reflinks=True)
+        return
     if not operation.needs_elsewhere:
         yield lambda: World(tmp_path / f"world{next(numbers)}")
         return

@@ -77,7 +77,7 @@ def in_own_namespace(work: Callable[[], T]) -> T:
 
     def run() -> tuple[str, T | None]:
         try:
-            _enter_namespace()
+            enter_namespace()
         except (CannotMountError, OSError) as error:
             return str(error), None
         return "", work()
@@ -89,7 +89,8 @@ def in_own_namespace(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # None only if that is what `work` returned
 
 
-def _enter_namespace() -> None:
+def enter_namespace() -> None:
+    """Let what this process mounts from now on be seen by it and its children only."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         _call("unshare", _NEW_NAMESPACE)

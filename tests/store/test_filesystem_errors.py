@@ -218,7 +218,7 @@ def test_a_job_on_a_full_disk_does_nothing_and_works_when_there_is_space(
 
 def test_a_store_cannot_be_made_on_a_full_disk(tmp_path: Path) -> None:
     def make() -> list[str]:
-        disk = Disk(tmp_path / "disk", 40 * PAGE)
+        disk = Disk(tmp_path / "disk", 60 * PAGE)
         disk.fill()
         with pytest.raises(NoSpaceError):
             Store(disk.point / "store")
@@ -231,7 +231,7 @@ def test_a_store_cannot_be_made_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_placing_on_a_full_disk_leaves_nothing_there(tmp_path: Path) -> None:
     def place() -> list[str]:
-        disk = Disk(tmp_path / "disk", 40 * PAGE)
+        disk = Disk(tmp_path / "disk", 60 * PAGE)
         with Store(tmp_path / "store") as store:
             digest = store.put_stream([DATA]).digest
             (disk.point / "old.safetensors").write_bytes(b"old")
@@ -350,7 +350,7 @@ def test_a_store_on_a_read_only_disk_says_so(tmp_path: Path) -> None:
 
 def test_placing_on_a_read_only_disk_says_so(tmp_path: Path) -> None:
     def place() -> list[str]:
-        disk = Disk(tmp_path / "disk", 40 * PAGE)
+        disk = Disk(tmp_path / "disk", 60 * PAGE)
         disk.make_read_only()
         with Store(tmp_path / "store") as store:
             digest = store.put_stream([DATA]).digest

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -362,9 +363,11 @@ def version_of(path: Path) -> int:
 
 
 def tables_of(path: Path) -> dict[str, str]:
+    """The schema by name, without comments: SQLite keeps those of a script, the store has none."""
     connection = sqlite3.connect(path)
     try:
-        return dict(connection.execute("SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL"))
+        rows = connection.execute("SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL")
+        return {name: " ".join(re.sub("--[^\n]*", "", sql).split()) for name, sql in rows}
     finally:
         connection.close()
 

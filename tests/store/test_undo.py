@@ -45,6 +45,12 @@ def adopt_two_names(store: Store, folder: Path) -> None:
     store.adopt(folder / "two names, one")
 
 
+def adopt_one_name_and_replace_the_other(store: Store, folder: Path) -> None:
+    """The other name is a link already: nothing is done to it, and undo must not split the two."""
+    adopt_two_names(store, folder)
+    store.replace(folder / "two names, two", digest_of(OTHER))
+
+
 def replace(store: Store, folder: Path) -> None:
     store.put_stream([WEIGHTS])
     store.replace(folder / "b.safetensors", DIGEST)
@@ -98,6 +104,7 @@ def everything(store: Store, folder: Path) -> None:
 SCENARIOS = [
     adopt,
     adopt_two_names,
+    adopt_one_name_and_replace_the_other,
     replace,
     replace_two_names,
     adopt_and_replace,

@@ -1,0 +1,188 @@
+"""What `scan`, `dedup`, `report` and `folders` share: their options, and how groups are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from smartcache.cli._command import FILE, size
+from smartcache.cli._failures import BadValueError
+from smartcache.cli._output import out
+from smartcache.cli._tables import Column, text_width
+from smartcache.cli._words import counted
+from smartcache.errors import StoreError
+from smartcache.folders.records import Copy, Group, ModelFolder, Problem
+from smartcache.report.naming import Naming, from_home
+from smartcache.report.roles import Role, roles
+from smartcache.sizes import format_size
+
+_F = TypeVar("_F", bound=Callable[..., object])
+MIN_SIZE = "1MiB"
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_MOST_NAMED = 5
+_MOST_PATHS = 10
+_COPIES = (Column(title=""), Column(title=""), Column(title="", gives_way=True))
+"""Role, program (left out if none has one), path."""
+
+
+def program(text: str) -> str:
+    """Read the value of an option that names a program, however it is written."""
+    from smartcache.folders.apps import PROGRAMS
+
+    known = {_letters(each): each for each in PROGRAMS}
+    if _letters(text) not in known:
+        raise BadValueError(
+            f"no program is called {text!r}", hint=f"Known are {', '.join(PROGRAMS)}."
+        )
+    return known[_letters(text)]
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text.casefold()))
+
+
+def chooses_files(function: _F) -> _F:
+    """Add the folders to look at, and the options that leave files out."""
+    for add in (
+        click.option(
+            "--any-file", is_flag=True,
+            help="Count files of every kind, also those that programs edit in place (databases, "
+            "logs, texts).",
+        ),
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB",
+            help="Leave out files and folders whose name or path matches. Repeatable.",
+        ),
+        chooses_folders,
+    ):  # fmt: skip
+        function = add(function)
+    return function
+
+
+def chooses_folders(function: _F) -> _F:
+    """Add the folders to look at, and the least size that matters."""
+    for add in (
+        click.option(
+            "--only", type=program, multiple=True, metavar="PROGRAM",
+            help="Only the folders of this program. Repeatable.",
+        ),
+        click.option(
+            "--min-size", type=size, default=MIN_SIZE, metavar="SIZE", show_default=True,
+            help="Leave smaller files out of comparisons.",
+        ),
+        click.argument("folders", metavar="[FOLDER]...", nargs=-1, type=FILE),
+    ):  # fmt: skip
+        function = add(function)
+    return function
+
+
+def existing(words: tuple[Path, ...]) -> list[Path]:
+    """Return the folders a user means; one that does not exist is an error before anything."""
+    for word in words:
+        os.stat(word)
+        if not word.is_dir():
+            raise StoreError(f"{word} is no folder", hint="Name the folder it is in.")
+    return [Path(os.path.abspath(word)) for word in words]
+
+
+def remembered(_: object) -> str:
+    """Say, when a scan is interrupted, that it was not in vain."""
+    return "What was read is remembered: the next scan goes on from there."
+
+
+def warn_of(warnings: Iterable[str], problems: tuple[Problem, ...]) -> None:
+    """Say what was strange and what could not be looked at; the first of many, and their number."""
+    for text in dict.fromkeys(warnings):
+        out.warn(text)
+    for problem in problems[:_MOST_NAMED]:
+        out.warn(f"{from_home(problem.path)}: {problem.reason}")
+    if problems:
+        places = counted(len(problems), "place")
+        out.warn(f"{places} could not be looked at; figures are without what is there")
+
+
+Block = tuple[str, list[list[str]]]
+"""A group as it is shown: a heading, and of each path its role, its program and itself."""
+
+
+def heading(
+    group: Group, copies: int, freeable: int, naming: Naming, *, is_likely: bool = False
+) -> str:
+    """Return the line above the paths of a group, or of those of its copies that matter."""
+    likely = "likely " if is_likely else ""
+    gain = f", {likely}{format_size(freeable)} to free" if freeable else ""
+    return f"{format_size(group.size)} {_TIMES} {copies}{gain}: {naming.of(group)}"
+
+
+def show_blocks(blocks: list[Block], *, every_path: bool, as_talk: bool) -> None:
+    """Show groups of copies, a blank line before each, the columns of all in line."""
+    widths = [
+        max((text_width(row[column]) for _, rows in blocks for row in rows), default=0)
+        for column in (0, 1)
+    ]
+    for head, rows in blocks:
+        out.line(as_talk=as_talk)
+        out.heading(head, as_talk=as_talk)
+        shown = rows if every_path or len(rows) <= _MOST_PATHS else rows[: _MOST_PATHS - 1]
+        padded = [[f"  {row[0]:{widths[0]}}", f"{row[1]:{widths[1]}}", row[2]] for row in shown]
+        if not widths[1]:
+            out.table(_COPIES[1:], (row[::2] for row in padded), as_talk=as_talk)
+        else:
+            out.table(_COPIES, padded, as_talk=as_talk)
+        if len(rows) > len(shown):
+            out.line(f"  ... and {len(rows) - len(shown):,} more", as_talk=as_talk)
+
+
+def copy_rows(group: Group) -> Iterator[list[str]]:
+    """Go through the paths of a group with their roles, the one that stays first."""
+    for copy, role in roles(group):
+        for number, name in enumerate(copy.names):
+            word = "same file" if number and role != "duplicate" else role
+            yield [word, name.folder.program, from_home(name.path)]
+
+
+def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> dict[str, object]:
+    """Return everything known of a group, for programs."""
+    known = naming.of(group)
+    return {
+        "digest": None if is_likely else group.digest,
+        "name": known.name,
+        "title": known.title,
+        "size": group.size,
+        "freeable": group.freeable,
+        "elsewhere": group.elsewhere,
+        "editable": group.editable,
+        "copies": [_copy_document(copy, role) for copy, role in roles(group)],
+    }
+
+
+def _copy_document(copy: Copy, role: Role) -> dict[str, object]:
+    return {
+        "role": role,
+        "filesystem": copy.filesystem,
+        "inode": copy.inode,
+        "links": copy.links,
+        "outside_names": copy.outside_names,
+        "allocated": copy.allocated,
+        "mtime_ns": copy.mtime_ns,
+        "is_blob": copy.is_blob,
+        "shares_with": copy.shares_with,
+        "names": [
+            {"path": name.path, "folder": name.folder.path, "program": name.folder.program}
+            for name in copy.names
+        ],
+    }
+
+
+def folder_document(folder: ModelFolder) -> dict[str, object]:
+    """Return a folder for programs."""
+    return {
+        "path": folder.path,
+        "program": folder.program,
+        "found_by": folder.found_by,
+        "is_given": folder.is_given,
+    }

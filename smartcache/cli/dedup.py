@@ -1,0 +1,260 @@
+"""Replacing duplicates by links: `dedup`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import asks, command
+from smartcache.cli._failures import FAILED
+from smartcache.cli._folders import (
+    chooses_files,
+    existing,
+    group_document,
+    heading,
+    remembered,
+    show_blocks,
+    warn_of,
+)
+from smartcache.cli._output import out
+from smartcache.cli._progress import bars
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import counted
+from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan, Skip, plan_dedup
+from smartcache.folders.records import Scan
+from smartcache.folders.scan import folders_to_scan, scan
+from smartcache.report.naming import Naming, from_home
+from smartcache.sizes import format_size
+from smartcache.store.hold import Allowance
+from smartcache.store.store import Store
+
+_MOST_SHOWN = 5
+_ALLOWANCES: tuple[Allowance, ...] = ("owner", "mode", "xattr")
+_SKIPPED = (Column(title=""), Column(title="", gives_way=True))
+
+
+@command(
+    "dedup",
+    examples=(
+        ("smartcache dedup --dry-run", "what would be done, and what it would free"),
+        ("smartcache dedup", "shows the plan, asks, does it"),
+        ("smartcache dedup ~/ComfyUI ~/stable-diffusion-webui", "these folders"),
+        ("smartcache dedup --only ollama --only 'lm studio' -y", "without asking"),
+        ("smartcache undo --last", "take it back"),
+    ),
+)
+@chooses_files
+@click.option(
+    "--keep-writable/--read-only", default=None,
+    help="Share by reflinks, which leave files writable, and skip where there are none; or by hard "
+    "links, which make them read-only.  [default: as set, else --read-only]",
+)  # fmt: skip
+@click.option(
+    "--allow", type=click.Choice(_ALLOWANCES), multiple=True,
+    help="Link files though their owner, mode or extended attributes differ. Repeatable.",
+)  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Show every group and every skipped file.")
+@asks
+@click.pass_context
+def dedup_command(
+    ctx: click.Context,
+    *,
+    folders: tuple[Path, ...],
+    min_size: int,
+    exclude: tuple[str, ...],
+    any_file: bool,
+    only: tuple[str, ...],
+    keep_writable: bool | None,
+    allow: tuple[Allowance, ...],
+    verbose: bool,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Replace duplicate files by links, in place, undoably.
+
+    Every path stays, with the same bytes: several paths share one file on disk. Nothing is moved or
+    deleted, and 'smartcache undo' gives each file its own bytes back. Only files proven equal in
+    full are replaced, and never one that somebody has open for writing. With -q, prints the id for
+    'smartcache undo'.
+    """
+    session = ctx.ensure_object(Session)
+    given = existing(folders)
+    session.how_far = remembered
+    with session.store(create=True) as store:
+        chosen, warnings = folders_to_scan(store, given, only)
+        found = scan(
+            store, chosen, min_size=min_size, exclude=exclude, any_file=any_file,
+            is_whole=not (given or only or warnings), progress=bars,
+        )  # fmt: skip
+        plan = plan_dedup(
+            store,
+            found,
+            keep_writable=store.settings.keep_writable if keep_writable is None else keep_writable,
+            allow=frozenset(allow),
+        )
+        warn_of([*warnings, *found.warnings, *plan.warnings], found.problems)
+        result: DedupResult | None = None
+        if plan.files and not dry_run:
+            if not yes and out.mode == "human":
+                _show_plan(plan, verbose=verbose, as_talk=True)
+            out.confirm(_question(plan), yes=yes)
+            result = _execute(session, store, plan)
+        out.show(
+            human=lambda: _say(found, plan, result, verbose=verbose),
+            document=lambda: _document(found, plan, result, dry_run=dry_run),
+            ids=lambda: () if result is None else result.batches,
+        )
+    if result is not None and not (result.is_complete or result.replaced):
+        ctx.exit(FAILED)
+
+
+def _question(plan: DedupPlan) -> str:
+    size = format_size(plan.freed_size)
+    return f"Replace {counted(plan.files, 'duplicate file')}, freeing {size}?"
+
+
+def _execute(session: Session, store: Store, plan: DedupPlan) -> DedupResult:
+    """Carry out a plan; when interrupted, the history says how far it came."""
+    before = {entry.id for each in store.stores() for entry in each.history()}
+
+    def how_far(stores: list[Store]) -> str:
+        made = [entry for each in stores for entry in each.history() if entry.id not in before]
+        done = sum(entry.changes for entry in made)
+        ids = " ".join(entry.id for entry in made)
+        undo = f"; 'smartcache undo {ids}' takes that back" if made else ""
+        return f"{counted(done, 'file')} changed so far{undo}, 'smartcache dedup' goes on."
+
+    session.how_far = how_far
+    result = plan.execute(progress=bars)
+    session.how_far = None
+    return result
+
+
+# the plan
+
+
+def _show_plan(plan: DedupPlan, *, verbose: bool, as_talk: bool) -> None:
+    groups = plan.groups if verbose else plan.groups[:_MOST_SHOWN]
+    naming = Naming()
+    blocks = [
+        (heading(each.group, 1 + len(each.replaced), each.freed_size, naming), _rows(each))
+        for each in groups
+    ]
+    show_blocks(blocks, every_path=verbose, as_talk=as_talk)
+    if len(plan.groups) > len(groups):
+        more = counted(len(plan.groups) - len(groups), "smaller group")
+        out.line(f"... and {more}; -v shows all", as_talk=as_talk)
+    out.line(as_talk=as_talk)
+    _show_skipped(plan.skipped, verbose=verbose, as_talk=as_talk)
+    for text in _terms(plan):
+        out.paragraph(text, indent="  ", as_talk=as_talk)
+
+
+def _rows(plan: GroupPlan) -> list[list[str]]:
+    """Return the paths of a group with what becomes of each, the survivor first."""
+    names = [name for copy in plan.group.copies for name in copy.names]
+    programs = {name.path: name.folder.program for name in names}
+    become = "link" if plan.kind == "hardlink" else "reflink"
+    roles = [("stays", plan.survivor), *((become, path) for path in plan.replaced)]
+    roles += [("left alone", each.path) for each in plan.skipped]
+    return [[role, programs.get(path, ""), from_home(path)] for role, path in roles]
+
+
+def _terms(plan: DedupPlan) -> list[str]:
+    """Return what the user should know before saying yes: one sentence or two on each matter."""
+    terms = [f"{why[:1].upper()}{why[1:]} (on {where})." for where, why in plan.kinds.items()]
+    if plan.read_only:
+        become = "file becomes" if plan.read_only == 1 else "files become"
+        terms.append(
+            f"{plan.read_only:,} {become} read-only: programs load, rename and delete them as "
+            "before, but cannot write into bytes that others share."
+        )
+    terms += [f"A volume will be made at {path}." for path in plan.new_volumes]
+    terms.append(
+        "Every path and every byte stays; a link shows the date of the file it shares. 'smartcache "
+        "undo' gives each file its own bytes, date and mode back."
+    )
+    return terms
+
+
+def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) -> None:
+    if not skipped:
+        return
+    out.heading(f"Left alone: {counted(len(skipped), 'file')}", as_talk=as_talk)
+    if verbose:
+        rows = [[f"  {each.reason}", from_home(each.path)] for each in skipped]
+        out.table(_SKIPPED, rows, as_talk=as_talk)
+        return
+    for reason, number in Counter(each.reason for each in skipped).most_common():
+        out.line(f"  {reason}: {counted(number, 'file')}", as_talk=as_talk)
+
+
+# what became of it
+
+
+def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: bool) -> None:
+    if result is not None:
+        _say_result(result, verbose=verbose)
+        return
+    if not plan.files:
+        _show_skipped(plan.skipped, verbose=verbose, as_talk=False)
+        files = counted(found.total.files, "file")
+        out.line(f"There is nothing to replace in {files}. Nothing was changed.")
+        return
+    _show_plan(plan, verbose=verbose, as_talk=False)
+    files, size = counted(plan.files, "duplicate file"), format_size(plan.freed_size)
+    out.line(f"Would replace {files} and free {size}. Nothing was changed.")
+
+
+def _say_result(result: DedupResult, *, verbose: bool) -> None:
+    _show_skipped(result.skipped, verbose=verbose, as_talk=True)
+    at_most = "at most " if result.freed_at_most else ""
+    freed = f"freed {at_most}{format_size(result.freed)}"
+    out.line(f"Replaced {counted(result.replaced, 'duplicate file')}, {freed}.")
+    if not result.is_complete:
+        out.talk("Not everything was done; run 'smartcache dedup' again to go on.")
+    if result.batches:
+        out.talk(f"To take it back: smartcache undo {' '.join(result.batches)}")
+        out.talk(
+            "Deleting a model in one program now frees its bytes only when its last name is gone "
+            "and 'smartcache prune' has run."
+        )
+
+
+def _document(
+    found: Scan, plan: DedupPlan, result: DedupResult | None, *, dry_run: bool
+) -> dict[str, object]:
+    naming = Naming()
+    skipped = plan.skipped if result is None else result.skipped
+    return {
+        "dry_run": dry_run,
+        "groups": [_group_document(each, naming) for each in plan.groups],
+        "files": plan.files,
+        "planned_size": plan.freed_size,
+        "kinds": plan.kinds,
+        "new_volumes": plan.new_volumes,
+        "read_only": plan.read_only,
+        "skipped": skipped,
+        "busy": found.busy,
+        "problems": found.problems,
+        "warnings": [*found.warnings, *plan.warnings],
+        "replaced": 0 if result is None else result.replaced,
+        "freed_size": 0 if result is None else result.freed,
+        "is_at_most": result is not None and result.freed_at_most,
+        "batches": () if result is None else result.batches,
+        "is_complete": result is None or result.is_complete,
+    }
+
+
+def _group_document(each: GroupPlan, naming: Naming) -> dict[str, object]:
+    return {
+        **group_document(each.group, naming),
+        "kind": each.kind,
+        "survivor": each.survivor,
+        "replaced": each.replaced,
+        "skipped": each.skipped,
+        "freed_size": each.freed_size,
+    }

@@ -1,0 +1,180 @@
+"""The folders that are scanned: `folders add`, `folders ls`, `folders rm`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import FILE, command, group
+from smartcache.cli._folders import existing, warn_of
+from smartcache.cli._output import out
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import ago, counted
+from smartcache.errors import StoreError
+from smartcache.folders.apps import discover, identify
+from smartcache.report.naming import from_home
+from smartcache.sizes import format_size
+from smartcache.store.records import KnownFolder
+
+_COLUMNS = (
+    Column(title="PROGRAM"),
+    Column(title="HOW"),
+    Column(title="FILES", right=True),
+    Column(title="SIZE", right=True),
+    Column(title="WALKED", right=True),
+    Column(title="FOLDER", gives_way=True),
+)
+
+
+@group(
+    "folders",
+    examples=(
+        ("smartcache folders ls", "what 'smartcache scan' looks at"),
+        ("smartcache folders add /mnt/models", "one more"),
+    ),
+)
+def folders_command() -> None:
+    """Remember more folders to scan, list or forget them.
+
+    The folders of programs are found by themselves; what lies elsewhere is added here.
+    """
+
+
+@command(
+    "add",
+    examples=(
+        ("smartcache folders add /mnt/models", "scanned from now on"),
+        ("smartcache folders add ~/work/*/checkpoints", "several"),
+    ),
+)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=FILE)
+@click.option("--force", is_flag=True, help="Take even a whole disk or home.")
+@click.pass_obj
+def add_command(session: Session, *, paths: tuple[Path, ...], force: bool) -> None:
+    """Remember folders to scan.
+
+    They count as given to smartcache: downloads may link the files in them instead of copying. No
+    file is read or changed by this.
+    """
+    folders = [Path(os.path.realpath(path)) for path in existing(paths)]
+    if not force:
+        for folder in folders:
+            _refuse_too_much(folder)
+    with session.store(create=True) as store:
+        added = {folder: identify(folder) for folder in folders}
+        for folder, program in added.items():
+            store.add_folder(folder, program=program)
+    out.show(
+        human=lambda: _say_added(added),
+        document=lambda: {
+            "folders": [{"path": path, "program": program} for path, program in added.items()]
+        },
+        ids=lambda: added,
+    )
+
+
+def _refuse_too_much(folder: Path) -> None:
+    home = Path(os.path.realpath(Path.home()))
+    if home.is_relative_to(folder):
+        what = "your home" if folder == home else "all of a system"
+        raise StoreError(
+            f"{folder} is {what}, with much that is no model",
+            hint="Name the folder with the models in it, or insist with --force.",
+        )
+
+
+def _say_added(added: dict[Path, str]) -> None:
+    for folder, program in added.items():
+        out.line(f"Added {from_home(folder)}{f' ({program})' if program else ''}.")
+    out.talk("'smartcache scan' looks at it from now on.")
+
+
+@command(
+    "ls",
+    examples=(
+        ("smartcache folders ls", "what 'smartcache scan' looks at"),
+        ("smartcache folders ls --json", "with full paths and integer bytes"),
+    ),
+)
+@click.pass_obj
+def ls_command(session: Session) -> None:
+    """List the folders that are scanned.
+
+    Given ones were added by you, discovered ones belong to a program that was found. FILES and SIZE
+    are those of the last walk.
+    """
+    found = discover()
+    known: dict[Path, KnownFolder] = {}
+    if session.has_store():
+        with session.store() as store:
+            known = {folder.path: folder for folder in store.folders()}
+    for folder in found.folders:
+        if folder.path not in known:
+            known[folder.path] = KnownFolder(
+                path=folder.path, program=folder.program, is_given=False, walked_at=None, files=0,
+                size=0,
+            )  # fmt: skip
+    warn_of(found.warnings, ())
+    out.show(
+        human=lambda: _show(list(known.values())),
+        document=lambda: {"folders": list(known.values())},
+        ids=lambda: known,
+    )
+
+
+def _show(known: list[KnownFolder]) -> None:
+    if not known:
+        out.line("No folder is known, and no program's was found.")
+        out.talk("'smartcache folders add PATH' adds one.")
+        return
+    rows = (
+        [
+            each.program or "-",
+            "given" if each.is_given else "discovered",
+            "-" if each.walked_at is None else f"{each.files:,}",
+            "-" if each.walked_at is None else format_size(each.size),
+            "never" if each.walked_at is None else ago(each.walked_at),
+            from_home(each.path),
+        ]
+        for each in known
+    )
+    out.table(_COLUMNS, rows)
+
+
+@command(
+    "rm",
+    examples=(("smartcache folders rm /mnt/models", "forget it; its files stay as they are"),),
+)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=FILE)
+@click.pass_obj
+def rm_command(session: Session, *, paths: tuple[Path, ...]) -> None:
+    """Forget folders.
+
+    No file is touched, and what was linked stays linked. The folder of a program that is still
+    there will be discovered again.
+    """
+    with session.store() as store:
+        known = {folder.path for folder in store.folders()}
+        folders = [_meant(path, known) for path in paths]
+        for folder in folders:
+            store.drop_folder(folder)
+    out.show(
+        human=lambda: out.line(f"Forgot {counted(len(folders), 'folder')}; no file was touched."),
+        document=lambda: {"folders": [{"path": path} for path in folders]},
+        ids=lambda: folders,
+    )
+
+
+def _meant(path: Path, known: set[Path]) -> Path:
+    """Return the known folder a user means; it may be gone from the disk."""
+    for each in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
+        if each in known:
+            return each
+    raise StoreError(f"{path} is not remembered", hint="'smartcache folders ls' shows what is.")
+
+
+for _command in (add_command, ls_command, rm_command):
+    folders_command.add_command(_command)

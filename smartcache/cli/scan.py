@@ -1,0 +1,230 @@
+"""Finding duplicates: `scan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import command
+from smartcache.cli._failures import BadUsageError
+from smartcache.cli._folders import (
+    chooses_files,
+    copy_rows,
+    existing,
+    folder_document,
+    group_document,
+    heading,
+    remembered,
+    show_blocks,
+    warn_of,
+)
+from smartcache.cli._output import out
+from smartcache.cli._progress import bars
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import counted
+from smartcache.folders.apps import places
+from smartcache.folders.records import Figures, Group, Scan
+from smartcache.folders.scan import folders_to_scan, scan
+from smartcache.report.naming import Naming, from_home
+from smartcache.report.roles import roles
+from smartcache.sizes import format_age, format_size
+
+_GROUPS = 10
+_FOLDERS = (
+    Column(title="PROGRAM"),
+    Column(title="FILES", right=True),
+    Column(title="SIZE", right=True),
+    Column(title="ON DISK", right=True),
+    Column(title="SHARED", right=True),
+    Column(title="DUPLICATE", right=True),
+    Column(title="FOLDER", gives_way=True),
+)
+
+
+@command(
+    "scan",
+    examples=(
+        ("smartcache scan", "the model folders of every program on this machine"),
+        ("smartcache scan ~/ComfyUI /mnt/models", "these folders"),
+        ("smartcache scan --only comfyui --only ollama", "two programs"),
+        ("smartcache scan --quick", "a first look: sizes, beginnings and ends of files"),
+        ("smartcache scan --json > duplicates.json", "every group with every path"),
+    ),
+)
+@chooses_files
+@click.option(
+    "--quick", is_flag=True, help="Compare sizes, heads and tails only: likely, unproven."
+)
+@click.option(
+    "-n", "--groups", type=click.IntRange(min=0), metavar="N",
+    help=f"Show so many groups of duplicates.  [default: {_GROUPS}]",
+)  # fmt: skip
+@click.option("--all", "everything", is_flag=True, help="Show every group with every path.")
+@click.pass_obj
+def scan_command(
+    session: Session,
+    *,
+    folders: tuple[Path, ...],
+    min_size: int,
+    exclude: tuple[str, ...],
+    any_file: bool,
+    only: tuple[str, ...],
+    quick: bool,
+    groups: int | None,
+    everything: bool,
+) -> None:
+    """Find model folders and the duplicates in them.
+
+    Looks where programs keep their models, or in the folders named, and compares what it finds by
+    content, each file once: links are never duplicates. Changes nothing; a second scan reads only
+    what is new. SIZE is what the names add up to, ON DISK the blocks in use, SHARED what other
+    folders have too, DUPLICATE what 'smartcache dedup' would free. With -q, prints the paths that
+    it would replace.
+    """
+    if everything and groups is not None:
+        raise BadUsageError("--groups and --all exclude each other", hint="Leave one out.")
+    given = existing(folders)
+    session.how_far = remembered
+    with session.store(create=True) as store:
+        chosen, warnings = folders_to_scan(store, given, only)
+        warn_of(warnings, ())
+        began = time.monotonic()
+        found = scan(
+            store, chosen, min_size=min_size, exclude=exclude, any_file=any_file, is_quick=quick,
+            is_whole=not (given or only or warnings), progress=bars,
+        )  # fmt: skip
+        seconds = time.monotonic() - began
+        warn_of(found.warnings, found.problems)
+        count = None if everything else _GROUPS if groups is None else groups
+        out.show(
+            human=lambda: _show(found, count, seconds) if chosen else _show_places(only),
+            document=lambda: _document(found, warnings),
+            ids=lambda: _duplicates(found),
+        )
+
+
+def _show_places(only: tuple[str, ...]) -> None:
+    whose = f"of {', '.join(only)} " if only else ""
+    out.line(f"No model folder {whose}was found. Looked at:")
+    rows = [[f"  {name}", from_home(path)] for name, path in places() if not only or name in only]
+    out.table((Column(title=""), Column(title="", gives_way=True)), rows)
+    out.line("Name a folder to scan it: smartcache scan FOLDER")
+
+
+def _show(found: Scan, count: int | None, seconds: float) -> None:
+    _say_what_was_read(found, seconds)
+    out.table(_FOLDERS, _folder_rows(found))
+    naming = Naming()
+    groups = [each for each in _largest(found, count) if each.freeable or each.elsewhere]
+    if groups:
+        is_likely = found.is_quick
+        blocks = [
+            (
+                heading(each, len(each.copies), each.freeable, naming, is_likely=is_likely),
+                list(copy_rows(each)),
+            )
+            for each in groups
+        ]
+        show_blocks(blocks, every_path=count is None, as_talk=False)
+    out.line()
+    more = found.groups - sum(group.freeable > 0 for group in groups)
+    if more:
+        out.line(f"... and {counted(more, 'smaller group')}; --all shows them")
+    if found.elsewhere:
+        size = format_size(found.elsewhere)
+        out.line(f"{size} more are copies on other filesystems, which links cannot free.")
+    if found.editable:
+        size = format_size(found.editable)
+        out.line(f"{size} more are files that programs edit in place; --any-file counts them too.")
+    if found.busy:
+        out.line(f"{counted(len(found.busy), 'file')} left out: somebody is writing there.")
+    out.line(_conclusion(found))
+
+
+def _largest(found: Scan, count: int | None) -> Iterable[Group]:
+    """Return groups, the most to free first."""
+    if count is not None:
+        return found.largest(count)
+    return sorted(found.largest(), key=lambda each: (-each.freeable, -each.elsewhere))
+
+
+def _say_what_was_read(found: Scan, seconds: float) -> None:
+    files = counted(found.total.files, "file")
+    folders = counted(len(found.folders), "folder")
+    empty = sum(not each.logical for each in found.folders)
+    folders += f" ({empty} empty)" if empty and empty < len(found.folders) else ""
+    read = format_size(found.hashed) if found.hashed else "nothing"
+    took = format_age(timedelta(seconds=seconds)) if seconds >= 1 else "less than a second"
+    out.talk(f"{files} in {folders}; read {read}, in {took}.")
+
+
+def _folder_rows(found: Scan) -> Iterator[list[str]]:
+    rows = [each for each in found.folders if each.logical] or list(found.folders)
+    for each in [*rows, *([found.total] if len(rows) > 1 else [])]:
+        yield [
+            "TOTAL" if each.folder is None else each.folder.program or "-",
+            f"{each.files:,}",
+            format_size(each.logical),
+            format_size(each.physical),
+            format_size(each.shared),
+            format_size(each.freeable),
+            "" if each.folder is None else from_home(each.folder.path),
+        ]
+
+
+def _conclusion(found: Scan) -> str:
+    """Return the last line: what it would bring to go on."""
+    if not found.freeable:
+        is_alone = not (found.elsewhere or found.editable)
+        why = ": nothing is here twice" if is_alone else " by links"
+        return f"There is nothing to free{why}. This scan has changed nothing."
+    size, groups = format_size(found.freeable), counted(found.groups, "group")
+    if found.is_quick:
+        these = "this group is" if found.groups == 1 else f"these {groups} are"
+        return f"'smartcache dedup' would free about {size}, if {these} proven equal."
+    return f"'smartcache dedup' would free {size} ({groups}). This scan has changed nothing."
+
+
+def _duplicates(found: Scan) -> Iterator[Path]:
+    for group in _largest(found, None):
+        for copy, role in roles(group):
+            if role == "duplicate":
+                yield from (name.path for name in copy.names)
+
+
+def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
+    naming = Naming()
+    return {
+        "folders": [_figures(each) for each in found.folders],
+        "total": _figures(found.total),
+        "groups": [
+            group_document(group, naming, is_likely=found.is_quick)
+            for group in _largest(found, None)
+        ],
+        "freeable": found.freeable,
+        "elsewhere": found.elsewhere,
+        "editable": found.editable,
+        "min_size": found.min_size,
+        "is_quick": found.is_quick,
+        "hashed": found.hashed,
+        "busy": found.busy,
+        "problems": found.problems,
+        "warnings": [*warnings, *found.warnings],
+    }
+
+
+def _figures(each: Figures) -> dict[str, object]:
+    figures: dict[str, object] = {
+        "files": each.files,
+        "logical": each.logical,
+        "physical": each.physical,
+        "shared": each.shared,
+        "freeable": each.freeable,
+        "seen_at": each.seen_at,
+    }
+    return figures if each.folder is None else {**folder_document(each.folder), **figures}

@@ -1,0 +1,1 @@
+"""Model folders of other programs: found, scanned, and freed of duplicates in place."""

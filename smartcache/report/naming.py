@@ -1,0 +1,74 @@
+"""What people call things: a model by its title, its repo or its file, a folder from their home."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smartcache.folders.names import Namer
+from smartcache.folders.records import Group, ModelFolder
+from smartcache.folders.titles import title_of
+
+_OURS = "smartcache"
+"""What scans call the store, whose blobs have no names of their own."""
+_HASH = re.compile(r"(sha256-)?[0-9a-f]{32,}")
+"""File names that are hashes tell nobody anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a content: the title in its own header, and what programs call it."""
+
+    title: str = ""
+    name: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        """Return the most telling words; never empty if there is a file."""
+        parts = [self.title, self.name or self.file]
+        if self.title and self.title.casefold() in parts[1].casefold():
+            parts = parts[1:]
+        return " · ".join(filter(None, parts))
+
+
+class Naming:
+    """Names groups of copies, remembering what one run has learnt of each folder."""
+
+    def __init__(self) -> None:
+        self._namer = Namer()
+
+    def of(self, group: Group) -> Known:
+        """Return what is known of a group; reads the header of one copy."""
+        names = [(name.path, name.folder) for copy in group.copies for name in copy.names]
+        outside = [each for each in names if each[1].program != _OURS]
+        return self.of_names(outside or names)
+
+    def of_names(self, names: Sequence[tuple[Path, ModelFolder]]) -> Known:
+        """Return what is known of one content, given by its paths and the folders they are in."""
+        called = (self._namer.name(path, folder) for path, folder in names)
+        title = title_of(names[0][0])
+        files = [path.name for path, _ in names]
+        return Known(
+            title="" if title is None else title.title,
+            name=next(filter(None, called), ""),
+            file=next((file for file in files if not _HASH.fullmatch(file)), files[0]),
+        )
+
+    def repo_of(self, path: Path, folder: ModelFolder) -> str:
+        """Return the repo or model a file belongs to; empty if none is known."""
+        return self._namer.repo_of(path, folder)
+
+
+def from_home(path: Path) -> str:
+    """Return a path as people write it: `~/models` for what lies in their home."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # nobody's home
+        return str(path)
+    for each in {home, home.resolve()}:
+        if path.is_relative_to(each):
+            below = path.relative_to(each)
+            return f"~/{below}" if below.parts else "~"
+    return str(path)

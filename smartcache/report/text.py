@@ -1,0 +1,144 @@
+"""A report in words: sections of sentences and tables, for whoever prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from smartcache.report.figures import Across, Report, SharedFile, Sums
+from smartcache.report.naming import from_home
+from smartcache.report.unread import Unread
+from smartcache.sizes import format_age, format_size
+
+MOST_ROWS = 20
+_MOST_FILES = 10
+_MOST_PATHS = 4
+_SUMS = ("FILES", "SIZE", "ON DISK", "SAVED", "DUPLICATE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading, a table (numbers first, then what they are about), and sentences below it."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    """All but the last are numbers."""
+    rows: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def sections(report: Report) -> Iterator[Section]:
+    """Go through the parts of a report; a part with nothing to say is left out."""
+    total = report.total
+    yield Section(
+        title="All folders",
+        columns=(*_SUMS, ""),
+        rows=(_sums(total, f"{_count(len(report.folders), 'folder')}"),),
+        notes=tuple(_summary(report)),
+    )
+    yield _table("By program", "PROGRAM", report.programs)
+    yield _table("By kind of file", "KIND", report.kinds)
+    if report.repos:
+        yield _table("By repo", "REPO", report.repos)
+    if report.most_shared:
+        yield _most_shared(report.most_shared)
+    if report.across:
+        yield _across(report.across, report.elsewhere)
+    yield _unread(report.unread)
+
+
+def _summary(report: Report) -> Iterator[str]:
+    total = report.total
+    if total.saved:
+        yield f"Sharing saves {format_size(total.saved)}: files with several names, stored once."
+    else:
+        yield "No file is shared yet."
+    if total.freeable:
+        size = format_size(total.freeable)
+        yield f"'smartcache dedup' would free {size} more."
+    if report.uncompared:
+        files = _count(report.uncompared, "file")
+        yield f"{files} never compared with others of the same size: 'smartcache scan' would."
+    elif not total.freeable:
+        yield "No file is here twice: there is nothing to free."
+
+
+def _table(title: str, label: str, rows: tuple[Sums, ...]) -> Section:
+    more = len(rows) - MOST_ROWS
+    return Section(
+        title=title,
+        columns=(*_SUMS, label),
+        rows=tuple(_sums(row, _label(row.label)) for row in rows[:MOST_ROWS]),
+        notes=(f"... and {more:,} more; --json has them all",) if more > 0 else (),
+    )
+
+
+def _sums(row: Sums, label: str) -> tuple[str, ...]:
+    sizes = (row.logical, row.physical, row.saved, row.freeable)
+    return (f"{row.files:,}", *map(format_size, sizes), label)
+
+
+def _label(label: str) -> str:
+    """Return a label; a folder of no program is its own, and is shown from the home."""
+    return from_home(Path(label)) if label.startswith("/") else label
+
+
+def _most_shared(files: tuple[SharedFile, ...]) -> Section:
+    return Section(
+        title="Shared most",
+        columns=("NAMES", "SIZE", "SAVED", "FILE"),
+        rows=tuple(
+            (f"{len(each.paths):,}", format_size(each.size), format_size(each.saved), each.label)
+            for each in files[:_MOST_FILES]
+        ),
+    )
+
+
+def _across(groups: tuple[Across, ...], elsewhere: int) -> Section:
+    return Section(
+        title="Duplicated across filesystems",
+        columns=("SIZE", "ELSEWHERE", "FILE"),
+        rows=tuple(row for each in groups[:_MOST_FILES] for row in _across_rows(each)),
+        notes=(f"{format_size(elsewhere)} that links cannot free: they need one filesystem.",),
+    )
+
+
+def _across_rows(group: Across) -> Iterator[tuple[str, ...]]:
+    yield format_size(group.size), format_size(group.elsewhere), group.label
+    for path in group.paths[:_MOST_PATHS]:
+        yield "", "", f"at {from_home(path)}"
+    if len(group.paths) > _MOST_PATHS:
+        yield "", "", f"and at {len(group.paths) - _MOST_PATHS:,} more"
+
+
+def _unread(unread: Unread) -> Section:
+    age = format_age(unread.older_than)
+    notes = [
+        f"{point}: {reason}, so it cannot be known there."
+        for point, reason in unread.unknown.items()
+    ]
+    if unread.files:
+        more = len(unread.files) - _MOST_FILES
+        behind = f", the largest shown ({more:,} more)" if more > 0 else ""
+        size = format_size(unread.allocated)
+        notes.insert(0, f"{_count(len(unread.files), 'file')}, {size}{behind}; good to a day.")
+    elif not unread.unknown_files:
+        notes.insert(0, "None.")
+    return Section(
+        title=f"Not read for {age}",
+        columns=("LAST READ", "SIZE", "FILE"),
+        rows=tuple(
+            (
+                each.read_at.astimezone().strftime("%Y-%m-%d"),
+                format_size(each.size),
+                from_home(each.path),
+            )
+            for each in unread.files[:_MOST_FILES]
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from smartcache.store.mounts import mount_of
+from tests.cli.running import PATIENCE, Here, Smartcache, Terminal
+from tests.folders.trees import SIZE, Machine, content, write
+from tests.store.files import inode_of, mode_of, snapshot
+
+SMALL = ("--min-size", "4KiB")
+pytestmark = pytest.mark.usefixtures("own_places")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """Two equal files, the older one the survivor."""
+    folder = tmp_path / "models"
+    write(folder / "a.safetensors", content(1), mtime=1_600_000_000)
+    write(folder / "b.safetensors", content(1))
+    return folder
+
+
+def are_linked(folder: Path) -> bool:
+    return inode_of(folder / "a.safetensors") == inode_of(folder / "b.safetensors")
+
+
+@pytest.fixture
+def hard_links(tmp_path: Path) -> None:
+    """Only where duplicates become hard links."""
+    if mount_of(tmp_path).fstype in ("btrfs", "xfs"):
+        pytest.skip("reflinks are made here")
+
+
+@pytest.mark.usefixtures("hard_links")
+class TestDoingIt:
+    def test_every_program_shares_one_file_per_content(self, sc: Here, machine: Machine) -> None:
+        before = {path: path.stat().st_mtime_ns for path in machine.shared["sdxl"].paths}
+        done = sc("dedup", *SMALL, "-y")
+        assert done.stdout == "Replaced 16 duplicate files, freed 1.05 MB.\n"
+        for shared in machine.shared.values():
+            assert len({inode_of(path) for path in shared.paths}) == 1
+            assert all(path.read_bytes() == shared.data for path in shared.paths)
+        survivor = machine.a1111 / "Stable-diffusion" / "sdxl.safetensors"
+        assert survivor.stat().st_mtime_ns == before[survivor]
+        assert sc("scan", *SMALL, "--json").json["freeable"] == 0
+
+    def test_says_how_to_take_it_back_and_that_restores_everything(
+        self, sc: Here, machine: Machine
+    ) -> None:
+        before = snapshot(machine.home)
+        text = sc("dedup", *SMALL, "-y").stderr
+        found = re.search(r"^To take it back: (smartcache undo \w+)$", text, re.MULTILINE)
+        assert found
+        sc(*found[1].split()[1:], "-y")
+        assert snapshot(machine.home) == before
+
+    def test_says_when_deleting_a_model_frees_its_bytes(self, sc: Here, pair: Path) -> None:
+        text = sc("dedup", pair, *SMALL, "-y").stderr
+        assert "only when its last name is gone and 'smartcache prune' has run" in text
+        for path in pair.iterdir():
+            path.unlink()
+        assert sc("prune", "-y", "--json").json["freed_size"] == SIZE
+
+    def test_the_document_has_what_was_planned_and_done(self, sc: Here, machine: Machine) -> None:
+        document = sc("dedup", *SMALL, "-y", "--json").json
+        assert document["dry_run"] is False
+        assert document["is_complete"] is True
+        assert document["replaced"] == document["files"] == 16
+        assert document["freed_size"] == document["planned_size"] == machine.duplicate_bytes
+        assert document["read_only"] == 21
+        assert len(document["batches"]) == 1
+        assert document["skipped"] == document["problems"] == document["new_volumes"] == []
+        (why,) = document["kinds"].values()
+        assert why.startswith("hard links")
+        group = document["groups"][0]
+        assert group["kind"] == "hardlink"
+        assert {group["survivor"], *group["replaced"]} == {
+            str(path) for path in machine.shared["sdxl"].paths
+        }
+
+    def test_quiet_prints_the_id_for_undo(self, sc: Here, pair: Path) -> None:
+        (entry,) = sc("dedup", pair, *SMALL, "-y", "-q").ids
+        assert are_linked(pair)
+        sc("undo", entry, "-y")
+        assert not are_linked(pair)
+
+    def test_running_it_again_finds_nothing_to_do(self, sc: Here, pair: Path) -> None:
+        sc("dedup", pair, *SMALL, "-y")
+        done = sc("dedup", pair, *SMALL)
+        assert done.stdout == "There is nothing to replace in 2 files. Nothing was changed.\n"
+        assert sc("dedup", pair, *SMALL, "-q").stdout == ""
+        assert len(sc("undo", "--list", "-q").ids) == 1
+
+    def test_the_folders_count_as_given_then(self, sc: Here, pair: Path) -> None:
+        sc("dedup", pair, *SMALL, "-y")
+        (folder,) = sc("folders", "ls", "--json").json["folders"]
+        assert folder["is_given"] is True
+
+
+class TestLookingFirst:
+    def test_a_dry_run_changes_no_file(self, sc: Here, machine: Machine) -> None:
+        before = snapshot(machine.home)
+        done = sc("dedup", *SMALL, "-n")
+        assert snapshot(machine.home) == before
+        assert done.stdout.splitlines()[-1] == (
+            "Would replace 16 duplicate files and free 1.05 MB. Nothing was changed."
+        )
+        assert sc("undo", "--list", "-q").ids == []
+        document = sc("dedup", *SMALL, "-n", "--json").json
+        assert (document["dry_run"], document["files"], document["replaced"]) == (True, 16, 0)
+
+    @pytest.mark.usefixtures("hard_links", "machine")
+    def test_the_plan_says_what_would_become_of_files_and_why(self, sc: Here) -> None:
+        text = sc("dedup", *SMALL, "-n").stdout
+        assert "65.5 KB × 7, 393 KB to free: Stable Diffusion XL" in text  # noqa: RUF001
+        assert re.search(r"^  stays +A1111 +~/stable-diffusion-webui/models/", text, re.MULTILINE)
+        assert len(re.findall(r"^  link +", text, re.MULTILINE)) == 16
+        flat = " ".join(text.split())
+        assert re.search(r"Hard links: .* \(on /.*\)\.", flat)
+        assert "21 files become read-only" in flat
+        assert "'smartcache undo' gives each file its own bytes, date and mode back" in flat
+
+    def test_of_many_groups_the_largest_are_shown(self, sc: Here, tmp_path: Path) -> None:
+        for number in range(8):
+            for name in ("x", "y"):
+                write(tmp_path / "many" / name / f"{number}.pt", content(number, 5000 + number))
+        done = sc("dedup", tmp_path / "many", *SMALL, "-n").stdout
+        assert done.count(" to free: ") == 5
+        assert "... and 3 smaller groups; -v shows all" in done
+        assert sc("dedup", tmp_path / "many", *SMALL, "-n", "-v").stdout.count(" to free: ") == 8
+
+    def test_refuses_where_it_cannot_ask(self, sc: Here, pair: Path) -> None:
+        before = snapshot(pair)
+        done = sc("dedup", pair, *SMALL, code=1)
+        assert "no terminal" in done.error
+        assert "-y" in done.hint
+        assert snapshot(pair) == before
+
+    def test_asks_at_a_terminal(self, program: Smartcache, pair: Path) -> None:
+        done = program.at_terminal("dedup", pair, *SMALL, answer="y\n", columns=80)
+        assert "Replace 1 duplicate file, freeing 65.5 KB? [y/N]" in done.stdout
+        assert "Replaced 1 duplicate file, freed" in done.stdout
+        assert done.code == 0
+
+    @pytest.mark.parametrize("answer", ["n\n", "\n", "no\n", "\x04"])
+    def test_any_other_answer_changes_nothing(
+        self, answer: str, program: Smartcache, pair: Path
+    ) -> None:
+        before = snapshot(pair)
+        done = program.at_terminal("dedup", pair, *SMALL, answer=answer)
+        assert "Aborted; nothing was changed" in done.stdout
+        assert done.code == 1
+        assert snapshot(pair) == before
+
+    def test_nothing_found_is_no_failure(self, sc: Here) -> None:
+        assert "nothing to replace in 0 files" in sc("dedup").stdout
+
+    def test_a_folder_that_does_not_exist_is_an_error_before_anything(
+        self, sc: Here, pair: Path, home: Path
+    ) -> None:
+        assert sc("dedup", pair, "nowhere", "-y", code=1).error == "No such file: nowhere"
+        assert not home.exists()
+
+
+@pytest.mark.usefixtures("hard_links")
+class TestLeavingAlone:
+    def test_a_file_that_somebody_writes(self, sc: Here, pair: Path) -> None:
+        with (pair / "b.safetensors").open("r+b"):
+            done = sc("dedup", pair, *SMALL, "-y", "--json")
+        assert done.json["busy"] == [str(pair / "b.safetensors")]
+        assert not are_linked(pair)
+
+    def test_another_mode_unless_allowed(self, sc: Here, pair: Path) -> None:
+        (pair / "b.safetensors").chmod(0o600)
+        done = sc("dedup", pair, *SMALL, "-y")
+        assert done.stdout.startswith("Left alone: 1 file\n  different permissions: 1 file\n")
+        assert "nothing to replace" in done.stdout
+        (skip,) = sc("dedup", pair, *SMALL, "-y", "--json").json["skipped"]
+        assert skip["path"] == str(pair / "b.safetensors")
+        assert str(pair / "b.safetensors") in sc("dedup", pair, *SMALL, "-y", "-v").stdout
+        sc("dedup", pair, *SMALL, "-y", "--allow", "mode")
+        assert are_linked(pair)
+
+    @pytest.mark.parametrize("way", ["option", "variable"])
+    def test_everything_that_must_stay_writable(
+        self, way: str, sc: Here, pair: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if way == "variable":
+            monkeypatch.setenv("SMARTCACHE_KEEP_WRITABLE", "1")
+        words = ["--keep-writable"] if way == "option" else []
+        done = sc("dedup", pair, *SMALL, "-y", *words)
+        assert "writable" in done.stdout
+        assert not are_linked(pair)
+        assert mode_of(pair / "a.safetensors") == 0o644
+
+    def test_the_option_wins_over_the_setting(
+        self, sc: Here, pair: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SMARTCACHE_KEEP_WRITABLE", "1")
+        sc("dedup", pair, *SMALL, "-y", "--read-only")
+        assert are_linked(pair)
+
+    def test_other_programs_and_excluded_names(self, sc: Here, machine: Machine) -> None:
+        words = ("--only", "Ollama", "--only", "gpt4all", "--only", "lm studio")
+        document = sc("dedup", *SMALL, *words, "--exclude", "*Meta*", "-y", "--json").json
+        assert document["files"] == 1
+        assert inode_of(machine.shared["llama"].paths[0]) == inode_of(
+            machine.shared["llama"].paths[1]
+        )
+
+    def test_a_volume_that_will_be_made_is_announced(
+        self, sc: Here, pair: Path, elsewhere: Path
+    ) -> None:
+        for name in ("c", "d"):
+            write(elsewhere / f"{name}.safetensors", content(1))
+        document = sc("dedup", pair, elsewhere, *SMALL, "-n", "--json").json
+        (volume,) = document["new_volumes"]
+        assert volume.endswith("/.smartcache")
+        text = " ".join(sc("dedup", pair, elsewhere, *SMALL, "-n").stdout.split())
+        assert f"A volume will be made at {volume}." in text
+
+
+class TestCtrlC:
+    COUNT = 4000
+
+    @pytest.fixture
+    def many(self, tmp_path: Path) -> Path:
+        """A quarter of a gigabyte in duplicates."""
+        data = [content(seed) for seed in range(4)]
+        for number in range(self.COUNT):
+            folder = tmp_path / "many" / str(number % 40)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number}.safetensors").write_bytes(data[number % 4])
+        return tmp_path / "many"
+
+    def test_in_the_middle_leaves_every_file_whole_and_says_how_far_it_came(
+        self, program: Smartcache, many: Path, home: Path
+    ) -> None:
+        words = ("dedup", many, *SMALL, "-y")
+        with Terminal(program, *words) as terminal:
+            wait_for_lines(home / "journal.jsonl", 50)
+            terminal.process.send_signal(signal.SIGINT)
+            text = terminal.read_to_end()
+            assert terminal.process.wait(PATIENCE) == 130, text
+        assert "nothing is left half done" in text
+        found = re.search(r"([\d,]+) files changed so far; 'smartcache undo (\w+)'", text)
+        assert found
+        changed = int(found[1].replace(",", ""))
+        assert 0 < changed < self.COUNT
+        names = [path for path in many.rglob("*") if path.is_file()]
+        assert len(names) == self.COUNT
+        assert {path.read_bytes() for path in names} == {content(seed) for seed in range(4)}
+        (entry,) = program("undo", "--list", "--json").json["history"]
+        assert (entry["id"], entry["changes"]) == (found[2], changed)
+        done = program(*words, "--json").json
+        assert done["is_complete"] is True
+        assert len({inode_of(path) for path in names}) == 4
+
+    def test_before_anything_was_done_there_is_nothing_to_undo(
+        self, program: Smartcache, pair: Path
+    ) -> None:
+        with Terminal(program, "dedup", pair, *SMALL) as terminal:
+            terminal.read_until("[y/N]")
+            terminal.process.send_signal(signal.SIGINT)
+            text = terminal.read_to_end()
+            assert terminal.process.wait(PATIENCE) == 130, text
+        assert "undo" not in text.partition("[y/N]")[2]
+        assert json.loads(program("undo", "--list", "--json").stdout)["history"] == []
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_names_with_any_bytes_are_replaced_and_shown_escaped(sc: Here, pair: Path) -> None:
+    os.rename(os.fsencode(pair / "b.safetensors"), os.fsencode(pair) + b"/b\n\xff.safetensors")
+    assert r"b\n\xff.safetensors" in sc("dedup", pair, *SMALL, "-n").stdout
+    document = sc("dedup", pair, *SMALL, "-y", "--json").json
+    assert document["replaced"] == 1

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import Here, Smartcache
+from tests.folders.trees import SIZE, Machine, content, write
+from tests.store.files import snapshot
+
+SMALL = ("--min-size", "4KiB")
+pytestmark = pytest.mark.usefixtures("own_places")
+
+
+@pytest.fixture
+def scanned(sc: Here, machine: Machine) -> Here:
+    """A machine whose duplicates are known."""
+    assert machine.duplicate_bytes
+    sc("scan", *SMALL, "-q")
+    return sc
+
+
+class TestText:
+    def test_its_parts(self, scanned: Here) -> None:
+        text = scanned("report", *SMALL).stdout
+        parts = ["All folders", "By program", "By kind of file", "By repo", "Not read for 3 months"]
+        assert [line for line in text.splitlines() if line in parts] == parts
+        assert "'smartcache dedup' would free 1.05 MB more." in text
+
+    def test_after_dedup_it_says_what_that_saves(self, scanned: Here) -> None:
+        scanned("dedup", *SMALL, "-y")
+        text = scanned("report", *SMALL).stdout
+        assert "Sharing saves 1.05 MB" in text
+        assert "Shared most" in text
+        assert re.search(r"^ +7 +65.5 KB +393 KB +Stable Diffusion XL · ", text, re.MULTILINE)
+
+    def test_before_a_scan_it_says_what_was_never_compared(
+        self, sc: Here, machine: Machine
+    ) -> None:
+        sc("folders", "add", machine.comfyui)
+        before = snapshot(machine.home)
+        text = sc("report", *SMALL).stdout
+        assert re.search(r"^\d+ files never compared .*'smartcache scan'", text, re.MULTILINE)
+        assert snapshot(machine.home) == before
+
+    def test_fits_the_terminal(self, program: Smartcache, machine: Machine) -> None:
+        program("dedup", *machine.folder.values(), *SMALL, "-y")
+        text = program.at_terminal("report", *machine.folder.values(), *SMALL, columns=80).stdout
+        plain = text.replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
+        assert max(map(len, plain)) <= 80
+
+    def test_without_a_store_scan_is_named(self, sc: Here, home: Path) -> None:
+        assert "'smartcache scan' makes one" in sc("report", code=1).hint
+        assert not home.exists()
+
+
+class TestForPrograms:
+    def test_the_document_adds_up(self, scanned: Here, machine: Machine) -> None:
+        document = scanned("report", *SMALL, "--json").json
+        total = document["total"]
+        assert total["freeable"] == machine.duplicate_bytes
+        for part in ("programs", "kinds"):
+            for figure in ("files", "logical", "saved", "freeable"):
+                assert sum(row[figure] for row in document[part]) == total[figure]
+        assert {row["label"] for row in document["programs"]} == set(machine.folder)
+        assert {row["label"] for row in document["kinds"]} >= {"safetensors", "gguf", "ckpt/bin"}
+        repos = {row["label"]: row for row in document["repos"]}
+        assert {"openai/clip-vit-large-patch14", "datasets/nlp/rows", "llama3:8b"} <= repos.keys()
+        assert repos["stabilityai/stable-diffusion-xl-base-1.0"]["files"] == 5
+        assert document["uncompared"] == 0
+        assert document["problems"] == document["warnings"] == []
+
+    def test_every_path_of_what_is_shared(self, scanned: Here, machine: Machine) -> None:
+        scanned("dedup", *SMALL, "-y", "-q")
+        first = scanned("report", *SMALL, "--json").json["most_shared"][0]
+        assert set(first["paths"]) == {str(path) for path in machine.shared["sdxl"].paths}
+        assert first["saved"] == 6 * SIZE
+
+    def test_quiet_prints_what_nobody_has_read_for_long(
+        self, sc: Here, tmp_path: Path, program: Smartcache
+    ) -> None:
+        name = os.fsencode(tmp_path) + b"/m/old\n\xff.pt"
+        write(Path(os.fsdecode(name)), content(1))
+        write(tmp_path / "m/new.pt", content(2), mtime=2_000_000_000)
+        sc("scan", tmp_path / "m", *SMALL)
+        done = program("report", tmp_path / "m", *SMALL, "-q", "--older-than", "1y")
+        assert os.fsencode(done.stdout) == name + b"\n"
+
+
+def test_markdown(scanned: Here) -> None:
+    lines = scanned("report", *SMALL, "--markdown").stdout.splitlines()
+    assert lines[0].startswith("# Model files on this machine, ")
+    assert "## By program" in lines
+    position = lines.index("## By program")
+    assert lines[position + 2] == "| FILES | SIZE | ON DISK | SAVED | DUPLICATE | PROGRAM |"
+    assert all(line.count("|") == 7 for line in lines[position + 2 : position + 10])
+
+
+@pytest.mark.parametrize("mode", ["--json", "-q"])
+def test_one_form_at_a_time(mode: str, sc: Here) -> None:
+    assert "exclude each other" in sc("report", "--markdown", mode, code=2).error
+
+
+def test_an_age_that_cannot_be_read(sc: Here) -> None:
+    assert "not an age" in sc("report", "--older-than", "old", code=2).error
+
+
+def test_a_folder_that_does_not_exist(sc: Here) -> None:
+    assert sc("report", "nowhere", code=1).error == "No such file: nowhere"
+
+
+def test_one_program(scanned: Here) -> None:
+    document = scanned("report", *SMALL, "--only", "ollama", "--json").json
+    assert [row["label"] for row in document["programs"]] == ["Ollama"]

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import Here, Smartcache
+from tests.folders.trees import SIZE, Machine, content, write
+from tests.store.files import allocated, link_count, snapshot
+
+SMALL = ("--min-size", "4KiB")
+pytestmark = pytest.mark.usefixtures("own_places")
+EXPLAINED = "This scan has changed nothing."
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """Two equal files and one of the same size with other bytes."""
+    folder = tmp_path / "models"
+    write(folder / "a.safetensors", content(1), mtime=1_600_000_000)
+    write(folder / "b.safetensors", content(1))
+    write(folder / "c.safetensors", content(2))
+    return folder
+
+
+class TestForPeople:
+    def test_every_program_is_a_row_with_its_folder(self, sc: Here, machine: Machine) -> None:
+        lines = sc("scan", *SMALL).stdout.splitlines()
+        table = lines[: lines.index("")]
+        assert table[0].split() == [
+            "PROGRAM", "FILES", "SIZE", "ON", "DISK", "SHARED", "DUPLICATE", "FOLDER",
+        ]  # fmt: skip
+        for program, folder in machine.folder.items():
+            (row,) = [row for row in table if row.endswith(f"~/{folder.relative_to(machine.home)}")]
+            assert row.startswith(program)
+        assert table[-1].startswith("TOTAL ")
+
+    @pytest.mark.usefixtures("machine")
+    def test_empty_folders_are_counted_and_not_shown(self, sc: Here) -> None:
+        done = sc("scan", *SMALL)
+        assert "stable-diffusion-webui-forge/embeddings" not in done.stdout
+        assert "3 empty)" in done.stderr
+
+    def test_one_folder_needs_no_total(self, sc: Here, pair: Path) -> None:
+        text = sc("scan", pair, *SMALL).stdout
+        assert "TOTAL" not in text
+        assert text.splitlines()[1].startswith("- ")
+
+    @pytest.mark.usefixtures("machine")
+    def test_the_largest_groups_come_first_with_the_survivor_marked(self, sc: Here) -> None:
+        text = sc("scan", *SMALL, "-n", "1").stdout
+        head, first, *others = text.split("\n\n")[1].splitlines()
+        assert head.startswith("65.5 KB × 7, 393 KB to free: Stable Diffusion XL · ")  # noqa: RUF001
+        assert "stabilityai/stable-diffusion-xl-base-1.0" in head
+        # A1111 keys its own cache on the time of the file, so its file stays.
+        assert first.split()[:2] == ["stays", "A1111"]
+        assert [line.split()[0] for line in others] == ["duplicate"] * 6
+        assert "... and 4 smaller groups; --all shows them" in text
+
+    def test_all_shows_every_group_with_every_path(self, sc: Here, tmp_path: Path) -> None:
+        for number in range(12):
+            write(tmp_path / "many" / f"{number}.pt", content(1))
+            for name in ("x", "y"):
+                write(tmp_path / "many" / name / f"{number}.pt", content(100 + number))
+        text = sc("scan", tmp_path / "many", *SMALL).stdout
+        assert text.count(" to free: ") == 10
+        assert "  ... and 3 more\n" in text
+        whole = sc("scan", tmp_path / "many", *SMALL, "--all").stdout
+        assert whole.count(" to free: ") == 13
+        assert whole.count("duplicate  ") == 11 + 12
+        assert "more" not in whole
+
+    @pytest.mark.usefixtures("machine")
+    @pytest.mark.parametrize("words", [[], ["--quick"], ["--all"], ["-n", "0"]])
+    def test_the_last_line_says_what_dedup_would_free(self, words: list[str], sc: Here) -> None:
+        last = sc("scan", *SMALL, *words).stdout.splitlines()[-1]
+        assert "'smartcache dedup' would free " in last
+        assert "1.05 MB" in last
+        assert "5 groups" in last
+
+    def test_or_that_there_is_nothing_to_free(self, sc: Here, pair: Path) -> None:
+        (pair / "b.safetensors").unlink()
+        last = sc("scan", pair, *SMALL).stdout.splitlines()[-1]
+        assert last == f"There is nothing to free: nothing is here twice. {EXPLAINED}"
+
+    def test_that_nothing_was_changed_is_true_and_said_once(
+        self, sc: Here, machine: Machine
+    ) -> None:
+        before = snapshot(machine.home)
+        done = sc("scan", *SMALL)
+        assert snapshot(machine.home) == before
+        assert (done.stdout + done.stderr).count("changed nothing") == 1
+
+    @pytest.mark.usefixtures("machine")
+    def test_the_second_scan_reads_nothing(self, sc: Here) -> None:
+        time.sleep(2.1)  # what was written a moment before it is read is read again
+        assert "read nothing" not in sc("scan", *SMALL).stderr
+        assert "read nothing" in sc("scan", *SMALL).stderr
+
+    def test_a_quick_one_says_that_it_proves_nothing(self, sc: Here, pair: Path) -> None:
+        text = sc("scan", pair, *SMALL, "--quick").stdout
+        assert "likely 65.5 KB to free" in text
+        assert text.splitlines()[-1].endswith("if this group is proven equal.")
+
+    @pytest.mark.parametrize("columns", [80, 140])
+    def test_fits_the_terminal(self, columns: int, program: Smartcache, machine: Machine) -> None:
+        folders = machine.folder.values()
+        text = program.at_terminal("scan", *folders, *SMALL, columns=columns).stdout
+        plain = text.replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
+        table = plain[1 : plain.index("")] + [line for line in plain if line[:2] == "  "]
+        assert max(map(len, table)) <= columns
+
+    def test_names_are_shown_escaped(self, sc: Here, pair: Path) -> None:
+        os.rename(os.fsencode(pair / "b.safetensors"), os.fsencode(pair) + b"/b\n\xff.safetensors")
+        text = sc("scan", pair, *SMALL).stdout
+        assert r"b\n\xff.safetensors" in text
+
+
+class TestForPrograms:
+    def test_every_folder_has_integer_bytes_and_how_it_was_found(
+        self, sc: Here, machine: Machine
+    ) -> None:
+        document = sc("scan", *SMALL, "--json").json
+        folders = {each["path"]: each for each in document["folders"]}
+        for program, path in machine.folder.items():
+            assert folders[str(path)]["program"] == program
+        extra = folders[str(machine.comfyui_extra)]
+        assert "extra_model_paths.yaml" in extra["found_by"]
+        assert (extra["files"], extra["logical"], extra["is_given"]) == (1, SIZE, False)
+        assert document["freeable"] == document["total"]["freeable"] == machine.duplicate_bytes
+        assert sum(each["freeable"] for each in folders.values()) == machine.duplicate_bytes
+        assert (document["problems"], document["busy"], document["warnings"]) == ([], [], [])
+        assert document["is_quick"] is False
+
+    def test_every_group_has_every_path(self, sc: Here, machine: Machine) -> None:
+        groups = sc("scan", *SMALL, "--json").json["groups"]
+        found = {
+            frozenset(name["path"] for copy in group["copies"] for name in copy["names"]): group
+            for group in groups
+        }
+        for shared in machine.shared.values():
+            group = found.pop(frozenset(map(str, shared.paths)))
+            assert group["size"] == SIZE
+            assert group["freeable"] == SIZE * (len(shared.paths) - 1)
+            assert len(group["digest"]) == 64
+            assert [copy["role"] for copy in group["copies"]].count("stays") == 1
+        assert not found
+
+    def test_a_likely_group_has_no_digest(self, sc: Here, pair: Path) -> None:
+        (group,) = sc("scan", pair, *SMALL, "--quick", "--json").json["groups"]
+        assert group["digest"] is None
+
+    def test_quiet_prints_what_could_be_replaced(self, sc: Here, machine: Machine) -> None:
+        paths = sc("scan", *SMALL, "-q").ids
+        everything = {str(path) for each in machine.shared.values() for path in each.paths}
+        assert len(paths) == len(set(paths)) == len(everything) - len(machine.shared)
+        assert set(paths) < everything
+        assert str(machine.shared["sdxl"].paths[0]) in paths
+
+    def test_quiet_prints_names_byte_by_byte(self, program: Smartcache, pair: Path) -> None:
+        name = os.fsencode(pair) + b"/b\n\xff.safetensors"
+        os.rename(os.fsencode(pair / "b.safetensors"), name)
+        printed = program("scan", str(pair), *SMALL, "-q").stdout
+        assert os.fsencode(printed) == name + b"\n"
+        (group,) = program("scan", str(pair), *SMALL, "--json").json["groups"]
+        assert group["copies"][1]["names"][0]["path"] == os.fsdecode(name)
+
+    @pytest.mark.usefixtures("machine")
+    @pytest.mark.parametrize("mode", ["--json", "-q"])
+    def test_talk_stays_away(self, mode: str, sc: Here) -> None:
+        assert sc("scan", *SMALL, mode).stderr == ""
+
+
+class TestWhatIsCompared:
+    def test_links_are_no_duplicates(self, sc: Here, pair: Path) -> None:
+        (pair / "b.safetensors").unlink()
+        os.link(pair / "a.safetensors", pair / "hard.safetensors")
+        (pair / "soft.safetensors").symlink_to("a.safetensors")
+        document = sc("scan", pair, *SMALL, "--json").json
+        assert document["groups"] == []
+        assert document["total"]["files"] == 3
+        assert document["total"]["physical"] == 2 * allocated(pair / "a.safetensors")
+
+    def test_a_copy_with_a_name_outside_is_told_apart(
+        self, sc: Here, pair: Path, tmp_path: Path
+    ) -> None:
+        write(pair / "d.safetensors", content(1))
+        for name in ("a", "b"):
+            os.link(pair / f"{name}.safetensors", tmp_path / name)
+        (group,) = sc("scan", pair, *SMALL, "--json").json["groups"]
+        roles = {copy["names"][0]["path"][-13]: copy["role"] for copy in group["copies"]}
+        assert roles == {"a": "stays", "b": "other names", "d": "duplicate"}
+        assert group["freeable"] == SIZE
+
+    def test_files_below_the_least_size_are_left_out(self, sc: Here, pair: Path) -> None:
+        document = sc("scan", pair, "--json").json
+        assert (document["groups"], document["min_size"]) == ([], 1 << 20)
+
+    def test_excluded_ones_too(self, sc: Here, pair: Path) -> None:
+        assert sc("scan", pair, *SMALL, "--exclude", "b.*", "-q").ids == []
+
+    def test_what_programs_edit_is_left_out_unless_asked_for(self, sc: Here, pair: Path) -> None:
+        for name in ("x.db", "y.db"):
+            write(pair / name, content(7))
+        assert len(sc("scan", pair, *SMALL, "-q").ids) == 1
+        assert len(sc("scan", pair, *SMALL, "-q", "--any-file").ids) == 2
+        assert "65.5 KB more are files that programs edit" in sc("scan", pair, *SMALL).stdout
+        assert sc("scan", pair, *SMALL, "--json").json["editable"] == SIZE
+        assert "edit in place" not in sc("scan", pair, *SMALL, "--any-file").stdout
+
+    @pytest.mark.usefixtures("machine")
+    @pytest.mark.parametrize("name", ["lm studio", "LM Studio", "lmstudio", "LM-STUDIO"])
+    def test_one_program_however_it_is_written(self, name: str, sc: Here) -> None:
+        document = sc("scan", "--only", name, "--json", *SMALL).json
+        assert {each["program"] for each in document["folders"]} == {"LM Studio"}
+
+    @pytest.mark.usefixtures("machine")
+    def test_several_programs(self, sc: Here) -> None:
+        words = ("--only", "ollama", "--only", "gpt4all")
+        document = sc("scan", *words, "--json", *SMALL).json
+        assert {each["program"] for each in document["folders"]} == {"Ollama", "GPT4All"}
+        assert document["freeable"] == SIZE
+
+    def test_copies_on_another_filesystem_are_told(
+        self, sc: Here, pair: Path, elsewhere: Path
+    ) -> None:
+        shutil.copy2(pair / "a.safetensors", elsewhere / "far.safetensors")
+        done = sc("scan", pair, elsewhere, *SMALL)
+        assert "other disk  " in done.stdout
+        assert "copies on other filesystems, which links cannot free" in done.stdout
+        document = sc("scan", pair, elsewhere, *SMALL, "--json").json
+        assert (document["freeable"], document["elsewhere"]) == (SIZE, SIZE)
+
+    def test_if_links_reach_none_that_is_said(self, sc: Here, pair: Path, elsewhere: Path) -> None:
+        shutil.move(pair / "b.safetensors", elsewhere)
+        done = sc("scan", pair, elsewhere, *SMALL)
+        assert "65.5 KB × 2: " in done.stdout  # noqa: RUF001
+        assert done.stdout.splitlines()[-1] == f"There is nothing to free by links. {EXPLAINED}"
+
+
+class TestFolders:
+    def test_no_folder_at_all_is_no_failure_and_tells_where_it_looked(self, sc: Here) -> None:
+        text = sc("scan").stdout
+        assert text.startswith("No model folder was found. Looked at:\n")
+        assert "~/.ollama/models" in text
+        assert text.endswith("Name a folder to scan it: smartcache scan FOLDER\n")
+        assert sc("scan", "--json").json["folders"] == []
+        assert sc("scan", "-q").stdout == ""
+
+    def test_no_folder_of_one_program(self, sc: Here) -> None:
+        text = sc("scan", "--only", "ollama").stdout
+        assert text.startswith("No model folder of Ollama was found. Looked at:\n")
+        assert "ComfyUI" not in text
+
+    def test_one_that_does_not_exist_is_an_error_before_anything(
+        self, sc: Here, pair: Path, home: Path
+    ) -> None:
+        done = sc("scan", pair, "nowhere", code=1)
+        assert done.error == "No such file: nowhere"
+        assert done.hint
+        assert not home.exists()
+
+    def test_a_file_is_no_folder(self, sc: Here, pair: Path, home: Path) -> None:
+        done = sc("scan", pair / "a.safetensors", code=1)
+        assert done.error == f"{pair}/a.safetensors is no folder"
+        assert not home.exists()
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+    def test_places_that_cannot_be_read_are_warned_of_and_counted(
+        self, sc: Here, pair: Path
+    ) -> None:
+        (pair / "secret").mkdir(mode=0)
+        done = sc("scan", pair, *SMALL)
+        (pair / "secret").chmod(0o755)
+        assert f"Warning: {pair}/secret: Permission denied" in done.stderr
+        assert "1 place could not be looked at" in done.stderr
+
+    def test_a_strange_config_file_is_warned_of(self, sc: Here, machine: Machine) -> None:
+        (machine.home / "ComfyUI/extra_model_paths.yaml").write_text("a: [")
+        done = sc("scan", *SMALL, "--json")
+        assert done.stderr.count("Warning: ") == len(done.json["warnings"]) == 1
+
+    def test_a_remembered_one_that_is_gone_is_warned_of(self, sc: Here, pair: Path) -> None:
+        sc("folders", "add", pair)
+        shutil.rmtree(pair)
+        assert f"Warning: {pair} is not there now" in sc("scan").stderr
+
+
+def test_groups_and_all_exclude_each_other(sc: Here) -> None:
+    assert "exclude each other" in sc("scan", "--all", "-n", "3", code=2).error
+
+
+class TestAfterARebuild:
+    @pytest.fixture
+    def rebuilt(self, sc: Here, pair: Path) -> Here:
+        sc("folders", "add", pair)
+        sc("verify", "--rebuild", "-y")
+        assert "'smartcache scan'" in sc("prune", "-y", code=1).hint
+        return sc
+
+    def test_a_scan_of_everything_lets_prune_run_again(self, rebuilt: Here) -> None:
+        rebuilt("scan", *SMALL)
+        rebuilt("prune", "-y")
+
+    @pytest.mark.parametrize("words", [["models"], ["--only", "ollama"]])
+    def test_a_scan_of_some_folders_does_not(self, words: list[str], rebuilt: Here) -> None:
+        rebuilt("scan", *SMALL, *words)
+        rebuilt("prune", "-y", code=1)
+
+    def test_nor_does_one_that_missed_a_folder(self, rebuilt: Here, pair: Path) -> None:
+        rebuilt("folders", "add", pair)
+        pair.rename(pair.with_name("away"))
+        rebuilt("scan", *SMALL)
+        rebuilt("prune", "-y", code=1)
+
+
+def test_ctrl_c_says_that_it_was_not_in_vain(
+    sc: Here, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smartcache.cli.scan.scan", interrupted)
+    text = sc("scan", pair, code=130).stderr
+    assert "nothing is left half done" in text
+    assert "the next scan goes on from there" in text
+
+
+def test_leaves_no_link_behind(sc: Here, pair: Path) -> None:
+    sc("scan", pair, *SMALL)
+    assert {link_count(path) for path in pair.iterdir()} == {1}

@@ -1,0 +1,111 @@
+"""Scanning and deduplicating in tests: short calls, and what the disk says before and after."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from smartcache.config import load_settings
+from smartcache.errors import NothingToUndoError
+from smartcache.folders.dedup import DedupPlan, DedupResult, Skip, plan_dedup
+from smartcache.folders.records import Scan
+from smartcache.folders.scan import folders_to_scan, scan
+from smartcache.progress import Progress, silent
+from smartcache.store.hold import Allowance
+from smartcache.store.store import Store
+
+ALL: frozenset[Allowance] = frozenset(("owner", "mode", "xattr"))
+
+
+def open_store(root: Path, *, threads: int = 2) -> Store:
+    return Store(root, settings=load_settings(home=root, threads=threads))
+
+
+def scanned(
+    store: Store,
+    *folders: Path,
+    exclude: Sequence[str] = (),
+    any_file: bool = False,
+    is_quick: bool = False,
+    min_size: int = 1,
+    progress: Progress = silent,
+) -> Scan:
+    chosen, _ = folders_to_scan(store, folders)
+    return scan(
+        store, chosen, min_size=min_size, exclude=exclude, any_file=any_file, is_quick=is_quick,
+        progress=progress,
+    )  # fmt: skip
+
+
+def planned(
+    store: Store,
+    *folders: Path,
+    keep_writable: bool = False,
+    allow: Iterable[Allowance] = (),
+    exclude: Sequence[str] = (),
+    any_file: bool = False,
+) -> DedupPlan:
+    found = scanned(store, *folders, exclude=exclude, any_file=any_file)
+    return plan_dedup(store, found, keep_writable=keep_writable, allow=frozenset(allow))
+
+
+def deduplicated(
+    store: Store,
+    *folders: Path,
+    keep_writable: bool = False,
+    allow: Iterable[Allowance] = (),
+    any_file: bool = False,
+) -> DedupResult:
+    plan = planned(store, *folders, keep_writable=keep_writable, allow=allow, any_file=any_file)
+    return plan.execute()
+
+
+def undo_everything(store: Store) -> list[str]:
+    """Undo all changes on all volumes; return what could not be, with the reason."""
+    stuck = []
+    for each in store.stores():
+        try:
+            undone = each.plan_undo().execute()
+        except NothingToUndoError:
+            continue
+        stuck += [f"{u.change.op} {u.change.path}: {u.note}" for u in undone if not u.is_undone]
+    return stuck
+
+
+def reasons(skipped: Iterable[Skip]) -> dict[str, str]:
+    """Return why each file was left alone, by its own name."""
+    return {skip.path.name: skip.reason for skip in skipped}
+
+
+def touched(plan: DedupPlan) -> set[Path]:
+    """Return the names a plan speaks of: survivors and those to be replaced."""
+    return {path for group in plan.groups for path in (group.survivor, *group.replaced)}
+
+
+def allocated_in(*places: Path) -> int:
+    """Return the disk blocks of all regular files below some places, each inode once, in bytes."""
+    found: dict[tuple[int, int], int] = {}
+    for place in places:
+        for directory, _, names in os.walk(place):
+            for name in names:
+                st = os.lstat(os.path.join(directory, name))
+                if stat.S_ISREG(st.st_mode):
+                    found[st.st_dev, st.st_ino] = st.st_blocks * 512
+    return sum(found.values())
+
+
+def inodes_of(paths: Iterable[Path]) -> set[int]:
+    return {os.lstat(path).st_ino for path in paths}
+
+
+def leftovers(*places: Path) -> list[str]:
+    """Return names of ours beside the user's files."""
+    return [
+        os.path.join(directory, name)
+        for place in places
+        for directory, folders, names in os.walk(place)
+        for name in (*folders, *names)
+        if name.endswith(".smartcache") and name != ".smartcache"
+    ]

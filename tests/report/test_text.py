@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from smartcache.report.figures import Across, Report, SharedFile, Sums
+from smartcache.report.text import Section, sections
+from smartcache.report.unread import OldFile
+from tests.report.values import GB, report, unread
+
+
+def section(made: Report, title: str) -> Section:
+    (found,) = [each for each in sections(made) if each.title.startswith(title)]
+    return found
+
+
+def titles(made: Report) -> list[str]:
+    return [each.title for each in sections(made)]
+
+
+def test_parts_with_nothing_to_say_are_left_out() -> None:
+    assert titles(report()) == [
+        "All folders", "By program", "By kind of file", "Not read for 3 months",
+    ]  # fmt: skip
+
+
+def test_sums_are_a_row_each() -> None:
+    row = Sums(label="ComfyUI", files=1234, logical=3 * GB, physical=2 * GB, saved=GB, freeable=5)
+    found = section(report(programs=(row,)), "By program")
+    assert found.columns == ("FILES", "SIZE", "ON DISK", "SAVED", "DUPLICATE", "PROGRAM")
+    assert found.rows == (("1,234", "3 GB", "2 GB", "1 GB", "5 B", "ComfyUI"),)
+
+
+def test_a_folder_of_no_program_is_shown_from_the_home() -> None:
+    row = Sums(label=str(Path.home() / "models"))
+    assert section(report(programs=(row,)), "By program").rows[0][-1] == "~/models"
+
+
+def test_the_summary_names_the_next_step() -> None:
+    notes = section(report(total=Sums(label="", saved=GB, freeable=2 * GB)), "All").notes
+    assert notes[0].startswith("Sharing saves 1 GB")
+    assert "'smartcache dedup' would free 2 GB more" in notes[1]
+    (_, nothing) = section(report(), "All").notes
+    assert "nothing to free" in nothing
+
+
+def test_what_was_never_compared_is_said_and_forbids_to_say_that_all_is_well() -> None:
+    notes = section(report(uncompared=7), "All").notes
+    assert "7 files never compared with others" in notes[-1]
+    assert "'smartcache scan'" in notes[-1]
+    assert not any("nothing to free" in note for note in notes)
+
+
+def test_of_many_repos_the_first_are_shown_and_the_others_counted() -> None:
+    repos = tuple(Sums(label=f"org/{number}") for number in range(25))
+    found = section(report(repos=repos), "By repo")
+    assert len(found.rows) == 20
+    assert found.notes == ("... and 5 more; --json has them all",)
+
+
+def test_the_most_shared_files() -> None:
+    file = SharedFile(label="SDXL", size=GB, saved=2 * GB, paths=(Path("/a"), Path("/b")))
+    assert section(report(most_shared=(file,)), "Shared").rows == (("2", "1 GB", "2 GB", "SDXL"),)
+
+
+def test_duplicates_across_filesystems_are_no_promise() -> None:
+    across = Across(label="SDXL", size=GB, elsewhere=GB, paths=(Path("/a"), Path("/m/a")))
+    found = section(report(across=(across,), elsewhere=GB), "Duplicated across")
+    assert found.rows == (("1 GB", "1 GB", "SDXL"), ("", "", "at /a"), ("", "", "at /m/a"))
+    assert "1 GB that links cannot free" in found.notes[0]
+
+
+def test_of_many_paths_the_first_are_shown() -> None:
+    paths = tuple(Path(f"/{number}") for number in range(6))
+    across = Across(label="SDXL", size=GB, elsewhere=GB, paths=paths)
+    rows = section(report(across=(across,), elsewhere=GB), "Duplicated across").rows
+    assert [row[-1] for row in rows] == [
+        "SDXL",
+        "at /0",
+        "at /1",
+        "at /2",
+        "at /3",
+        "and at 2 more",
+    ]
+
+
+class TestUnread:
+    def test_the_largest_are_named_and_all_are_counted(self) -> None:
+        then = datetime(2024, 5, 6, 12, tzinfo=UTC)
+        files = tuple(
+            OldFile(allocated=GB, size=GB, path=Path(f"/{number}"), read_at=then)
+            for number in range(12)
+        )
+        found = section(report(unread=unread(files=files, allocated=12 * GB)), "Not read")
+        assert found.rows[0] == ("2024-05-06", "1 GB", "/0")
+        assert len(found.rows) == 10
+        assert found.notes == ("12 files, 12 GB, the largest shown (2 more); good to a day.",)
+
+    def test_none(self) -> None:
+        assert section(report(), "Not read").notes == ("None.",)
+
+    def test_where_reading_leaves_no_trace_nothing_is_claimed(self) -> None:
+        parts = unread(unknown={Path("/mnt"): "mounted noatime"}, unknown_files=3)
+        (note,) = section(report(unread=parts), "Not read").notes
+        assert note == "/mnt: mounted noatime, so it cannot be known there."

@@ -1,0 +1,73 @@
+"""Groups, reports and their parts, for tests of what is said about them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from smartcache.folders.records import Copy, Group, ModelFolder, Name
+from smartcache.report.figures import Report, Sums
+from smartcache.report.unread import Unread
+
+COMFYUI = ModelFolder(path=Path("/c/models"), program="ComfyUI")
+PLAIN = ModelFolder(path=Path("/p"))
+GB = 1_000_000_000
+
+
+def copy(
+    inode: int,
+    *names: str,
+    folder: ModelFolder = COMFYUI,
+    filesystem: str = "uuid:1",
+    links: int | None = None,
+    shares_with: int | None = None,
+    is_blob: bool = False,
+) -> Copy:
+    """A copy of one gigabyte."""
+    paths = [Path(name) for name in names]
+    return Copy(
+        filesystem=filesystem,
+        inode=inode,
+        names=tuple(Name(path=path, folder=folder) for path in paths),
+        links=len(paths) + is_blob if links is None else links,
+        allocated=GB,
+        mtime_ns=0,
+        is_blob=is_blob,
+        shares_with=shares_with,
+    )
+
+
+def group(*copies: Copy, freeable: int = 0, elsewhere: int = 0) -> Group:
+    return Group(digest="ab" * 32, size=GB, copies=copies, freeable=freeable, elsewhere=elsewhere)
+
+
+def report(**parts: object) -> Report:
+    """A report of nothing, but for the parts given."""
+    empty = {
+        "at": datetime(2025, 1, 2, tzinfo=UTC),
+        "folders": (COMFYUI,),
+        "total": Sums(label="total"),
+        "programs": (),
+        "kinds": (),
+        "repos": (),
+        "most_shared": (),
+        "across": (),
+        "elsewhere": 0,
+        "unread": unread(),
+        "min_size": 1,
+        "uncompared": 0,
+        "problems": (),
+        "warnings": (),
+    }
+    return Report(**(empty | parts))  # type: ignore[arg-type]
+
+
+def unread(**parts: object) -> Unread:
+    empty = {
+        "older_than": timedelta(days=90),
+        "files": (),
+        "allocated": 0,
+        "unknown": {},
+        "unknown_files": 0,
+    }
+    return Unread(**(empty | parts))  # type: ignore[arg-type]

@@ -1,0 +1,325 @@
+"""What a link would change about a file is refused unless it is allowed; undo gives it all back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smartcache.errors import FileSkippedError
+from smartcache.store.hold import Allowance
+from smartcache.store.journal import Change, Journal
+from smartcache.store.replace import Replacement
+from smartcache.store.store import Store
+from tests.processes.children import NOBODY, Child, folder_of
+from tests.store.files import WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
+
+if sys.platform != "linux":
+    pytest.skip("extended attributes", allow_module_level=True)
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+DIGEST = digest_of(WEIGHTS)
+ALL: frozenset[Allowance] = frozenset(("owner", "mode", "xattr"))
+ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
+AtPoint = Callable[[str, Callable[[], object]], None]
+
+
+def access_list(user: int, mask: int = 6) -> bytes:
+    """A list that lets one more user read and write."""
+    entries = [(1, 6, -1), (2, 6, user), (4, 4, -1), (0x10, mask, -1), (0x20, 4, -1)]
+    packed = [struct.pack("<HHi", *entry) for entry in entries]
+    return struct.pack("<I", 2) + b"".join(packed)
+
+
+@pytest.fixture
+def blob(store: Store, folder: Path) -> Path:
+    """The blob, which is a user's file of mode 0644 too."""
+    store.adopt(write(folder / "a.safetensors"))
+    return Path(store.path_of(DIGEST))
+
+
+def replaced(store: Store, path: Path, allow: Iterable[Allowance] = ()) -> Replacement:
+    (result,) = store.replace_many([(path, DIGEST)], allow=frozenset(allow))
+    return result
+
+
+def reason_of(error: Exception | None) -> str:
+    assert isinstance(error, FileSkippedError)
+    return error.reason
+
+
+def everything(folder: Path) -> dict[str, object]:
+    """A snapshot, and the extended attributes."""
+    found: dict[str, object] = {}
+    for name, facts in snapshot(folder).items():
+        path = folder / name
+        names = os.listxattr(path, follow_symlinks=False)
+        attributes = {each: os.getxattr(path, each, follow_symlinks=False) for each in names}
+        found[name] = (facts, attributes)
+    return found
+
+
+def give_owner(path: Path) -> None:
+    os.chown(path, 12345, 54321)
+
+
+def give_group(path: Path) -> None:
+    os.chown(path, -1, 54321)
+
+
+def give_attribute(path: Path) -> None:
+    try:
+        os.setxattr(path, "user.note", b"\0mine\xff")
+        os.setxattr(path, "user.empty", b"")
+    except OSError:
+        pytest.skip("no extended attributes on this filesystem")
+
+
+def give_access(path: Path) -> None:
+    try:
+        os.setxattr(path, ACCESS, access_list(12345))
+    except OSError:
+        pytest.skip("no access control lists on this filesystem")
+    path.chmod(0o644)  # what the blob has; that is the mask now
+
+
+SPECIALS = [
+    pytest.param(give_owner, frozenset({"owner"}), "belongs to another user", marks=as_root),
+    pytest.param(give_group, frozenset({"owner"}), "different owner or group", marks=as_root),
+    (lambda path: path.chmod(0o600), frozenset({"mode"}), "different permissions"),
+    (lambda path: path.chmod(0o755), frozenset({"mode"}), "different permissions"),
+    (lambda path: path.chmod(0o4755), frozenset({"mode"}), "has a special mode"),
+    (give_attribute, frozenset({"xattr"}), "has extended attributes"),
+    (give_access, frozenset({"xattr"}), "has extended attributes"),
+]
+NAMES = ["owner", "group", "0600", "0755", "setuid", "attribute", "access list"]
+special = pytest.mark.parametrize(("change", "needed", "reason"), SPECIALS, ids=NAMES)
+
+
+class TestReplace:
+    @special
+    def test_only_what_is_allowed_is_replaced_and_undo_gives_it_back(
+        self, store: Store, folder: Path, blob: Path, change: Callable[[Path], None],
+        needed: frozenset[Allowance], reason: str,
+    ) -> None:  # fmt: skip
+        path = write(folder / "b.safetensors")
+        change(path)
+        before = everything(folder)
+        for allow in (*combinations(ALL - needed, 0), *combinations(ALL - needed, 2)):
+            assert reason_of(replaced(store, path, allow).error) == reason
+            assert everything(folder) == before
+        assert replaced(store, path, needed).outcome == "replaced"
+        assert inode_of(path) == inode_of(blob)
+        assert mode_of(path) == 0o444
+        assert os.listxattr(path) == []
+        assert [done.note for done in store.plan_undo(last=True).execute()] == [""]
+        assert everything(folder) == before
+        assert inode_of(path) != inode_of(blob)
+
+    @as_root
+    def test_files_of_others_are_for_root_only(self) -> None:
+        with folder_of(NOBODY) as folder:
+            path = write(folder / "b.safetensors")
+
+            def work() -> list[str]:
+                with Store(folder / "store") as store:
+                    store.put_stream([WEIGHTS])
+                    (adoption,) = store.adopt_many([path], allow=ALL)
+                    return [reason_of(replaced(store, path, ALL).error), reason_of(adoption.error)]
+
+            with Child(work, user=NOBODY) as child:
+                assert child.result() == ["belongs to another user"] * 2
+            assert (mode_of(path), path.stat().st_nlink) == (0o644, 1)
+
+    @as_root
+    def test_two_names_of_a_file_are_one_again(
+        self, store: Store, folder: Path, blob: Path
+    ) -> None:
+        path, twin = write(folder / "b.safetensors", mode=0o600), folder / "twin.bin"
+        give_owner(path)
+        give_attribute(path)
+        os.link(path, twin)
+        before = everything(folder)
+        for each in (path, twin):
+            assert replaced(store, each, ALL).outcome == "replaced"
+        assert inode_of(twin) == inode_of(blob)
+        while store.history()[1:]:
+            store.plan_undo(last=True).execute()
+        assert everything(folder) == before
+
+    @as_root
+    def test_a_late_writer_gets_a_file_with_all_its_attributes(
+        self, store: Store, folder: Path, blob: Path, at_point: AtPoint
+    ) -> None:
+        """Its old inode has no name any more: what is in it is copied."""
+        path = write(folder / "b.safetensors")
+        give_owner(path)
+        give_attribute(path)
+        before = everything(folder)
+        with path.open("rb") as file:
+
+            def come() -> None:
+                try:
+                    os.close(os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_NONBLOCK))
+                except BlockingIOError:
+                    return
+                pytest.skip("no leases on this filesystem")
+
+            at_point("replace: old removed", come)
+            assert reason_of(replaced(store, path, ALL).error) == "busy"
+        assert inode_of(path) != inode_of(blob)
+        assert everything(folder) == before
+
+    @pytest.mark.usefixtures("blob")
+    def test_what_a_folder_gives_to_new_files_is_not_given_by_undo(
+        self, store: Store, folder: Path
+    ) -> None:
+        path = write(folder / "b.safetensors")
+        try:
+            os.setxattr(folder, DEFAULT, access_list(12345))
+        except OSError:
+            pytest.skip("no access control lists on this filesystem")
+        before = everything(folder)
+        replaced(store, path)
+        store.plan_undo(last=True).execute()
+        assert everything(folder) == before
+
+    @as_root
+    def test_an_owner_is_given_back_even_if_only_that_is_different(
+        self, store: Store, folder: Path, blob: Path
+    ) -> None:
+        """Same mode and time as the blob, and the blob has another inode since."""
+        path = write(folder / "b.safetensors", mode=0o444)
+        shutil.copystat(blob, path)
+        give_owner(path)
+        before = everything(folder)
+        replaced(store, path, {"owner"})
+        copy = write(folder / "copy")
+        shutil.copystat(blob, copy)
+        os.replace(copy, blob)
+        assert [done.note for done in store.plan_undo(last=True).execute()] == [""]
+        assert everything(folder) == before
+
+
+class TestAdopt:
+    @special
+    def test_a_special_file_keeps_what_it_is_and_undo_gives_its_mode_back(
+        self, store: Store, folder: Path, change: Callable[[Path], None],
+        needed: frozenset[Allowance], reason: str,
+    ) -> None:  # fmt: skip
+        path = write(folder / "a.safetensors")
+        change(path)
+        before, mode = everything(folder), mode_of(path)
+        is_refused = reason in ("belongs to another user", "has a special mode")
+        if is_refused:
+            (result,) = store.adopt_many([path])
+            assert reason_of(result.error) == reason
+            assert everything(folder) == before
+        (result,) = store.adopt_many([path], allow=needed)
+        assert result.outcome == "adopted"
+        assert mode_of(path) == mode & 0o555
+        assert not store.verify(full=True).has_damage
+        assert [done.note for done in store.plan_undo().execute()] == [""]
+        assert everything(folder) == before
+
+    @as_root
+    def test_a_file_that_others_share_gets_a_copy_with_all_it_had(
+        self, store: Store, folder: Path
+    ) -> None:
+        """Only the adoption is undone: its inode stays with the file that was replaced."""
+        path, other = write(folder / "a.safetensors"), write(folder / "b.safetensors")
+        give_owner(path)
+        give_attribute(path)
+        before = everything(folder)
+        list(store.adopt_many([path], allow=ALL))
+        replaced(store, other, ALL)
+        store.plan_undo([store.history()[0].id]).execute()
+        assert everything(folder)["a.safetensors"] == before["a.safetensors"]
+        store.plan_undo().execute()
+        assert everything(folder) == before
+
+    def test_a_file_that_was_moved_in_comes_back_with_its_attributes(
+        self, store: Store, folder: Path
+    ) -> None:
+        path = write(folder / "a.safetensors")
+        give_attribute(path)
+        before = everything(folder)
+        store.put_file(path, how="move")
+        assert not path.exists()
+        store.plan_undo().execute()
+        assert everything(folder) == before
+
+
+class TestJournal:
+    @pytest.mark.usefixtures("blob")
+    def test_attributes_are_kept_as_they_are(self, store: Store, folder: Path) -> None:
+        path = write(folder / "b.safetensors")
+        give_attribute(path)
+        replaced(store, path, {"xattr"})
+        found = [c.xattrs for c in store.volume.journal.changes() if c.op == "replace"]
+        assert found == [{"user.note": b"\0mine\xff".hex(), "user.empty": ""}]
+
+    @pytest.mark.parametrize("damaged", ["text", ["user.a"], {"user.a": 1}, {"user.a": "zz"}])
+    def test_a_line_with_damaged_attributes_is_skipped(
+        self, tmp_path: Path, damaged: object
+    ) -> None:
+        journal = Journal(tmp_path / "journal.jsonl")
+        line: dict[str, object] = {
+            "batch": "b", "n": 0, "op": "replace", "path": "/p", "digest": "d", "size": 1,
+        }  # fmt: skip
+        journal.append([{**line, "xattrs": damaged}, {**line, "n": 1}], sync=False)
+        assert [change.n for change in journal.changes()] == [1]
+
+    def test_a_file_without_attributes_costs_no_space(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "a.bin")
+        assert Change.before("adopt", path, DIGEST, os.lstat(path)).xattrs is None
+
+
+owners = st.sampled_from([0, 12345, NOBODY])
+modes = st.sampled_from([0o644, 0o600, 0o444, 0o664, 0o755, 0o4755, 0o2640])
+attributes = st.dictionaries(
+    st.sampled_from(["user.a", "user.b", "trusted.c"]), st.binary(max_size=50), max_size=2
+)
+files = st.tuples(
+    owners, owners, modes, st.integers(10**18, 1_700_000_000 * 10**9), attributes,
+    st.booleans(),
+)  # fmt: skip
+
+
+@as_root
+@settings(max_examples=settings().max_examples // 5)
+@given(kinds=st.lists(files, min_size=2, max_size=5))
+def test_undo_restores_whatever_files_there_were(
+    kinds: list[tuple[int, int, int, int, dict[str, bytes], bool]],
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "models"
+        for number, (uid, gid, mode, mtime_ns, values, has_twin) in enumerate(kinds):
+            path = write(folder / f"{number}.bin")
+            os.chown(path, uid, gid)
+            path.chmod(mode)
+            for key, value in values.items():
+                os.setxattr(path, key, value)
+            os.utime(path, ns=(mtime_ns, mtime_ns))
+            if has_twin:
+                os.link(path, folder / f"{number}-twin.bin")
+        before = everything(folder)
+        paths = sorted(folder.iterdir())
+        with Store(Path(name) / "store") as store:
+            with store.batch("dedup"):
+                (adoption,) = store.adopt_many(paths[:1], allow=ALL)
+                pairs = [(path, adoption.digest) for path in paths]
+                results = list(store.replace_many(pairs, allow=ALL))
+            assert {result.outcome for result in results} <= {"replaced", "present"}
+            assert {inode_of(path) for path in paths} == {inode_of(paths[0])}
+            assert {done.note for done in store.plan_undo().execute()} == {""}
+        assert everything(folder) == before
