@@ -1,15 +1,20 @@
-"""What every test gets: a home and a store of its own, and more rounds under `--soak`."""
+"""What every test gets: a home of its own, more rounds under `--soak`, and the common fixtures."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+
+from smartcache.store.store import Store
 
 SOAK_FACTOR = 30
 SOAK_TIMEOUT = 3600.0
@@ -82,3 +87,43 @@ def _own_home(_homes: tuple[Path, itertools.count[int]], monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
     monkeypatch.setenv("SMARTCACHE_HOME", str(home / "store"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "store") as store:
+        yield store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the user keeps models: beside the store, on its filesystem."""
+    path = tmp_path / "models"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another filesystem."""
+    memory = Path("/dev/shm")  # noqa: S108 - the one other filesystem that every Linux has
+    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second filesystem here")
+    path = Path(tempfile.mkdtemp(prefix="smartcache-test-", dir=memory))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """`pass_time(60)`: for this process it is a minute later, and every file a minute older."""
+    seconds, nanoseconds = time.time, time.time_ns
+    ahead = 0.0
+
+    def advance(more: float) -> None:
+        nonlocal ahead
+        ahead += more
+
+    monkeypatch.setattr(time, "time", lambda: seconds() + ahead)
+    monkeypatch.setattr(time, "time_ns", lambda: nanoseconds() + int(ahead * 1e9))
+    return advance

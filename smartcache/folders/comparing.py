@@ -23,7 +23,8 @@ from smartcache.store.store import Store
 
 SAMPLE_MIN_SIZE = 1 << 20
 """Opening a file and reading its ends costs as much as hashing 60 KiB."""
-_CHUNK_FILES = 4096
+_CHUNK_FILES = 32_768
+"""Taken together, so that no thread waits for others; some MB of memory."""
 _CHUNK_SIZE = 32 << 30
 _PAIR = 2
 

@@ -81,7 +81,8 @@ class Tally:
         return self._count <= KEPT
 
     def _add(self, rows: list[MemberRow]) -> None:
-        freeable, elsewhere = self._plainly(rows) or self._carefully(rows)
+        sums = self._plainly(rows)
+        freeable, elsewhere = self._carefully(rows) if sums is None else sums
         if not (freeable or elsewhere):
             return
         self.groups += freeable > 0
@@ -99,17 +100,22 @@ class Tally:
         filesystem, special, any_file = rows[0][_FILESYSTEM], self._special, self._world.any_file
         if self._world.blocks.may_share(filesystem, rows[0][_PATH] or b"/"):
             return None
-        if len({row[_INODE] for row in rows}) < len(rows):  # bound to two names
-            return None
+        inodes = {row[_INODE] for row in rows}
+        if len(inodes) < len(rows):
+            # Names of one file are no duplicates; of several files, somebody must tell them apart.
+            is_one = len(inodes) == 1 and all(row[_FILESYSTEM] == filesystem for row in rows)
+            return (0, 0) if is_one else None
         total = 0
         for row in rows:
             path = row[_PATH]
-            if row[_LINKS] != 1 or row[_FILESYSTEM] != filesystem or row[_FOLDER] in special:
+            if row[_LINKS] != 1 or row[_FILESYSTEM] != filesystem:
                 return None
             if path is None or not (any_file or is_write_once(path)):
                 return None
             total += row[_ALLOCATED]
-        survivor = min(rows, key=itemgetter(_MTIME, _PATH))
+        by_age = itemgetter(_MTIME, _PATH)
+        keyed = [row for row in rows if row[_FOLDER] in special] if special else []
+        survivor = min(keyed or rows, key=by_age)
         by_folder = self.by_folder
         for row in rows:
             if row is not survivor:

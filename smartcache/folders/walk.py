@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _LISTINGS = 100
 _INCOMPLETE = tuple(os.fsencode(suffix) for suffix in INCOMPLETE_SUFFIXES)
 _STORE_MARKS = {b"CACHEDIR.TAG", b"moved-to"}
 _Key = tuple[int, int]
-_Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], list[bytes]]
+_Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], Collection[bytes]]
 """Folder, directory, files that are new or changed, names that are gone."""
 
 
@@ -175,9 +175,6 @@ class _Run:
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if entry.is_symlink():
-                        listing.symlinks.append(entry.path)
-                        continue
                     try:
                         st = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
@@ -187,13 +184,15 @@ class _Run:
                         continue
                     if stat.S_ISDIR(st.st_mode):
                         below.append((entry.path, (st.st_dev, st.st_ino)))
-                    elif stat.S_ISREG(st.st_mode) and not is_incomplete(entry.name):
+                    elif stat.S_ISREG(st.st_mode):
                         filesystem = filesystems.get(st.st_dev) or self._number(entry.path, st)
                         seen[entry.name] = (
                             st.st_size, filesystem, signed(st.st_ino),
                             min(st.st_mtime_ns, LATEST_NS), min(st.st_ctime_ns, LATEST_NS),
                             st.st_nlink, st.st_blocks * 512,
                         )  # fmt: skip
+                    elif stat.S_ISLNK(st.st_mode):
+                        listing.symlinks.append(entry.path)
         except OSError as error:
             self._excuse(path, error)
         self._job.advance(len(seen))
@@ -222,9 +221,13 @@ class _Run:
             if before == listing.seen and (folder == number or not before):
                 continue
             changed = [
-                item for item in listing.seen.items() if before.pop(item[0], None) != item[1]
+                (name, row)
+                for name, row in listing.seen.items()
+                if before.get(name) != row and (name in before or not is_incomplete(name))
             ]
-            gone = [name for name in before if name not in listing.seen]
+            gone = before.keys() - listing.seen.keys()
+            if not changed and not gone and folder == number:
+                continue
             self._differences.append((number, path, changed, gone))
             self._unwritten += len(changed) + len(gone)
         if self._unwritten >= _FLUSH_ROWS:

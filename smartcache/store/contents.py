@@ -41,8 +41,9 @@ _FLAGS: Final = (
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_NOFOLLOW", 0)
 )
-_FLUSH_SECONDS: Final = 2.0
-_LOOK_SECONDS: Final = 0.1
+_FLUSH_SECONDS: Final = 0.2
+"""So often what was learned is written: while the threads read on, and so that Ctrl-C keeps it."""
+_LOOK_SECONDS: Final = 0.05
 _SAMPLED: Final = HEAD_SIZE + TAIL_SIZE
 _BUSY: Final = "busy"
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,14 +58,3 @@ def program(home: Path, tmp_path: Path) -> Iterator[Smartcache]:
     program = Smartcache(cwd=tmp_path)
     yield program
     program.end()
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Path]:
-    """A directory on another filesystem."""
-    memory = Path("/dev/shm")  # noqa: S108 - the one other filesystem that every Linux has
-    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("no second filesystem here")
-    path = Path(tempfile.mkdtemp(prefix="smartcache-test-", dir=memory))
-    yield path
-    shutil.rmtree(path)
