@@ -2,8 +2,8 @@
 
 A sample is the XXH3 of a file's head and tail: files with different samples differ, files with
 equal ones are hashed in full before anybody calls them equal. What is learned is valid for the stat
-key the file was seen with; a file that shows another key before or after reading, that somebody
-writes, or that cannot be read, is left out and named. Access times stay as they are where the
+key the file was seen with; a file that shows another key after reading, that somebody writes, or
+that cannot be read, is left out and named. Access times stay as they are where the
 system allows it: a scan must not make every file look recently used.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -24,6 +25,7 @@ from smartcache.store.digest import hash_file
 from smartcache.store.duplicates import Candidate
 from smartcache.store.kernel import drop_lease, open_quietly, take_lease
 from smartcache.store.lanes import BUFFER_SIZE, new_buffer, read_at
+from smartcache.store.readers import Readers
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey
 from smartcache.store.volume import Volume
@@ -41,11 +43,13 @@ _FLAGS: Final = (
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_NOFOLLOW", 0)
 )
-_FLUSH_SECONDS: Final = 0.2
-"""So often what was learned is written: while the threads read on, and so that Ctrl-C keeps it."""
-_LOOK_SECONDS: Final = 0.05
 _SAMPLED: Final = HEAD_SIZE + TAIL_SIZE
-_BUSY: Final = "busy"
+SMALL_SIZE: Final = 32 * 1024
+"""Up to here a second thread costs more than it brings."""
+_TOGETHER: Final = 64
+"""Files opened at once; twice as many are open, of 256 that macOS allows."""
+_FLUSH_SECONDS: Final = 2.0
+"""So often what was learned is written, so that Ctrl-C and SIGKILL lose little."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,95 +68,158 @@ def learn(volume: Volume, files: Sequence[Candidate], what: What, *, advance: Ad
 
     Ctrl-C ends the threads; what was learned until then is kept.
     """
-    learned = Learned()
-    if not files:
-        return learned
-    run = _Run(files, what, volume.settings.threads, advance)
+    run = _Run(volume, what, advance)
     try:
-        run.start()
-        while not run.wait(_FLUSH_SECONDS):
-            _remember(volume, run.taken(), what, learned)
+        run.read(files)
     finally:
-        run.end()
-        _remember(volume, run.taken(), what, learned)
-    if run.error is not None:
-        raise run.error
-    return learned
+        run.remember()
+    return run.learned
 
 
-_Result = tuple[Candidate, bytes | None, str, int]
-"""A file, its value or None, why there is none, and when its reading began."""
+@dataclass(slots=True)
+class _Held:
+    """A file that is open and that nobody was writing when reading began."""
 
-
-class _EndedError(Exception):
-    """The run is over: leave the file in the middle."""
+    file: Candidate
+    fd: int
+    began: int
+    value: bytes | None = None
+    error: OSError | None = None
 
 
 class _Run:
-    """The threads that read files; they take the next one from a common list, largest first."""
+    """One call of `learn`: the thread that called opens and closes, the others read and hash.
 
-    def __init__(
-        self, files: Sequence[Candidate], what: What, threads: int, advance: Advance
-    ) -> None:
-        ordered = sorted(files, key=lambda file: file.size, reverse=True)
-        self._total = sum(file.size for file in ordered)
-        self._next = iter(ordered)  # a list's iterator may be shared by threads
-        self._read = _sample if what == "sample" else self._digest
+    Measured with 13,000 files of 240 KB on two cores: two threads that do everything take 1.5 s,
+    because they wait for each other after each of eight system calls; this way it is 0.7 s.
+    """
+
+    def __init__(self, volume: Volume, what: What, advance: Advance) -> None:
+        self.learned = Learned()
+        self._volume = volume
+        self._what = what
         self._tell = advance
-        self._threads = threads
-        self._count = max(1, min(threads, len(ordered)))
-        self._workers: list[threading.Thread] = []
-        self._results: list[_Result] = []
-        self._taken = 0
-        self._is_ended = False
-        self.error: BaseException | None = None
+        self._threads = max(1, volume.settings.threads)
+        self._readers: Readers[_Held] = Readers(self._threads)
+        self._total = 0
+        self._buffers = threading.local()
+        self._finished: deque[_Held] = deque()
+        self._rows: list[tuple[object, ...]] = []
+        self._written = time.monotonic()
 
-    def start(self) -> None:
-        """Begin to read."""
-        for _ in range(self._count):
-            self._workers.append(threading.Thread(target=self._work, name="smartcache-read"))
-            self._workers[-1].start()
+    def read(self, files: Sequence[Candidate]) -> None:
+        """Read all: small ones, which need no threads, and then the largest first."""
+        ordered = sorted(files, key=lambda file: file.size, reverse=True)
+        large = [file for file in ordered if file.size > SMALL_SIZE]
+        self._total = sum(file.size for file in large)
+        for file in ordered[len(large) :]:
+            self._read_alone(file)
+        if large:
+            self._read_together(large)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end, in small steps so that Ctrl-C is heard; say whether it is reached."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for worker in self._workers:
-                worker.join(_LOOK_SECONDS)
-            if not any(worker.is_alive() for worker in self._workers):
-                return True
-        return False
+    def remember(self) -> None:
+        """Keep what was learned for the next time."""
+        rows, self._rows = self._rows, []
+        if rows:
+            with self._volume.index.write():
+                self._volume.index.learn(self._what, rows)
+        self._written = time.monotonic()
 
-    def end(self) -> None:
-        """End the threads, also in the middle of a file."""
-        self._is_ended = True
-        for worker in filter(threading.Thread.is_alive, self._workers):
-            worker.join()
-
-    def taken(self) -> list[_Result]:
-        """Return the results since the last time."""
-        found = self._results[self._taken :]
-        self._taken += len(found)
-        return found
-
-    def _work(self) -> None:
-        buffer = new_buffer(BUFFER_SIZE)
+    def _read_together(self, files: list[Candidate]) -> None:
+        """Let the threads read some files while the next ones are opened and the last closed."""
+        held: list[_Held] = []
         try:
-            for file in self._next:
-                if self._is_ended:
-                    return
-                began = time.time_ns()
-                try:
-                    value = _read(file, self._read, buffer)
-                    self._results.append((file, value, "", began))
-                except OSError as error:
-                    reason = _BUSY if isinstance(error, FileBusyError) else _reason(error)
-                    self._results.append((file, None, reason, began))
-        except _EndedError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            self.error = self.error or error
-            self._is_ended = True
+            for start in range(0, len(files), _TOGETHER):
+                opened = list(filter(None, map(self._hold, files[start : start + _TOGETHER])))
+                held += opened
+                self._readers.wait(self._tidy)
+                self._readers.begin(self._attempt, opened)
+                self._tidy()
+                held = [each for each in held if each.fd >= 0]
+            self._readers.wait(self._tidy)
+        finally:
+            self._readers.end()
+            for each in held:
+                self._let_go(each)
+
+    def _tidy(self) -> None:
+        """Close the files that were read, and write what was learned if it is time."""
+        while self._finished:
+            self._let_go(self._finished.popleft())
+        self._remember_now_and_then()
+
+    def _read_alone(self, file: Candidate) -> None:
+        held = self._hold(file)
+        if held is not None:
+            try:
+                self._attempt(held)
+            finally:
+                self._let_go(held)
+        self._tidy()
+
+    def _remember_now_and_then(self) -> None:
+        if time.monotonic() - self._written > _FLUSH_SECONDS:
+            self.remember()
+
+    def _hold(self, file: Candidate) -> _Held | None:
+        """Open a file that nobody writes; else note why it is left out.
+
+        The lease is asked for before the first byte is read: whoever maps the file later cannot
+        write without another change time. It is not kept: a writer would wait for us.
+        """
+        began = time.time_ns()
+        try:
+            fd = open_quietly(file.path, _FLAGS)
+        except OSError as error:
+            self._leave_out(file, error)
+            return None
+        lease = take_lease(fd)
+        if lease == "held":
+            drop_lease(fd)
+        held = _Held(file, fd, began)
+        if lease == "busy":
+            held.error = FileBusyError("open for writing")
+            self._let_go(held)
+            return None
+        return held
+
+    def _attempt(self, held: _Held) -> None:
+        buffer = getattr(self._buffers, "own", None)
+        if buffer is None:
+            buffer = self._buffers.own = new_buffer(BUFFER_SIZE)
+        try:
+            read = _sample if self._what == "sample" else self._digest
+            held.value = read(held.fd, held.file, buffer)
+        except OSError as error:
+            held.error = error
+        self._finished.append(held)
+
+    def _let_go(self, held: _Held) -> None:
+        """Close a file, once; its value counts if it is now as it was seen before it was opened."""
+        file, fd = held.file, held.fd
+        if fd < 0:
+            return
+        held.fd = -1
+        try:
+            if held.value is not None and not _is_as_seen(os.fstat(fd), file):
+                held.error = FileChangedError("changed since it was seen")
+        finally:
+            os.close(fd)
+        if held.error is not None:
+            self._leave_out(file, held.error)
+        elif held.value is not None:
+            key = StatKey(file.size, file.mtime_ns, file.ctime_ns)
+            racy = int(key.is_racy(held.began))
+            self._rows.append((file.filesystem, file.inode, *key, racy, held.value))
+            self.learned.values[file.filesystem, file.inode] = held.value
+            is_whole = self._what == "blake3"
+            self.learned.size += file.size if is_whole else min(file.size, _SAMPLED)
+
+    def _leave_out(self, file: Candidate, error: OSError) -> None:
+        if isinstance(error, FileBusyError):
+            self.learned.busy.append(file.path)
+        else:
+            self.learned.problems.append((file.path, error.strerror or str(error)))
 
     def _digest(self, fd: int, file: Candidate, buffer: memoryview) -> bytes:
         if file.size <= BUFFER_SIZE:
@@ -167,31 +234,8 @@ class _Run:
         return bytes.fromhex(hashes.digest)
 
     def _advance(self, count: int) -> None:
-        if self._is_ended:
-            raise _EndedError
+        self._readers.check()
         self._tell(count)
-
-
-def _read(
-    file: Candidate, read: Callable[[int, Candidate, memoryview], bytes], buffer: memoryview
-) -> bytes:
-    """Return what `read` makes of a file that is as it was seen, before and after."""
-    fd = open_quietly(file.path, _FLAGS)
-    try:
-        if not _is_as_seen(os.fstat(fd), file):
-            raise FileChangedError("changed since it was seen")
-        # Not held while reading: a writer would wait for us.
-        lease = take_lease(fd)
-        if lease == "busy":
-            raise FileBusyError("open for writing")
-        if lease == "held":
-            drop_lease(fd)
-        value = read(fd, file, buffer)
-        if not _is_as_seen(os.fstat(fd), file):
-            raise FileChangedError("changed while it was read")
-        return value
-    finally:
-        os.close(fd)
 
 
 def _is_as_seen(st: os.stat_result, file: Candidate) -> bool:
@@ -209,25 +253,3 @@ def _sample(fd: int, file: Candidate, buffer: memoryview) -> bytes:
                 raise FileChangedError("changed while it was read")
             state.update(buffer[:count])
     return state.digest()
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _remember(volume: Volume, results: list[_Result], what: What, learned: Learned) -> None:
-    """Keep what was learned for the next time, racy files marked as such."""
-    rows = []
-    for file, value, reason, began in results:
-        if value is not None:
-            key = StatKey(file.size, file.mtime_ns, file.ctime_ns)
-            rows.append((file.filesystem, file.inode, *key, int(key.is_racy(began)), value))
-            learned.values[file.filesystem, file.inode] = value
-            learned.size += file.size if what == "blake3" else min(file.size, _SAMPLED)
-        elif reason == _BUSY:
-            learned.busy.append(file.path)
-        else:
-            learned.problems.append((file.path, reason))
-    if rows:
-        with volume.index.write():
-            volume.index.learn(what, rows)
