@@ -235,10 +235,11 @@ class _Planning:
     def warn_of_times(self) -> None:
         """Say how many files get another time though their program keys its cache on it."""
         if self._retimed:
-            names = ", ".join(sorted(self._programs))
+            names = " and ".join(sorted(self._programs))
+            files = "1 file" if self._retimed == 1 else f"{self._retimed} files"
             self.warnings.append(
-                f"{self._retimed} files of {names} will show the time of the file they share:"
-                " it will hash them once more."
+                f"{files} of {names} will show the time of the file that is shared, and be hashed"
+                " by the program once more."
             )
 
     def _count_times(self, chosen: list[_Held]) -> None:

@@ -34,6 +34,8 @@ class Replacing:
         self._batches: list[str] = []
         self._replaced = 0
         self._freed = 0
+        self._changes = 0
+        """Of the volume in work: what `undo` could take back."""
 
     def run(self, folders: Sequence[ModelFolder], progress: Progress) -> DedupResult:
         """Do it; the folders belong to smartcache's from now on."""
@@ -72,6 +74,7 @@ class Replacing:
 
     def _run_on(self, store: Store, plans: list[GroupPlan], job: Job) -> None:
         volume = store.volume
+        self._changes = 0
         with (
             volume.leases.hold("dedup", what="another dedup", on_wait=volume.on_wait),
             store.batch("dedup") as batch,
@@ -84,7 +87,7 @@ class Replacing:
                 chunk = self._still_there(chunk)
                 self._share(store, [plan for plan in chunk if plan.kind == "reflink"], job)
                 self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
-        if any(entry.id == batch.id for entry in store.history()):
+        if self._changes:
             self._batches.append(batch.id)
 
     def _still_there(self, plans: list[GroupPlan]) -> list[GroupPlan]:
@@ -149,6 +152,7 @@ class Replacing:
             again: dict[Path, GroupPlan] = {}
             for adoption in store.adopt_many(list(waiting), allow=self._allow, follow=False):
                 plan = waiting[adoption.path]
+                self._changes += adoption.outcome == "adopted"
                 if adoption.digest == plan.group.digest:
                     # Somebody else has stored these bytes meanwhile, or an interrupted run has.
                     late = [adoption.path] if adoption.outcome != "adopted" else []
@@ -178,6 +182,7 @@ class Replacing:
                 self._note(result.path, result.error)
             else:
                 self._replaced += result.outcome == "replaced"
+                self._changes += result.outcome == "replaced"
                 self._freed += result.freed
             if result.path not in survivors:
                 job.advance(sizes.get(result.digest, 0))
