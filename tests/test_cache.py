@@ -75,3 +75,25 @@ def test_the_public_names_are_all_there() -> None:
     assert set(smartcache.__all__) <= set(dir(smartcache))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         smartcache.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_folders_are_scanned_and_freed_of_duplicates(tmp_path: Path) -> None:
+    for name in ("a/x.safetensors", "b/y.safetensors"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(bytes(range(256)) * 8192)
+    with SmartCache(tmp_path / "store") as cache:
+        assert cache.scan(tmp_path / "a", tmp_path / "b", min_size=3 << 20).groups == 0
+        found = cache.scan(tmp_path / "a", tmp_path / "b")
+        assert found.freeable == 2 << 20
+        assert cache.scan(tmp_path / "a", tmp_path / "b", exclude=["y.*"]).freeable == 0
+        result = cache.plan_dedup(found).execute()
+        assert (result.replaced, result.freed) == (1, 2 << 20)
+        assert cache.scan(tmp_path / "a", tmp_path / "b").freeable == 0
+    assert os.path.samefile(tmp_path / "a/x.safetensors", tmp_path / "b/y.safetensors")
+
+
+def test_keeping_files_writable_is_a_setting(tmp_path: Path) -> None:
+    settings = load_settings(home=tmp_path / "store", keep_writable=True)
+    with SmartCache(settings=settings) as cache:
+        found = cache.scan(tmp_path)
+        assert cache.plan_dedup(found).groups == ()

@@ -58,15 +58,18 @@ def python_of(page: Path) -> str:
 
 
 def make_files(directory: Path) -> None:
-    """What the examples may use: two equal model files and another, last changed a day ago."""
+    """What the examples may use: equal model files and another, last changed a day ago."""
     data = random.Random(0).randbytes(200_000)
     day_ago = 86_400
     for name, content in {
         "model.safetensors": data,
         "copy.safetensors": data,
         "other.safetensors": data[::-1],
+        "ComfyUI/models/a.safetensors": data * 6,
+        "webui/models/b.safetensors": data * 6,
     }.items():
         path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         then = path.stat().st_mtime - day_ago
         os.utime(path, (then, then))

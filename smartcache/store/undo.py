@@ -316,11 +316,14 @@ def _is_held_besides(volume: Volume, change: Change) -> bool:
 def _undo_move(volume: Volume, change: Change, undoing: Undoing) -> str:
     """Put a file that was moved into the store back where it was, with its mode and time."""
     if os.path.lexists(change.path):
-        if not is_our_link(volume, change):
+        is_same = is_our_link(volume, change)
+        if not is_same or hashes_of(volume, change.path)[0].digest != change.digest:
             return "there is another file at its place now; left in the store"
-        # The process died before it removed the name.
+        # The process died before it removed the name, or somebody has linked the blob there. The
+        # file gets its bytes; that its mode stays, if somebody has chosen it, is no reason to fail.
         _release_pin(volume, change, undoing.batch)
-        return undo_adopt(volume, change, undoing)
+        undo_adopt(volume, change, undoing)
+        return ""
     restore_missing(volume, change, undoing.batch)
     _release_pin(volume, change, undoing.batch)
     return ""
