@@ -197,7 +197,7 @@ def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) ->
 
 def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: bool) -> None:
     if result is not None:
-        _say_result(result, verbose=verbose)
+        _say_result(plan, result, verbose=verbose)
         return
     if not plan.files:
         _show_skipped(plan.skipped, verbose=verbose, as_talk=False)
@@ -209,7 +209,7 @@ def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: b
     out.line(f"Would replace {files} and free {size}. Nothing was changed.")
 
 
-def _say_result(result: DedupResult, *, verbose: bool) -> None:
+def _say_result(plan: DedupPlan, result: DedupResult, *, verbose: bool) -> None:
     _show_skipped(result.skipped, verbose=verbose, as_talk=True)
     at_most = "at most " if result.freed_at_most else ""
     freed = f"freed {at_most}{format_size(result.freed)}"
@@ -218,6 +218,7 @@ def _say_result(result: DedupResult, *, verbose: bool) -> None:
         out.talk("Not everything was done; run 'smartcache dedup' again to go on.")
     if result.batches:
         out.talk(f"To take it back: smartcache undo {' '.join(result.batches)}")
+    if result.batches and any(each.kind == "hardlink" for each in plan.groups):
         out.talk(
             "Deleting a model in one program now frees its bytes only when its last name is gone "
             "and 'smartcache prune' has run."
