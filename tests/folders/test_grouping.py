@@ -30,12 +30,17 @@ STORE = ModelFolder(path=Path("/store"), program="smartcache")
 DIGEST = bytes(range(32))
 
 
+def is_blob_elsewhere(filesystem: str, inode: int) -> bool:
+    """Whether the volume on the other filesystem has an inode."""
+    return filesystem == OTHER and inode % 7 == 0
+
+
 def world(*, any_file: bool = False, is_proven: bool = True) -> World:
     return World(
         folders=FOLDERS,
         store=STORE,
         blob_path=lambda digest: STORE.path / digest,
-        is_blob=lambda filesystem, inode: filesystem == OTHER and inode % 7 == 0,
+        is_blob=is_blob_elsewhere,
         any_file=any_file,
         is_proven=is_proven,
     )
@@ -206,6 +211,7 @@ def some_names(
     names = chance.choice([1, 2, 3]) if is_odd else 1
     links = names + is_blob + (chance.choice([0, 1]) if is_odd else 0)
     filesystem = OTHER if is_odd and not is_blob and chance.random() < 0.5 else HOME
+    links += is_blob_elsewhere(filesystem, inode)  # the name that the volume there has for it
     mtime, allocated = chance.choice([1, 1, 2]), chance.choice([0, 4096, 8192])
     sample = chance.choice([None, b"s", b"t", b"u", b"v"])
     kinds = ["gguf", "safetensors", "db"] if is_odd else ["gguf"]
