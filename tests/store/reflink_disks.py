@@ -38,8 +38,9 @@ def reflink_disk(kind: Disk, directory: Path, *, options: str = "") -> Iterator[
     mkfs, megabytes = _MKFS[kind]
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can mount an image")
-    if shutil.which(mkfs[0], path=_SEARCH) is None:
-        pytest.skip(f"no {mkfs[0]}")
+    for tool in (mkfs[0], "mount", "umount"):
+        if shutil.which(tool, path=_SEARCH) is None:
+            pytest.skip(f"no {tool}")
     problem = _own_namespace()
     if problem:
         pytest.skip(f"no mount namespace: {problem}")
