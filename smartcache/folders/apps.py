@@ -26,7 +26,6 @@ from smartcache.folders.programs import (
     KEYS_ON_MTIME,
     PROGRAMS,
     TABLE,
-    WANTS_HARD_LINKS,
     Program,
     program_called,
 )
@@ -36,7 +35,6 @@ from smartcache.folders.smallfiles import read_small
 __all__ = [
     "KEYS_ON_MTIME",
     "PROGRAMS",
-    "WANTS_HARD_LINKS",
     "Discovery",
     "discover",
     "identify",

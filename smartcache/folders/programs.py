@@ -10,8 +10,6 @@ from typing import Final
 
 KEYS_ON_MTIME: Final = frozenset({"A1111", "Forge"})
 """Programs that hash a model again when its mtime is another than in their own cache."""
-WANTS_HARD_LINKS: Final = frozenset({"LM Studio"})
-"""Programs that do not see models behind symlinks."""
 
 _SHELVES: Final = ("~", "/workspace", "/opt")
 """Where people put programs that have no installer; /workspace is that of rented machines."""
