@@ -347,6 +347,8 @@ def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
         volume.index.drop_link(change.path)
         return ""
     if not has_row(volume, change.digest):
+        if os.path.islink(change.path) and os.readlink(change.path) == source:
+            return "the store has lost its bytes, to which it points; left as it is"
         volume.index.drop_link(change.path)
         return ""  # the store has let go of the bytes: the file is the user's own
     checked(volume, change.digest)  # the bytes must be safe in the store before a name goes
