@@ -2,6 +2,10 @@
 
     SmartcacheError
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
+    ├── HubError
+    │   ├── UnsafeNameError(ValueError)     the Hub lists a file whose name leads out of its folder
+    │   ├── RepoNotCachedError(LookupError) no HF cache here has this repo or revision
+    │   └── BundleError(ValueError)         an exported bundle is damaged or not one of ours
     └── StoreError
         ├── StoreFormatError                the store was written by a newer smartcache, or is none
         ├── StoreMovedError                 the store was moved away while it was open
@@ -67,6 +71,28 @@ def _rebuild(
 
 class ConfigError(SmartcacheError, ValueError):
     """A setting, size, age or filter cannot be understood."""
+
+
+class HubError(SmartcacheError):
+    """Something about a repo of the Hub, or about an HF cache."""
+
+
+class UnsafeNameError(HubError, ValueError):
+    """The Hub lists a file whose name would lead out of its folder; nothing was written."""
+
+    default_hint = "Do not use this repo; its owner or the server means harm, or is broken."
+
+
+class RepoNotCachedError(HubError, LookupError):
+    """No HF cache on this machine has the repo or revision."""
+
+    default_hint = "'smartcache hub ls' shows what is there."
+
+
+class BundleError(HubError, ValueError):
+    """An exported bundle is damaged, incomplete or not one of ours."""
+
+    default_hint = "Export it again; nothing that was not verified has been kept."
 
 
 class StoreError(SmartcacheError):

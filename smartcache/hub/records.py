@@ -1,0 +1,100 @@
+"""The values of this layer: repos, their files on the Hub, and where the bytes of a file are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from smartcache.errors import ConfigError
+from smartcache.store.digest import Algorithm
+
+RepoType = Literal["model", "dataset", "space", "kernel"]
+REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
+Source = Literal["present", "link", "claim", "copy", "fetch"]
+"""Where a file comes from: this repo's cache, the store, a file that has to be hashed first and is
+then adopted or copied, another volume, the Hub."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA1 = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Repo:
+    """A repo of the Hub. Its text form is huggingface_hub's: "model/org/name"."""
+
+    type: RepoType
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.type}/{self.id}"
+
+    @property
+    def folder_name(self) -> str:
+        """The name of its folder in an HF cache."""
+        return "--".join((f"{self.type}s", *self.id.split("/")))
+
+    @classmethod
+    def of_folder(cls, name: str) -> Repo | None:
+        """Return the repo whose folder has this name, None if it is no such folder."""
+        kind, *rest = name.split("--")
+        for each in REPO_TYPES:
+            if kind == f"{each}s" and rest and all(rest):
+                return cls(each, "/".join(rest))
+        return None
+
+    @classmethod
+    def parse(cls, text: str, repo_type: str | None = None) -> Repo:
+        """Return the repo a user means by "org/name", "dataset/org/name" or "datasets/org/name"."""
+        first, slash, rest = text.partition("/")
+        for each in REPO_TYPES:
+            is_named = first in (each, f"{each}s") and slash
+            if is_named and (rest.count("/") == 1 or (repo_type is None and rest)):
+                return cls(each, rest)
+        for each in REPO_TYPES:
+            if (repo_type or "model") in (each, f"{each}s"):
+                return cls(each, text)
+        raise ConfigError(f"{repo_type!r} is no type of repo", hint="One of model, dataset, space.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file of a repo as the Hub announces it, before any byte of it is fetched."""
+
+    path: str
+    """In the repo, parts joined by "/"; checked: it leads nowhere else."""
+    size: int | None
+    etag: str
+    """What huggingface_hub names its blob: the sha256 of an LFS file, git's sha1 of another."""
+    xet: str | None = None
+
+    @property
+    def is_lfs(self) -> bool:
+        """Whether it is announced by sha256: a large file."""
+        return _SHA256.fullmatch(self.etag) is not None
+
+    @property
+    def announced(self) -> dict[Algorithm, str]:
+        """The hash that the bytes must have; empty if the Hub named none that we know."""
+        return announced_by(self.etag)
+
+
+def announced_by(name: str) -> dict[Algorithm, str]:
+    """Return the hash that a blob of an HF cache has by its name; empty if the name is none."""
+    if _SHA256.fullmatch(name):
+        return {"sha256": name}
+    if _SHA1.fullmatch(name):
+        return {"git-sha1": name}
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """What is to be done for one file. `origin` is the file or blob that has the bytes already."""
+
+    file: RemoteFile
+    source: Source
+    origin: Path | None = None
+    digest: str = ""
+    """Of the blob in the store, for "link" and "copy" from there."""
