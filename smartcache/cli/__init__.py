@@ -20,6 +20,8 @@ _COMMANDS = {
     "dedup": ("dedup", "Replace duplicate files by links, in place, undoably."),
     "report": ("report", "Report what sharing saves, and what could still be freed."),
     "folders": ("folders", "Remember more folders to scan, list or forget them."),
+    "download": ("download", "Download a repo without fetching what this machine already has."),
+    "hub": ("hub", "Look after the Hugging Face repos on this machine."),
     "df": ("df", "Show what is on the disk, links counted once."),
     "ls": ("ls", "List the blobs in the store."),
     "add": ("add", "Bring files into the store."),

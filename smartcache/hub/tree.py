@@ -1,7 +1,7 @@
 """The HF cache on disk: where its repos, blobs, snapshots, refs and tree listings are.
 
     <cache>/models--org--name/
-      blobs/<etag>                a file; or a relative symlink into <cache>/blobs (Xet, from 2.4 on)
+      blobs/<etag>                a file; or a symlink into <cache>/blobs (Xet, from 2.4 on)
       snapshots/<commit>/<path>   symlinks into blobs/ (files where there are no symlinks)
       refs/<branch or tag>        a text file with a commit
       trees/<commit>.json         what the Hub listed: path -> size, blob_id, lfs_sha256, xet_hash
