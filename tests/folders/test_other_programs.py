@@ -30,7 +30,7 @@ from tests.folders.trees import (
     webui,
     write,
 )
-from tests.hubs import Hub
+from tests.hub_server import Hub
 from tests.store.files import inode_of, link_count, snapshot
 
 HF = Path(sys.executable).with_name("hf")
@@ -111,10 +111,10 @@ class TestHuggingFace:
             assert (cache / name).read_bytes() == self.FILES.get(
                 name.partition("/snapshots/")[2].partition("/")[2], (cache / name).read_bytes()
             )
-        hub.requests.clear()
+        hub.clear()
         hf(hub, "download", "org/one", "--cache-dir", cache)
         hf(hub, "download", "org/two", "--cache-dir", cache)
-        assert [each for each in hub.requests if each.startswith("GET /org/")] == []
+        assert hub.gets() == []
         assert len(inodes_of(names)) == 1
 
     def test_verify_would_have_found_a_wrong_byte(
