@@ -9,7 +9,7 @@ row that lies. What is reported as freed are the blocks of inodes whose last lin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -98,6 +98,21 @@ def plan_prune(
         victims=tuple(victims), held_size=held_size, warnings=tuple(warnings),
         after_rebuild=after_rebuild,
         _execute=lambda plan, progress: _execute(volume, plan, progress, drop_away=drop_away),
+    )  # fmt: skip
+
+
+def plan_release(volume: Volume, digests: Iterable[str]) -> PrunePlan:
+    """Plan to remove those of some blobs that only smartcache holds and nobody wants."""
+    _refuse_after_rebuild(volume, allowed=False)
+    victims: list[Victim] = []
+    for digest in dict.fromkeys(digests):
+        blob = volume.index.blob(digest)
+        allocated = None if blob is None or not blob.is_here else _held_alone(volume, blob)
+        if blob is not None and allocated is not None and not is_wanted(volume, blob):
+            victims.append(_victim(replace(blob, allocated=allocated), "unowned"))
+    return PrunePlan(
+        victims=tuple(victims), held_size=0,
+        _execute=lambda plan, progress: _execute(volume, plan, progress, drop_away=False),
     )  # fmt: skip
 
 

@@ -309,6 +309,10 @@ class Store(StoreReader):
             after_rebuild=after_rebuild, with_bad=with_bad,
         )  # fmt: skip
 
+    def plan_release(self, digests: Iterable[str]) -> _prune.PrunePlan:
+        """Plan to let go of some blobs of this volume: those that nobody else has or wants."""
+        return _prune.plan_release(self.volume, (check_hex("blake3", each) for each in digests))
+
     def verify(
         self, *, full: bool = False, repair: bool = False, progress: Progress = silent
     ) -> _verify.VerifyReport:

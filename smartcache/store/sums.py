@@ -55,6 +55,11 @@ class LonelyLink:
 class Sums(Database):
     """Questions about all rows at once."""
 
+    def digests_held_by(self, owner: int) -> list[str]:
+        """Return the digests of the blobs that an owner holds."""
+        sql = "SELECT digest FROM holds JOIN blobs ON blobs.id = blob WHERE owner = ?"
+        return [digest.hex() for (digest,) in self._all(sql, owner)]
+
     def blob_sums(self) -> BlobSums:
         """Return the sums over all blobs: one pass over the table."""
         sql = (

@@ -1,0 +1,278 @@
+"""Listing the repos in HF caches: `hub ls`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from smartcache.cli._command import command
+from smartcache.cli._failures import BadValueError
+from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
+from smartcache.cli._output import out
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import ago, counted, short
+from smartcache.errors import ConfigError
+from smartcache.hub.repos import CachedRepo, Revision, scan_caches
+from smartcache.hub.sharing import Census, Share
+from smartcache.sizes import format_size, parse_age, parse_size
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A repo, or one of its revisions, with its figures."""
+
+    repo: CachedRepo
+    revision: Revision | None
+    share: Share
+    size: int
+    accessed_at: datetime
+    modified_at: datetime
+    refs: tuple[str, ...]
+
+
+_Test = Callable[[Row], bool]
+_FILTER = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
+_FILTER_HINT = "Write size>1GB, own>1GB, accessed>30d, modified<1w, type=dataset or refs=main."
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "=": operator.eq, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_SIZES: dict[str, Callable[[Row], int]] = {
+    "size": lambda row: row.size,
+    "own": lambda row: row.share.own,
+    "shared": lambda row: row.share.shared,
+}
+_TIMES: dict[str, Callable[[Row], datetime]] = {
+    "accessed": lambda row: row.accessed_at,
+    "modified": lambda row: row.modified_at,
+}
+_NAME = "name"
+
+
+def condition(text: str) -> _Test:
+    """Read a condition on repos or revisions."""
+    found = _FILTER.fullmatch(text)
+    try:
+        test = None if found is None else _test(found[1], found[2], found[3])
+    except (ConfigError, ValueError) as error:
+        raise BadValueError(f"{error} in {text!r}", hint=_FILTER_HINT) from None
+    if test is None:
+        raise BadValueError(f"not a filter: {text!r}", hint=_FILTER_HINT)
+    return test
+
+
+def _test(key: str, sign: str, value: str) -> _Test | None:
+    compare = _COMPARE[sign]
+    if key in _SIZES:
+        size, bytes_of = parse_size(value), _SIZES[key]
+        return lambda row: compare(bytes_of(row), size)
+    if key in _TIMES:
+        now, age, time_of = datetime.now(UTC), parse_age(value), _TIMES[key]
+        return lambda row: compare((now - time_of(row)).total_seconds(), age.total_seconds())
+    is_wanted = sign != "!="
+    if key == "type" and sign in ("=", "==", "!="):
+        return lambda row: (row.repo.repo.type == value.removesuffix("s")) == is_wanted
+    if key == "refs" and sign in ("=", "==", "!="):
+        return lambda row: (value in row.refs) == is_wanted
+    return None
+
+
+def order(text: str) -> tuple[str, bool]:
+    """Read a sort key with an optional direction; return whether the largest comes first."""
+    key, _, direction = text.partition(":")
+    if key not in (*_SIZES, *_TIMES, _NAME) or direction not in ("", "asc", "desc"):
+        keys = ", ".join((*_SIZES, *_TIMES, _NAME))
+        hint = f"Write {keys}, with :asc or :desc behind it if you like."
+        raise BadValueError(f"not a sort key: {text!r}", hint=hint)
+    return key, direction == "desc" if direction else key != _NAME
+
+
+@command(
+    "ls",
+    examples=(
+        ("smartcache hub ls", "all repos by name, and what each shares"),
+        ("smartcache hub ls --sort own --limit 10", "those that take most room for themselves"),
+        ('smartcache hub ls --filter "accessed>90d" --filter type=model', "long unused models"),
+        ('smartcache hub rm $(smartcache hub ls -q --filter "own>50GB")', "ids for rm"),
+    ),
+)
+@click.option("--revisions", is_flag=True, help="Show every revision of every repo.")
+@click.option(
+    "--filter", "tests", type=condition, multiple=True, metavar="EXPR",
+    help="Only those for which it holds: size, own, shared, accessed, modified, type, refs.",
+)  # fmt: skip
+@click.option(
+    "--sort", type=order, default=_NAME, metavar="KEY[:DIR]", show_default=True,
+    help="By name, size, own, shared, accessed or modified; :asc or :desc.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many.")
+@cache_dirs_option
+@click.pass_obj
+def ls_command(
+    session: Session,
+    *,
+    revisions: bool,
+    tests: tuple[_Test, ...],
+    sort: tuple[str, bool],
+    limit: int | None,
+    cache_dirs: tuple[Path, ...],
+) -> None:
+    """List the repos in HF caches with their own and shared bytes.
+
+    SIZE counts every file by its name, as 'hf cache ls' does. OWN are the disk blocks that only
+    this repo (and smartcache) has: they come back with 'hub rm'. SHARED has other names too:
+    another repo, a folder, another program.
+    """
+    with stores_if_any(session) as stores:
+        repos = scan_caches(hf_caches(cache_dirs, stores))
+        census = Census(repos, stores)
+    rows = [row for repo in repos for row in _rows(census, repo, revisions=revisions)]
+    rows = _sorted([row for row in rows if all(test(row) for test in tests)], sort)[:limit]
+    out.show(
+        human=lambda: _show(census, rows, revisions=revisions),
+        document=lambda: _document(census, rows, revisions=revisions),
+        ids=lambda: _ids(repos, rows),
+    )
+
+
+def _rows(census: Census, repo: CachedRepo, *, revisions: bool) -> list[Row]:
+    if not revisions:
+        share = census.share_of_repo(repo)
+        refs = tuple(sorted(repo.refs))
+        return [Row(repo, None, share, repo.size, repo.accessed_at, repo.modified_at, refs)]
+    return [
+        Row(
+            repo, each, census.share_of_revision(repo, each), each.size,
+            each.accessed_at, each.modified_at, each.refs,
+        )
+        for each in repo.revisions
+    ]  # fmt: skip
+
+
+def _sorted(rows: list[Row], sort: tuple[str, bool]) -> list[Row]:
+    key, is_descending = sort
+    if key == _NAME:
+        return sorted(rows, key=lambda row: str(row.repo.repo), reverse=is_descending)
+    if key in _SIZES:
+        return sorted(rows, key=_SIZES[key], reverse=is_descending)
+    return sorted(rows, key=_TIMES[key], reverse=is_descending)
+
+
+def _ids(repos: list[CachedRepo], rows: list[Row]) -> list[str]:
+    """Return what `hub rm` takes: repos, or commits (with their repo if several have it)."""
+    pairs = {(str(repo.repo), each.commit) for repo in repos for each in repo.revisions}
+    times = Counter(commit for _, commit in pairs)
+    ids: dict[str, None] = {}
+    for row in rows:
+        name = str(row.repo.repo)
+        if row.revision is not None:
+            commit = row.revision.commit
+            is_clear = times[commit] == 1 and len(commit) == 40  # noqa: PLR2004 - a commit
+            name = commit if is_clear else f"{name}@{commit}"
+        ids[name] = None
+    return list(ids)
+
+
+def _show(census: Census, rows: list[Row], *, revisions: bool) -> None:
+    if not rows:
+        out.line("No repo is cached." if not census.repos else "No repo is like that.")
+        return
+    several = len({row.repo.cache_dir for row in rows}) > 1
+    columns = [
+        Column(title="REPO", gives_way=True),
+        *([Column(title="REVISION")] if revisions else []),
+        Column(title="SIZE", right=True),
+        Column(title="OWN", right=True),
+        Column(title="SHARED", right=True),
+        Column(title="ACCESSED", right=True),
+        Column(title="REFS"),
+        *([Column(title="CACHE")] if several else []),
+    ]
+    out.table(columns, (_cells(row, several=several) for row in rows))
+    _say_totals(census, rows)
+
+
+def _cells(row: Row, *, several: bool) -> list[str]:
+    cells = [str(row.repo.repo)]
+    if row.revision is not None:
+        cells.append(short(row.revision.commit))
+    cells += [format_size(n) for n in (row.size, row.share.own, row.share.shared)]
+    cells += [ago(row.accessed_at), " ".join(row.refs) or "-"]
+    return [*cells, str(row.repo.cache_dir)] if several else cells
+
+
+def _say_totals(census: Census, rows: list[Row]) -> None:
+    chosen = list({id(row.repo): row.repo for row in rows}.values())
+    total = census.share_of_all(chosen)
+    size = format_size(sum(repo.size for repo in chosen))
+    taken = format_size(total.own + total.shared)
+    out.talk(f"{counted(len(chosen), 'repo')}, {size} by name, {taken} on disk.")
+    if total.in_store:
+        blobs = format_size(total.in_store)
+        out.talk(
+            f"{blobs} of their own bytes are blobs of the store too: 'hub rm' lets go of them; "
+            "removed otherwise, they come back with 'smartcache prune'."
+        )
+    unfinished = [repo.names[name].size for repo in chosen for name in repo.incomplete]
+    if unfinished:
+        size = format_size(sum(unfinished))
+        out.talk(f"{counted(len(unfinished), 'download')} ({size}) not finished.")
+    for repo in chosen:
+        if repo.is_symlink:
+            out.talk(f"{repo.repo} is a symlink to {repo.folder.resolve()}.")
+        for path, error in repo.unread:
+            out.warn(f"{path} could not be read: {error.strerror or error}")
+
+
+def _document(census: Census, rows: list[Row], *, revisions: bool) -> dict[str, object]:
+    chosen = list({id(row.repo): row.repo for row in rows}.values())
+    total = census.share_of_all(chosen)
+    return {
+        "revisions" if revisions else "repos": [_entry(row) for row in rows],
+        "size": sum(repo.size for repo in chosen),
+        "allocated": total.own + total.shared,
+        "own_size": total.own,
+        "shared_size": total.shared,
+        "in_store_size": total.in_store,
+    }
+
+
+def _entry(row: Row) -> dict[str, object]:
+    repo = row.repo
+    entry: dict[str, object] = {
+        "id": str(repo.repo),
+        "repo_id": repo.repo.id,
+        "repo_type": repo.repo.type,
+        "size": row.size,
+        "own_size": row.share.own,
+        "shared_size": row.share.shared,
+        "in_store_size": row.share.in_store,
+        "accessed_at": row.accessed_at,
+        "modified_at": row.modified_at,
+        "refs": row.refs,
+        "cache_dir": repo.cache_dir,
+    }
+    if row.revision is not None:
+        files = len(row.revision.pointers)
+        path = row.revision.folder
+        return {**entry, "revision": row.revision.commit, "files": files, "path": path}
+    incomplete = [repo.names[name].size for name in repo.incomplete]
+    return {
+        **entry,
+        "revisions": [each.commit for each in repo.revisions],
+        "files": len(repo.bodies),
+        "incomplete": len(incomplete),
+        "incomplete_size": sum(incomplete),
+        "dangling": sum(p.is_dangling for each in repo.revisions for p in each.pointers),
+        "is_symlink": repo.is_symlink,
+        "unread": [path for path, _ in repo.unread],
+        "path": repo.folder,
+    }
