@@ -1,0 +1,474 @@
+"""Blobs become entries of huggingface_hub's shared store, and its clients need no download."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from smartcache.errors import HubError
+from smartcache.folders.apps import identify
+from smartcache.folders.names import Namer
+from smartcache.folders.records import ModelFolder
+from smartcache.folders.scan import scan
+from smartcache.hub import sharedstore
+from smartcache.hub.seed import plan_seed
+from smartcache.store.store import Store
+from tests.cli.running import ROOT
+from tests.hub.shared_stores import (
+    MARKER,
+    add_entry,
+    client,
+    has_shared_store,
+    make_shared_store,
+    snapshot_download,
+    xet_of,
+)
+from tests.hub_server import Hub
+from tests.store.files import (
+    OTHER,
+    WEIGHTS,
+    Watch,
+    allocated,
+    edit,
+    inode_of,
+    link_count,
+    mode_of,
+    snapshot,
+    write,
+)
+
+SMALL = random.Random(4).randbytes(1000)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """An HF cache with an empty shared store."""
+    make_shared_store(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def xet(tmp_path: Path) -> str:
+    """The xet hash of WEIGHTS."""
+    return xet_of(tmp_path / "bytes", WEIGHTS)
+
+
+def blob_path(store: Store, data: bytes) -> Path:
+    found = store.find("sha256", hashlib.sha256(data).hexdigest())
+    assert found is not None
+    return store.path_of(found.digest)
+
+
+def put(store: Store, data: bytes) -> str:
+    return store.put_stream([data], algorithms=["sha256"]).digest
+
+
+@has_shared_store
+class TestClients:
+    """The real huggingface_hub, with Xet enabled, at a Hub that has no Xet server."""
+
+    @pytest.fixture
+    def repo(self, hub: Hub, xet: str) -> str:
+        for name in ("org/one", "org/two"):
+            hub.add(
+                name,
+                {"config.json": b"{}", "model.safetensors": WEIGHTS},
+                xet={"model.safetensors": xet},
+            )
+        return "org/one"
+
+    def test_without_an_entry_the_download_fails(self, hub: Hub, cache: Path, repo: str) -> None:
+        """Or the tests below would show nothing."""
+        done = snapshot_download(hub, cache, repo)
+        assert done.returncode != 0
+        assert "xet-read-token" in done.stderr
+
+    def test_an_entry_is_used_and_no_byte_fetched(
+        self, hub: Hub, cache: Path, repo: str, store: Store, xet: str
+    ) -> None:
+        digest = put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        for name in (repo, "org/two"):
+            done = snapshot_download(hub, cache, name)
+            assert done.returncode == 0, done.stderr
+            folder = cache / f"models--{name.replace('/', '--')}"
+            blob = folder / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
+            assert blob.is_symlink()
+            assert blob.resolve() == sharedstore.entry(cache, xet)
+            assert Path(done.stdout.strip(), "model.safetensors").read_bytes() == WEIGHTS
+        assert hub.fetched_bytes("model.safetensors") == 0
+        assert hub.gets("model.safetensors") == []
+        assert hub.gets("config.json")
+        assert inode_of(sharedstore.entry(cache, xet)) == inode_of(store.path_of(digest))
+
+    def test_hf_cache_works_on_it_and_the_store_keeps_its_bytes(
+        self, hub: Hub, cache: Path, repo: str, store: Store, xet: str
+    ) -> None:
+        digest = put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        assert snapshot_download(hub, cache, repo).returncode == 0
+        assert repo in client(hub, cache, "hf", "cache", "ls").stdout
+        assert "checksums match" in client(hub, cache, "hf", "cache", "verify", repo).stdout
+        client(hub, cache, "hf", "cache", "prune", "-y")
+        assert sharedstore.find([cache], xet, len(WEIGHTS))
+        client(hub, cache, "hf", "cache", "rm", f"model/{repo}", "-y")
+        assert sharedstore.find([cache], xet, len(WEIGHTS)) is None
+        assert store.path_of(digest).read_bytes() == WEIGHTS
+        assert link_count(store.path_of(digest)) == 1
+        assert not store.verify(full=True).has_damage
+
+    def test_what_it_has_collected_can_be_linked_again(
+        self, hub: Hub, cache: Path, repo: str, store: Store
+    ) -> None:
+        put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        assert snapshot_download(hub, cache, repo).returncode == 0
+        client(hub, cache, "hf", "cache", "rm", f"model/{repo}", "-y")
+        assert len(plan_seed(store, [cache]).execute().seeded) == 1
+        assert snapshot_download(hub, cache, repo).returncode == 0
+        assert hub.gets("model.safetensors") == []
+
+    def test_prune_leaves_entries_that_no_repo_uses_yet(
+        self, hub: Hub, cache: Path, store: Store, xet: str
+    ) -> None:
+        put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        client(hub, cache, "hf", "cache", "prune", "-y")
+        assert sharedstore.find([cache], xet, len(WEIGHTS))
+
+
+class TestCountedOnce:
+    """An entry, the symlinks to it and the blob are one file on the disk."""
+
+    @pytest.fixture
+    def used(self, cache: Path, store: Store, xet: str) -> Path:
+        """Two repos that use one entry, as the client leaves them."""
+        put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        for name in ("one", "two"):
+            folder = cache / f"models--org--{name}"
+            blob = folder / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
+            blob.parent.mkdir(parents=True)
+            blob.symlink_to(Path("../../blobs", xet[:2], xet))
+            pointer = folder / "snapshots" / ("0" * 40) / "unet" / "model.safetensors"
+            pointer.parent.mkdir(parents=True)
+            pointer.symlink_to(Path("../../../blobs", blob.name))
+            assert pointer.read_bytes() == WEIGHTS
+        return sharedstore.entry(cache, xet)
+
+    def test_by_scan(self, used: Path, cache: Path, store: Store) -> None:
+        found = scan(store, [ModelFolder(path=cache, program="Hugging Face")], min_size=1)
+        (figures,) = found.folders
+        size = len(WEIGHTS)
+        assert figures.physical - allocated(cache / "blobs" / MARKER) == allocated(used)
+        assert found.total.shared == allocated(used)
+        assert figures.logical - size < 10
+        assert found.freeable == 0
+
+    def test_by_usage(self, used: Path, cache: Path, store: Store) -> None:
+        usage = store.usage(check=True)
+        assert (usage.physical, usage.shared) == (allocated(used), allocated(used))
+        folder = store.folder_usage([cache])[0]
+        marker = allocated(cache / "blobs" / MARKER)
+        assert folder.physical - marker == allocated(used)
+        assert (folder.shared_with_store, folder.shared_outside) == (
+            allocated(used),
+            allocated(used),
+        )
+
+    def test_and_named_by_a_repo(self, used: Path, cache: Path) -> None:
+        folder = ModelFolder(path=cache, program=identify(cache))
+        assert folder.program == "Hugging Face"
+        assert Namer().name(used, folder) == "org/one · unet/model.safetensors"
+
+    def test_prune_leaves_what_a_client_uses(self, used: Path, store: Store) -> None:
+        plan = store.plan_prune()
+        assert plan.victims == ()
+        plan.execute()
+        assert used.read_bytes() == WEIGHTS
+
+
+class TestPlan:
+    def test_changes_nothing(self, store: Store, cache: Path) -> None:
+        put(store, WEIGHTS)
+        before = snapshot(cache)
+        plan = plan_seed(store, [cache])
+        assert snapshot(cache) == before
+        assert (plan.size, plan.hash_size) == (len(WEIGHTS), len(WEIGHTS))
+        assert store.history() == []
+
+    def test_largest_first_and_nothing_small(self, store: Store, cache: Path) -> None:
+        digests = [put(store, data) for data in (OTHER, WEIGHTS, SMALL)]
+        plan = plan_seed(store, [cache])
+        assert [blob.digest for blob in plan.blobs] == [digests[1], digests[0]]
+        assert len(plan_seed(store, [cache], min_size=1).blobs) == 3
+
+    def test_a_known_hash_need_not_be_computed(self, store: Store, cache: Path, xet: str) -> None:
+        store.put_stream([WEIGHTS], algorithms=["xet"])
+        plan = plan_seed(store, [cache])
+        assert [blob.xet for blob in plan.blobs] == [xet]
+        assert plan.hash_size == 0
+
+    def test_what_is_done_is_not_planned_again(self, store: Store, cache: Path) -> None:
+        put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        plan = plan_seed(store, [cache])
+        assert (plan.blobs, plan.done, plan.present) == ((), 1, 0)
+
+    def test_a_cache_that_is_named_twice_counts_once(
+        self, store: Store, cache: Path, tmp_path: Path
+    ) -> None:
+        put(store, WEIGHTS)
+        (tmp_path / "way").symlink_to(cache)
+        plan = plan_seed(store, [cache, tmp_path / "way"])
+        assert plan.caches == (cache,)
+        assert len(plan.execute().seeded) == 1
+
+    def test_no_shared_store_anywhere_is_an_error_that_says_why(
+        self, store: Store, tmp_path: Path
+    ) -> None:
+        (tmp_path / "old").mkdir()
+        make_shared_store(tmp_path / "new", b"2\n")
+        with pytest.raises(HubError) as caught:
+            plan_seed(store, [tmp_path / "old", tmp_path / "new"])
+        assert f"{tmp_path / 'old'}: it has no shared blob store yet" in str(caught.value)
+        assert f"{tmp_path / 'new'}: its shared blob store is of another" in str(caught.value)
+        for word in (">= 2.4", "HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_SHARED_BLOBS"):
+            assert word in caught.value.hint
+        with pytest.raises(HubError, match="none is known"):
+            plan_seed(store, [])
+
+    def test_a_cache_without_one_is_left_out_beside_others(
+        self, store: Store, cache: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "old").mkdir()
+        plan = plan_seed(store, [tmp_path / "old", cache])
+        assert plan.caches == (cache,)
+        (warning,) = plan.warnings
+        assert warning.startswith(f"{tmp_path / 'old'} is left out")
+
+    @pytest.mark.parametrize("name", ["HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_SHARED_BLOBS"])
+    def test_a_switch_that_makes_it_useless_is_mentioned(
+        self, name: str, store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(name, "0")
+        assert plan_seed(store, [cache]).warnings == ()
+        monkeypatch.setenv(name, "1")
+        (warning,) = plan_seed(store, [cache]).warnings
+        assert name in warning
+
+    def test_another_filesystem_gets_nothing_and_no_copy(
+        self, store: Store, elsewhere: Path
+    ) -> None:
+        put(store, WEIGHTS)
+        make_shared_store(elsewhere / "hub")
+        before = snapshot(elsewhere)
+        plan = plan_seed(store, [elsewhere / "hub"])
+        assert plan.blobs == ()
+        (warning,) = plan.warnings
+        assert "another filesystem" in warning
+        assert "copies" in warning
+        plan.execute()
+        assert snapshot(elsewhere) == before
+
+    def test_a_volume_there_gives_its_own_blobs(self, store: Store, elsewhere: Path) -> None:
+        put(store, OTHER)
+        volume = store.add_volume(elsewhere / "volume")
+        digest = put(volume, WEIGHTS)
+        make_shared_store(elsewhere / "hub")
+        plan = plan_seed(store, [elsewhere / "hub"])
+        assert (len(plan.blobs), plan.warnings) == (1, ())
+        (made,) = plan.execute().seeded
+        assert inode_of(made.path) == inode_of(volume.path_of(digest))
+
+    def test_without_hf_xet_only_known_hashes(
+        self, store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        known = store.put_stream([WEIGHTS], algorithms=["xet"]).digest
+        put(store, OTHER)
+        monkeypatch.setitem(sys.modules, "hf_xet", None)
+        plan = plan_seed(store, [cache])
+        assert [blob.digest for blob in plan.blobs] == [known]
+        assert plan.unhashed == 1
+        (warning,) = plan.warnings
+        assert "hf_xet" in warning
+        assert len(plan.execute().seeded) == 1
+
+
+class TestExecute:
+    def test_links_a_blob_under_its_xet_hash(self, store: Store, cache: Path, xet: str) -> None:
+        digest = put(store, WEIGHTS)
+        watch = Watch()
+        result = plan_seed(store, [cache]).execute(progress=watch)
+        (made,) = result.seeded
+        assert (made.digest, made.xet, made.path) == (
+            digest, xet, cache / "blobs" / xet[:2] / xet,
+        )  # fmt: skip
+        assert inode_of(made.path) == inode_of(store.path_of(digest))
+        assert mode_of(made.path) == 0o444
+        assert (result.size, result.hashed_size, result.skipped) == (
+            len(WEIGHTS), len(WEIGHTS), [],
+        )  # fmt: skip
+        assert (watch.done, watch.total, watch.unit) == (len(WEIGHTS), len(WEIGHTS), "bytes")
+
+    def test_the_hash_is_remembered(self, store: Store, cache: Path, xet: str) -> None:
+        digest = put(store, WEIGHTS)
+        plan_seed(store, [cache]).execute()
+        found = store.find("xet", xet)
+        assert found is not None
+        assert found.digest == digest
+
+    def test_in_every_cache(self, store: Store, cache: Path, tmp_path: Path, xet: str) -> None:
+        put(store, WEIGHTS)
+        make_shared_store(tmp_path / "second")
+        result = plan_seed(store, [cache, tmp_path / "second"]).execute()
+        assert {each.path for each in result.seeded} == {
+            sharedstore.entry(cache, xet), sharedstore.entry(tmp_path / "second", xet),
+        }  # fmt: skip
+        assert result.size == len(WEIGHTS)
+
+    def test_an_entry_of_the_client_is_left_alone_and_counted(
+        self, store: Store, cache: Path, xet: str
+    ) -> None:
+        put(store, WEIGHTS)
+        path = add_entry(cache, xet, WEIGHTS)
+        inode = inode_of(path)
+        plan = plan_seed(store, [cache])
+        assert len(plan.blobs) == 1  # its hash is not known yet
+        result = plan.execute()
+        assert (result.seeded, result.present, result.skipped) == ([], 1, [])
+        assert inode_of(path) == inode
+        again = plan_seed(store, [cache])
+        assert (again.blobs, again.present, again.warnings) == ((), 1, ())
+
+    @pytest.mark.parametrize("kind", ["other size", "symlink", "directory"])
+    def test_what_is_no_such_file_is_left_alone_with_a_warning(
+        self, kind: str, store: Store, cache: Path, xet: str, tmp_path: Path
+    ) -> None:
+        put(store, WEIGHTS)
+        path = sharedstore.entry(cache, xet)
+        path.parent.mkdir()
+        if kind == "other size":
+            path.write_bytes(b"short")
+        elif kind == "symlink":
+            path.symlink_to(write(tmp_path / "target"))
+        else:
+            path.mkdir()
+        before = snapshot(cache)
+        result = plan_seed(store, [cache]).execute()
+        (skipped,) = result.skipped
+        assert f"{path} is left alone" in skipped.reason
+        path.with_name(f"{xet}.lock").unlink()
+        assert snapshot(cache) == before
+        (warning,) = plan_seed(store, [cache]).warnings
+        assert f"{path} is left alone" in warning
+
+    def test_waits_while_the_client_publishes(self, store: Store, cache: Path, xet: str) -> None:
+        """The client holds the lock, as it does when it renames its download into place."""
+        put(store, WEIGHTS)
+        path = sharedstore.entry(cache, xet)
+        sharedstore.make_prefix(cache, xet)
+        held = FileLock(path.with_name(f"{xet}.lock"), mode=0o666, thread_local=False)
+        held.acquire()
+
+        def publish() -> None:
+            add_entry(cache, xet, WEIGHTS)
+            held.release()
+
+        timer = threading.Timer(0.3, publish)
+        timer.start()
+        result = plan_seed(store, [cache]).execute()
+        timer.join()
+        assert (result.seeded, result.present) == ([], 1)
+        assert link_count(path) == 1
+
+    def test_a_damaged_blob_is_never_linked(self, store: Store, cache: Path) -> None:
+        """Even if stat vouches for it: clients would believe whatever has the right size."""
+        digest = put(store, WEIGHTS)
+        put(store, OTHER)
+        path = store.path_of(digest)
+        edit(path)
+        st, blob = os.stat(path), store.get(digest)
+        store.volume.index.refresh(blob.id, st, blob.trust)
+        result = plan_seed(store, [cache]).execute()
+        (skipped,) = result.skipped
+        assert skipped.digest == digest
+        assert "damaged" in skipped.reason
+        assert [each.size for each in result.seeded] == [len(OTHER)]
+        assert store.find("blake3", digest) is None
+
+    def test_a_marker_that_went_away_ends_it(self, store: Store, cache: Path) -> None:
+        put(store, WEIGHTS)
+        plan = plan_seed(store, [cache])
+        (cache / "blobs" / MARKER).unlink()
+        result = plan.execute()
+        assert result.seeded == []
+        assert "no marker" in result.skipped[0].reason
+        assert list((cache / "blobs").iterdir()) == []
+
+    def test_a_prefix_that_leads_out_is_refused(
+        self, store: Store, cache: Path, xet: str, tmp_path: Path
+    ) -> None:
+        put(store, WEIGHTS)
+        (tmp_path / "outside").mkdir()
+        (cache / "blobs" / xet[:2]).symlink_to(tmp_path / "outside")
+        result = plan_seed(store, [cache]).execute()
+        assert result.seeded == []
+        assert "no plain directory" in result.skipped[0].reason
+        assert list((tmp_path / "outside").iterdir()) == []
+
+    def test_undo_takes_it_all_away_at_once(self, store: Store, cache: Path) -> None:
+        digests = [put(store, data) for data in (WEIGHTS, OTHER)]
+        result = plan_seed(store, [cache]).execute()
+        (entry,) = store.history()
+        assert (entry.label, entry.changes) == ("hub seed", 2)
+        assert all(each.is_undone for each in store.plan_undo(last=True).execute())
+        assert not any(each.path.exists() for each in result.seeded)
+        assert [store.path_of(digest).read_bytes() for digest in digests] == [WEIGHTS, OTHER]
+
+    def test_nothing_to_do_leaves_no_entry_in_the_history(self, store: Store, cache: Path) -> None:
+        assert plan_seed(store, [cache]).execute().seeded == []
+        assert store.history() == []
+
+
+@pytest.mark.parametrize("point", ["place: journaled", "place: linked"])
+def test_killed_at_any_point_it_can_be_run_again(
+    point: str, store: Store, cache: Path, xet: str
+) -> None:
+    digest = put(store, WEIGHTS)
+    text = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from smartcache.store import faults, links\n"
+        "def reached(name):\n"
+        f"    if name == {point!r}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "links.reached = reached\n"
+        "from smartcache.store.store import Store\n"
+        "from smartcache.hub.seed import plan_seed\n"
+        "with Store(sys.argv[1]) as store: plan_seed(store, [Path(sys.argv[2])]).execute()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(store.root), str(cache)], cwd=ROOT, check=False
+    )
+    assert done.returncode == -9
+    with Store(store.root) as again:
+        plan_seed(again, [cache]).execute()
+        path = sharedstore.entry(cache, xet)
+        assert inode_of(path) == inode_of(again.path_of(digest))
+        assert not again.verify(full=True).has_damage
+        assert {name.name for name in path.parent.iterdir()} == {xet, f"{xet}.lock"}

@@ -1,0 +1,168 @@
+"""huggingface_hub's shared blob store is read where its marker allows it, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock, Timeout
+
+from smartcache.errors import BadDigestError, HubError, LeaseTimeoutError
+from smartcache.hub import sharedstore
+from tests.hub.shared_stores import MARKER, add_entry, make_shared_store
+from tests.store.files import mode_of
+
+A = "ab" + "1" * 62
+B = "cd" + "2" * 62
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """An HF cache with a shared store that has one entry, A, of five bytes."""
+    make_shared_store(tmp_path / "hub")
+    add_entry(tmp_path / "hub", A, b"bytes")
+    return tmp_path / "hub"
+
+
+class TestUsable:
+    def test_with_the_marker_of_version_1(self, cache: Path) -> None:
+        assert sharedstore.is_usable(cache)
+        assert sharedstore.why_not(cache) == ""
+
+    @pytest.mark.parametrize("text", [b"", b"1", b"1\r\n", b"2\n", b"1\n\n", b"\xff\n"])
+    def test_not_with_another(self, tmp_path: Path, text: bytes) -> None:
+        make_shared_store(tmp_path, text)
+        assert not sharedstore.is_usable(tmp_path)
+        assert "another version" in sharedstore.why_not(tmp_path)
+
+    def test_not_without_any(self, cache: Path) -> None:
+        (cache / "blobs" / MARKER).unlink()
+        assert not sharedstore.is_usable(cache)
+        assert "no marker" in sharedstore.why_not(cache)
+
+    def test_not_if_the_marker_is_a_symlink(self, cache: Path) -> None:
+        marker = cache / "blobs" / MARKER
+        marker.rename(cache / "marker")
+        marker.symlink_to(cache / "marker")
+        assert not sharedstore.is_usable(cache)
+
+    def test_not_if_the_directory_is_a_symlink(self, cache: Path) -> None:
+        (cache / "blobs").rename(cache / "elsewhere")
+        (cache / "blobs").symlink_to(cache / "elsewhere")
+        assert not sharedstore.is_usable(cache)
+        assert "no plain directory" in sharedstore.why_not(cache)
+
+    def test_not_before_the_client_has_made_it(self, tmp_path: Path) -> None:
+        assert "no shared blob store yet" in sharedstore.why_not(tmp_path)
+        assert "no such folder" in sharedstore.why_not(tmp_path / "nowhere")
+
+
+class TestFind:
+    def test_a_file_of_the_size(self, cache: Path) -> None:
+        path = cache / "blobs" / "ab" / A
+        assert sharedstore.entry(cache, A.upper()) == path
+        assert sharedstore.find([cache], A, 5) == path
+
+    def test_in_the_first_cache_that_has_it(self, cache: Path, tmp_path: Path) -> None:
+        make_shared_store(tmp_path / "other")
+        found = sharedstore.find([tmp_path / "nowhere", tmp_path / "other", cache], A, 5)
+        assert found == cache / "blobs" / "ab" / A
+
+    def test_not_of_another_size_or_hash(self, cache: Path) -> None:
+        assert sharedstore.find([cache], A, 6) is None
+        assert sharedstore.find([cache], B, 5) is None
+
+    def test_not_through_a_symlink(self, cache: Path) -> None:
+        (cache / "blobs" / "cd").mkdir()
+        (cache / "blobs" / "cd" / B).symlink_to(cache / "blobs" / "ab" / A)
+        assert sharedstore.find([cache], B, 5) is None
+
+    def test_not_where_the_marker_is_missing(self, cache: Path) -> None:
+        (cache / "blobs" / MARKER).unlink()
+        assert sharedstore.find([cache], A, 5) is None
+
+    @pytest.mark.parametrize("xet", ["", "../../etc/passwd", A[:-1], A + "0", "g" * 64])
+    def test_what_is_no_hash_names_nothing(self, cache: Path, xet: str) -> None:
+        assert sharedstore.find([cache], xet, 5) is None
+        with pytest.raises(BadDigestError):
+            sharedstore.entry(cache, xet)
+
+
+class TestEntries:
+    def test_are_the_files_that_clients_use(self, cache: Path) -> None:
+        second = add_entry(cache, B, b"more")
+        for name in (f"{B}.refs", f"{B}.lock", "notes.txt", "ab" + "3" * 62):
+            (cache / "blobs" / "cd" / name).write_bytes(b"?")
+        (cache / "blobs" / "cd" / ("cd" + "4" * 62)).symlink_to(second)
+        (cache / "blobs" / "cd" / ("cd" + "5" * 62)).mkdir()
+        (cache / "blobs" / "ef").symlink_to(cache / "blobs" / "cd")
+        assert list(sharedstore.entries(cache)) == [cache / "blobs" / "ab" / A, second]
+
+    def test_none_where_the_marker_is_missing(self, cache: Path) -> None:
+        (cache / "blobs" / MARKER).unlink()
+        assert list(sharedstore.entries(cache)) == []
+
+
+class TestPrefix:
+    @pytest.mark.parametrize("mode", [0o755, 0o700, 0o2775, 0o3777])
+    def test_is_as_open_as_the_cache(self, cache: Path, mode: int) -> None:
+        cache.chmod(mode)
+        sharedstore.make_prefix(cache, B)
+        assert mode_of(cache / "blobs" / "cd") == mode
+
+    def test_one_that_is_there_stays_as_it_is(self, cache: Path) -> None:
+        (cache / "blobs" / "ab").chmod(0o711)
+        sharedstore.make_prefix(cache, A)
+        assert mode_of(cache / "blobs" / "ab") == 0o711
+
+    def test_never_through_a_symlink(self, cache: Path, tmp_path: Path) -> None:
+        (tmp_path / "outside").mkdir()
+        (cache / "blobs" / "cd").symlink_to(tmp_path / "outside")
+        with pytest.raises(HubError, match="no plain directory"):
+            sharedstore.make_prefix(cache, B)
+
+
+class TestLock:
+    def test_is_the_one_that_the_client_takes(self, cache: Path) -> None:
+        path = sharedstore.entry(cache, A)
+        with sharedstore.locked(path):
+            assert mode_of(f"{path}.lock") == 0o666
+            with pytest.raises(Timeout):
+                FileLock(f"{path}.lock", mode=0o666).acquire(timeout=0)
+        with FileLock(f"{path}.lock", mode=0o666).acquire(timeout=0):
+            pass
+
+    def test_waits_for_the_client(self, cache: Path) -> None:
+        path = sharedstore.entry(cache, A)
+        client = FileLock(f"{path}.lock", mode=0o666, thread_local=False)
+        client.acquire()
+        threading.Timer(0.1, client.release).start()
+        with sharedstore.locked(path):
+            assert not client.is_locked
+
+    def test_but_not_for_ever(self, cache: Path) -> None:
+        path = sharedstore.entry(cache, A)
+        with (
+            FileLock(f"{path}.lock", mode=0o666).acquire(),
+            pytest.raises(LeaseTimeoutError, match="keeps") as caught,
+            sharedstore.locked(path, timeout=0.01),
+        ):
+            pytest.fail("it is taken")
+        assert caught.value.hint
+
+    def test_is_made_through_no_symlink(self, cache: Path, tmp_path: Path) -> None:
+        path = sharedstore.entry(cache, A)
+        os.symlink(tmp_path / "victim", f"{path}.lock")
+        with pytest.raises(OSError), sharedstore.locked(path):  # noqa: PT011 - ELOOP
+            pytest.fail("it is a symlink")
+        assert not (tmp_path / "victim").exists()
+
+    def test_is_no_fifo(self, cache: Path) -> None:
+        path = sharedstore.entry(cache, A)
+        os.mkfifo(f"{path}.lock")
+        with pytest.raises((HubError, OSError)), sharedstore.locked(path):
+            pytest.fail("it is no file")
+        assert stat.S_ISFIFO(os.lstat(f"{path}.lock").st_mode)
