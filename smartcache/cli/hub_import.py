@@ -1,0 +1,121 @@
+"""Bringing a bundle into the HF cache: `hub import`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._output import out
+from smartcache.cli._progress import bars
+from smartcache.cli._session import Session
+from smartcache.cli._words import counted
+from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from smartcache.hub.importing import ImportPlan
+
+_STREAM = Path("-")
+
+
+@command(
+    "import",
+    examples=(
+        ("smartcache hub import bundle", "a folder"),
+        ("smartcache hub import /media/usb/bundle.tar", "a tar file"),
+        ("smartcache hub import --dry-run bundle", "what is new in it"),
+        ("smartcache hub import --update-refs bundle.tar", "branches say what the bundle says"),
+    ),
+)
+@click.argument("bundle", metavar="DIR|FILE.tar", type=FILE)
+@click.option("--cache-dir", type=FILE, metavar="DIR", help="The HF cache.  [default: the Hub's]")
+@click.option(
+    "--update-refs", is_flag=True,
+    help="Move branches and tags that are here at another commit; else they stay.",
+)  # fmt: skip
+@click.option(
+    "--force", is_flag=True,
+    help="Replace files of the HF cache that are damaged or were edited; else nothing is done.",
+)  # fmt: skip
+@never_asks
+@click.pass_obj
+def import_command(
+    session: Session,
+    *,
+    bundle: Path,
+    cache_dir: Path | None,
+    update_refs: bool,
+    force: bool,
+    dry_run: bool,
+) -> None:
+    """Bring exported repos into the HF cache, verified.
+
+    What the cache or the store has already is not read again. Every byte is hashed before it gets
+    its name, and branches move last: programs see whole repos or none. Interrupted, the same
+    command goes on. - is the standard input.
+    """
+    from smartcache.hub.importing import plan_import
+    from smartcache.hub.tree import default_cache_dir
+
+    place = sys.stdin.buffer if bundle == _STREAM else bundle
+    cache = default_cache_dir() if cache_dir is None else cache_dir
+    session.how_far = lambda _: "What has arrived is kept; the same command goes on."
+    with (
+        session.store(create=True) as store,
+        plan_import(
+            store, place, cache, update_refs=update_refs, force=force, progress=bars
+        ) as plan,
+    ):
+        if not dry_run:
+            plan.execute(progress=bars)
+    session.how_far = None
+    for each in plan.kept_refs:
+        if out.mode == "human":
+            at = f"at {each.former[:12]}" if each.former else "as it is"
+            bundled = f"the bundle has {each.commit[:12]}"
+            out.warn(f"{each.ref} of {each.repo} stays {at} ({bundled}; --update-refs moves it)")
+    out.show(
+        human=lambda: _say(plan, dry_run=dry_run),
+        document=lambda: _document(plan, dry_run=dry_run),
+        ids=lambda: [
+            f"{each.repo}@{commit}" for each in plan.manifest.repos for commit in each.revisions
+        ],
+    )
+
+
+def _say(plan: ImportPlan, *, dry_run: bool) -> None:
+    repos = counted(len(plan.manifest.repos), "repo")
+    files = counted(plan.files, "file")
+    verb = "Would import" if dry_run else "Imported"
+    out.line(f"{verb} {repos}, {files}, into {plan.cache_dir}.")
+    parts = [
+        (plan.new_size, "from the bundle"),
+        (plan.known_size, "from the store"),
+        (plan.present_size, "there already"),
+    ]
+    out.line(", ".join(f"{format_size(size)} {text}" for size, text in parts) + ".")
+    for path in plan.replaced:
+        out.line(f"{'Would replace' if dry_run else 'Replaced'} {path}: it had other bytes.")
+    if dry_run:
+        out.talk("Nothing was changed.")
+
+
+def _document(plan: ImportPlan, *, dry_run: bool) -> dict[str, object]:
+    return {
+        "dry_run": dry_run,
+        "cache_dir": plan.cache_dir,
+        "created_at": plan.manifest.created_at,
+        "repos": [
+            {"type": each.repo.type, "id": each.repo.id, "revisions": sorted(each.revisions)}
+            for each in plan.manifest.repos
+        ],
+        "files": plan.files,
+        "new_size": plan.new_size,
+        "known_size": plan.known_size,
+        "present_size": plan.present_size,
+        "refs": plan.refs,
+        "replaced": plan.replaced,
+    }
