@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import filelock
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from smartcache.store.store import Store
+from tests.hub_server import Hub
+from tests.hub_server.pipelines import Models, make_models
 
 SOAK_FACTOR = 30
 SOAK_TIMEOUT = 3600.0
@@ -107,6 +110,22 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "models"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A Hub on the loopback; see `tests.hub_server`."""
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Tiny pipelines and models, made once for all workers of the run. Not to be changed."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "models"
+    with filelock.FileLock(f"{folder}.lock"):
+        return make_models(folder)
 
 
 @pytest.fixture

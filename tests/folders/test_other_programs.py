@@ -50,12 +50,6 @@ def machine(tmp_path: Path) -> Machine:
     return make_machine(tmp_path / "home")
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as hub:
-        yield hub
-
-
 def hf(hub: Hub, *words: str | Path, code: int = 0) -> str:
     """Run the real `hf` against the Hub of the test."""
     done = subprocess.run(

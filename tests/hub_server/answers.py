@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, parse_qsl, unquote, urlencode, urlsplit
 from tests.hub_server import listings
 from tests.hub_server.bodies import Body, range_of, send_body, take_time
 from tests.hub_server.log import Origin, Request
-from tests.hub_server.repos import REPO_TYPES, Commit, HubFile, JsonObject, Repository
+from tests.hub_server.repos import REPO_TYPES, Commit, HubFile, Repository
 
 if TYPE_CHECKING:
     from tests.hub_server.server import Hub
@@ -129,25 +129,28 @@ class Answer(BaseHTTPRequestHandler):
         elif verb == "paths-info" and self.command == "POST":
             self._send_json(listings.paths_info(commit, _paths_in(self._posted), faults))
         elif verb == "tree":
-            tree = listings.tree_of(
-                commit, path, faults,
-                is_recursive=_is_true(self._query.get("recursive")),
-                is_expanded=_is_true(self._query.get("expand")),
-            )  # fmt: skip
-            if tree is None:
+            is_recursive = _is_true(self._query.get("recursive"))
+            paths = listings.tree_of(commit, path, is_recursive=is_recursive)
+            if paths is None:
                 self._refuse(404, "EntryNotFound", f"{path} does not exist on {commit.sha}")
             else:
-                self._send_page(tree)
+                self._send_page(commit, paths)
         else:
             self._refuse(404, "", "No such page")
 
-    def _send_page(self, entries: list[JsonObject]) -> None:
-        size, start = self.hub.page_size, int(self._query.get("cursor", "0"))
-        headers = {}
-        if start + size < len(entries):
-            query = urlencode({**self._query, "cursor": start + size})
-            headers["Link"] = f'<{self.hub.url}{urlsplit(self.path).path}?{query}>; rel="next"'
-        self._send_json(entries[start : start + size], headers)
+    def _send_page(self, commit: Commit, paths: list[str]) -> None:
+        start = int(self._query.get("cursor", "0"))
+        end = start + self.hub.page_size
+        is_expanded = _is_true(self._query.get("expand"))
+        page = listings.entries_of(
+            commit, paths[start:end], self.hub.faults, is_expanded=is_expanded
+        )
+        if end < len(paths):
+            query = urlencode({**self._query, "cursor": end})
+            address = f"{self.hub.url}{urlsplit(self.path).path}?{query}"
+            self._send_json(page, {"Link": f'<{address}>; rel="next"'})
+        else:
+            self._send_json([*page, *commit.extra])
 
     def _answer_resolve(self, parts: list[str]) -> None:
         kind = _KINDS.get(parts[0], "")
@@ -174,26 +177,29 @@ class Answer(BaseHTTPRequestHandler):
         is_elsewhere = self.hub.cdn and file.is_lfs and self.origin == "hub"
         if not (is_elsewhere and self.command == "GET") and self._fails(name):
             return
-        headers = self._headers_of(repo, commit, path)
+        size: int | None = file.size
+        if is_elsewhere or self.command == "HEAD":
+            size = listings.announced_size(file, name, self.hub.faults)
+        headers = self._headers_of(repo, commit, path, size)
         if is_elsewhere:
             headers["Location"] = self.hub.cdn_address(repo, commit, path)
             self._send(302, b"", headers)
         elif self.command == "HEAD":
-            size = listings.announced_size(file, name, self.hub.faults)
             self._start(200, headers | ({} if size is None else {"Content-Length": str(size)}))
         else:
             self._send_file(file, name, headers)
 
-    def _headers_of(self, repo: Repository, commit: Commit, path: str) -> dict[str, str]:
-        file, name = commit.files[path], f"{repo.id}/{path}"
+    def _headers_of(
+        self, repo: Repository, commit: Commit, path: str, size: int | None
+    ) -> dict[str, str]:
+        file = commit.files[path]
         if self.origin == "cdn":
             return {"ETag": f'"{file.oid[:32]}"', "Accept-Ranges": "bytes"}
-        fault = self.hub.faults.take("wrong_sha", name, self.command)
+        fault = self.hub.faults.take("wrong_sha", f"{repo.id}/{path}", self.command)
         etag = fault.sha256 if fault else file.etag
         headers = {"X-Repo-Commit": commit.sha, "Accept-Ranges": "bytes", "ETag": f'"{etag}"'}
         if file.is_lfs:
             headers["X-Linked-Etag"] = f'"{etag}"'
-            size = listings.announced_size(file, name, self.hub.faults)
             headers |= {} if size is None else {"X-Linked-Size": str(size)}
         if self.hub.xet_headers and file.xet is not None:
             route = f"{self.hub.url}/api/{repo.type}s/{repo.id}/xet-read-token/{commit.sha}"

@@ -1,6 +1,8 @@
 """Sending the bytes of a file: limited, counted, and cut, held or falsified where a test wants it.
 
-send_body(Body(file, first=0, end=file.size), connection, request, limit)
+    send_body(Body(file, first=0, end=file.size), connection, request, limit)
+
+A file on disk goes to the socket without passing through Python.
 """
 
 from __future__ import annotations

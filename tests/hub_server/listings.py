@@ -1,13 +1,14 @@
 """The Hub's JSON about a repo: its info, its tree, its refs.
 
-tree_of(commit, "vae", faults, is_recursive=True)
-[{"type": "file", "path": "vae/config.json", "size": 12, "oid": "..."}, ...]
+    assert tree_of(commit, "vae") == ["vae/config.json", "vae/model.safetensors"]
+
+A fault that is about what is announced (size, sha256) is taken here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.hub_server.faults import LISTING, Faults
 from tests.hub_server.repos import Commit, HubFile, JsonObject, Repository
@@ -43,40 +44,33 @@ def announced_size(file: HubFile, name: str, faults: Faults) -> int | None:
     return file.size + (fault.by if fault else 0)
 
 
-def tree_of(
-    commit: Commit,
-    folder: str,
-    faults: Faults,
-    *,
-    is_recursive: bool = False,
-    is_expanded: bool = False,
-) -> list[JsonObject] | None:
-    """Return the listing of a folder ("" is the whole repo); None if there is no such folder."""
+def tree_of(commit: Commit, folder: str, *, is_recursive: bool = False) -> list[str] | None:
+    """Return the paths in a folder ("" is the whole repo); None if there is no such folder."""
     inside = f"{folder}/" if folder else ""
-    found: list[JsonObject] = []
-    folders: set[str] = set()
+    found: dict[str, None] = {}
     for path in commit.files:
-        if not path.startswith(inside):
-            continue
-        for parent in _parents(path, inside):
-            if parent not in folders and (is_recursive or "/" not in parent[len(inside) :]):
-                folders.add(parent)
-                found.append(_folder_entry(commit, parent, is_expanded=is_expanded))
-        if is_recursive or "/" not in path[len(inside) :]:
-            found.append(entry_of(commit, path, faults, is_expanded=is_expanded))
-    if folder and not found:
-        return None
-    return [*found, *commit.extra]
+        if path.startswith(inside):
+            steps = [*_parents(path, inside), path]
+            found.update(dict.fromkeys(steps if is_recursive else steps[:1]))
+    return list(found) if found or not folder else None
 
 
-def paths_info(commit: Commit, paths: list[str], faults: Faults) -> list[JsonObject]:
-    """Return the entries of those paths that exist."""
-    known = {parent for path in commit.files for parent in _parents(path, "")}
+def entries_of(
+    commit: Commit, paths: Sequence[str], faults: Faults, *, is_expanded: bool = False
+) -> list[JsonObject]:
+    """Return what the tree says of each file or folder."""
     return [
-        entry_of(commit, path, faults) if path in commit.files else _folder_entry(commit, path)
+        (entry_of if path in commit.files else _folder_entry)(
+            commit, path, faults, is_expanded=is_expanded
+        )
         for path in paths
-        if path in commit.files or path in known
     ]
+
+
+def paths_info(commit: Commit, paths: Sequence[str], faults: Faults) -> list[JsonObject]:
+    """Return the entries of those paths that exist."""
+    known = {parent for path in commit.files for parent in _parents(path, "")}.union(commit.files)
+    return entries_of(commit, [path for path in paths if path in known], faults)
 
 
 def info_of(
@@ -133,7 +127,7 @@ def _sibling(commit: Commit, path: str, faults: Faults, *, has_blobs: bool) -> J
     return found
 
 
-def _folder_entry(commit: Commit, path: str, *, is_expanded: bool = False) -> JsonObject:
+def _folder_entry(commit: Commit, path: str, _: Faults, *, is_expanded: bool = False) -> JsonObject:
     oid = hashlib.sha1(f"{commit.sha} {path}".encode()).hexdigest()  # noqa: S324 - as git does
     entry: JsonObject = {"type": "directory", "oid": oid, "size": 0, "path": path}
     return entry | (_expansion(commit) if is_expanded else {})

@@ -1,9 +1,11 @@
 """The Hub in a process of its own, so that a benchmark's client does not share its interpreter.
 
-with HubProcess(root, bandwidth=125_000_000) as hub:      # root/models/org/name/..., root/datasets/...
-    subprocess.run(["hf", "download", "org/name"], env={**os.environ, **hub.environment})
-    print(hub.fetched_bytes())
-    hub.set(bandwidth=None)
+    with HubProcess(root, bandwidth=125_000_000) as hub:
+        subprocess.run(["hf", "download", "org/name"], env={**os.environ, **hub.environment})
+        print(hub.fetched_bytes())
+        hub.set(bandwidth=None)
+
+It serves the folders `<root>/models/<org>/<name>`, and `datasets` and `spaces` likewise.
 """
 
 from __future__ import annotations
@@ -78,7 +80,12 @@ class HubProcess:
 
     def close(self) -> None:
         """End the child. It ends by itself when its standard input does."""
-        self._child.communicate(timeout=_PATIENCE)
+        try:
+            self._child.communicate(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.communicate()
+            raise
 
     def _ask(self, verb: str, **words: object) -> object:
         data = json.dumps(words).encode()

@@ -1,10 +1,10 @@
 """What is served: repos, their commits, branches and tags, and the files of a commit.
 
-Files are named as the Hub names them: large ones by sha256 (LFS), small texts by git's sha1.
-
     repo = Repository("model", "org/name")
     commit = repo.publish({"config.json": HubFile(b"{}", is_lfs=False)}, revision="main")
     assert repo.find("main") is commit is repo.find(commit.sha)
+
+Files are named as the Hub names them: large ones by sha256 (LFS), small texts by git's sha1.
 """
 
 from __future__ import annotations

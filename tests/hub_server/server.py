@@ -1,10 +1,12 @@
 """The Hub itself: two servers on the loopback, what they serve and what they were asked.
 
-with Hub() as hub:
-    hub.add("org/one", {"model.safetensors": Path("/big/file")}, tags=["v1"])
-    hub.add("org/secret", {"config.json": b"{}"}, gated=True)
-    hub.tokens = {"hf_good": {"org/secret"}}
-    hub.cdn, hub.bandwidth, hub.page_size = True, 125_000_000, 100
+    with Hub() as hub:
+        hub.add("org/one", {"model.safetensors": Path("/big/file")}, tags=["v1"])
+        hub.add("org/secret", {"config.json": b"{}"}, gated=True)
+        hub.tokens = {"hf_good": {"org/secret"}}
+        hub.cdn, hub.bandwidth, hub.page_size = True, 125_000_000, 100
+
+Everything may be changed while clients are at work; each request sees what holds when it comes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,190 @@
+"""Tiny models with random weights, in the layout of their libraries, for the Hub to serve.
+
+    made = make_models(folder)                       # seconds: the fixture `models` has them made
+    hub.add_folder("org/first", made.first)
+    hub.add_folder("org/second", made.second)        # same text encoder and VAE, another UNet
+    StableDiffusionPipeline.from_pretrained(made.first)("a cat", num_inference_steps=1)
+
+Equal seeds give equal bytes. Every weight file has at least 64 KiB, so that it counts as weights.
+Needs torch, diffusers and transformers, which are imported when they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diffusers import UNet2DConditionModel
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+SHARED_WEIGHTS = (
+    "text_encoder/model.safetensors",
+    "vae/diffusion_pytorch_model.safetensors",
+)
+OWN_WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
+LEAST_WEIGHTS = 64 * 1024
+
+_WIDTH = 32
+_LENGTH = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Folders as `save_pretrained` writes them."""
+
+    first: Path
+    """A Stable Diffusion pipeline."""
+    second: Path
+    """Another, with the same `SHARED_WEIGHTS`."""
+    language: Path
+    """A BERT."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a weight file of the first pipeline, and of the second one's too."""
+        return (self.first / path).stat().st_size
+
+
+def make_models(folder: Path) -> Models:
+    """Make them all in a child process, if they are not there yet."""
+    made = Models(folder / "first", folder / "second", folder / "language")
+    if not (folder / "done").exists():
+        root = Path(__file__).resolve().parent.parent.parent
+        command = [sys.executable, "-m", "tests.hub_server.pipelines", str(folder)]
+        subprocess.run(command, cwd=root, check=True, capture_output=True)
+        (folder / "done").touch()
+    return made
+
+
+def make_pipelines(folder: Path) -> tuple[Path, Path]:
+    """Make two Stable Diffusion pipelines with the same text encoder and VAE."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
+
+    first, second = folder / "first", folder / "second"
+    seed(1)
+    pipeline = StableDiffusionPipeline(
+        vae=AutoencoderKL(
+            block_out_channels=(16, 32),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4,
+            norm_num_groups=8,
+            sample_size=32,
+        ),
+        text_encoder=make_text_encoder(),
+        tokenizer=make_tokenizer(folder / "tokenizer"),
+        unet=_make_unet(2),
+        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.save_pretrained(first)
+    shutil.copytree(first, second)
+    shutil.rmtree(second / "unet")
+    _make_unet(3).save_pretrained(second / "unet")
+    for path in (*SHARED_WEIGHTS, OWN_WEIGHTS):
+        assert (second / path).stat().st_size >= LEAST_WEIGHTS, path
+    return first, second
+
+
+def _make_unet(number: int) -> UNet2DConditionModel:
+    from diffusers import UNet2DConditionModel
+
+    seed(number)
+    return UNet2DConditionModel(
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=_WIDTH,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+
+
+def make_text_encoder() -> CLIPTextModel:
+    """Return a text encoder of two layers."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=len(_vocabulary()),
+        hidden_size=_WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=_LENGTH,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return CLIPTextModel(config)
+
+
+def make_tokenizer(folder: Path) -> CLIPTokenizer:
+    """Return a tokenizer that knows the letters and a few words."""
+    from transformers import CLIPTokenizer
+
+    folder.mkdir(parents=True)
+    vocabulary = {token: number for number, token in enumerate(_vocabulary())}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), "utf-8")
+    merges = ("#version: 0.2", "c a", "ca t</w>", "d o", "do g</w>", "o f</w>")
+    (folder / "merges.txt").write_text("\n".join(merges) + "\n", "utf-8")
+    tokenizer = CLIPTokenizer.from_pretrained(folder, model_max_length=_LENGTH)
+    assert isinstance(tokenizer, CLIPTokenizer)
+    return tokenizer
+
+
+def _vocabulary() -> list[str]:
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    pairs = ["ca", "cat</w>", "do", "dog</w>", "of</w>"]
+    ends = [f"{letter}</w>" for letter in letters]
+    return ["<|startoftext|>", "<|endoftext|>", *letters, *ends, *pairs]
+
+
+def make_language_model(folder: Path) -> Path:
+    """Make a BERT of two layers, with config, as `save_pretrained` writes it."""
+    from transformers import BertConfig, BertModel
+
+    seed(4)
+    config = BertConfig(
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(folder)
+    assert (folder / "model.safetensors").stat().st_size >= LEAST_WEIGHTS
+    return folder
+
+
+def dataset_files(rows: int = 5000) -> dict[str, bytes]:
+    """Return the files of a small dataset: a card, a table, and one large file."""
+    lines = [json.dumps({"id": row, "text": f"a photo of number {row}"}) for row in range(rows)]
+    return {
+        "README.md": b"---\nlicense: mit\n---\nNumbers.\n",
+        "data/train.jsonl": "\n".join(lines).encode() + b"\n",
+        "data/images.tar": bytes(range(256)) * 1024,
+    }
+
+
+def seed(number: int) -> None:
+    """Make the next random weights the same every time."""
+    import torch
+
+    torch.manual_seed(number)
+
+
+if __name__ == "__main__":
+    make_pipelines(Path(sys.argv[1]))
+    make_language_model(Path(sys.argv[1]) / "language")

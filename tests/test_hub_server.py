@@ -1,0 +1,588 @@
+"""The Hub that the tests are served by, asked by the real huggingface_hub, hf and diffusers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile, RepoFolder
+
+from tests.hub_server import Hub, HubProcess, etag_of, git_sha1
+from tests.hub_server import limit as limiting
+from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models, dataset_files
+
+WEIGHTS = random.Random(1).randbytes(200_000)
+FILES = {"config.json": b'{"a": 1}', "vae/model.safetensors": WEIGHTS, "vae/config.json": b"{}"}
+HF = Path(sys.executable).with_name("hf")
+PATIENCE = 100.0
+
+
+@pytest.fixture
+def api(hub: Hub) -> HfApi:
+    return HfApi(endpoint=hub.url, token=False)
+
+
+@pytest.fixture
+def download(hub: Hub, tmp_path: Path) -> Callable[..., Path]:
+    """`snapshot_download` of huggingface_hub, from the Hub of the test, into an empty cache."""
+
+    def run(name: str, **options: object) -> Path:
+        words = {"endpoint": hub.url, "cache_dir": tmp_path / "cache", "token": False, **options}
+        return Path(snapshot_download(name, **words))  # type: ignore[call-overload]
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def run_child(code: str, **variables: str) -> str:
+    """Run Python in a process that reads its variables afresh."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class TestListing:
+    def test_a_tree_comes_in_pages(self, hub: Hub, api: HfApi) -> None:
+        files = {f"data/{number:03}.bin": b"%d" % number for number in range(24)}
+        hub.add("org/name", files)
+        hub.page_size = 10
+        found = list(api.list_repo_tree("org/name", recursive=True))
+        assert [each.path for each in found] == ["data", *files]
+        assert [each.query.get("cursor") for each in hub.api("/tree/")] == [None, "10", "20"]
+
+    def test_a_tree_names_files_as_the_hub_does(self, hub: Hub, api: HfApi) -> None:
+        hub.add("org/name", FILES)
+        found = {each.path: each for each in api.list_repo_tree("org/name", recursive=True)}
+        weights, config = found["vae/model.safetensors"], found["config.json"]
+        assert isinstance(weights, RepoFile)
+        assert isinstance(config, RepoFile)
+        assert weights.lfs is not None
+        assert (weights.size, weights.lfs.size) == (len(WEIGHTS), len(WEIGHTS))
+        assert weights.lfs.sha256 == sha256(WEIGHTS)
+        assert (config.lfs, config.blob_id) == (None, git_sha1(FILES["config.json"]))
+        assert isinstance(found["vae"], RepoFolder)
+
+    def test_a_folder_is_listed_by_itself(self, hub: Hub, api: HfApi) -> None:
+        hub.add("org/name", {**FILES, "vae/deep/er/x.json": b"{}"})
+        found = [each.path for each in api.list_repo_tree("org/name", "vae")]
+        assert found == ["vae/model.safetensors", "vae/config.json", "vae/deep"]
+        assert [each.path for each in api.list_repo_tree("org/name")] == ["config.json", "vae"]
+        with pytest.raises(EntryNotFoundError):
+            list(api.list_repo_tree("org/name", "nothing"))
+
+    def test_details_come_when_asked_for(self, hub: Hub, api: HfApi) -> None:
+        commit = hub.add("org/name", FILES)
+        for found in api.list_repo_tree("org/name", expand=True):
+            assert found.last_commit is not None
+            assert found.last_commit.oid == commit.sha
+
+    def test_info_has_hashes_when_asked_for(self, hub: Hub, api: HfApi) -> None:
+        commit = hub.add("org/name", FILES)
+        plain, full = api.model_info("org/name"), api.model_info("org/name", files_metadata=True)
+        assert plain.sha == full.sha == commit.sha
+        assert plain.siblings is not None
+        assert full.siblings is not None
+        assert [each.rfilename for each in plain.siblings] == list(FILES)
+        assert [each.size for each in plain.siblings] == [None] * 3
+        assert [each.size for each in full.siblings] == [len(data) for data in FILES.values()]
+        assert full.siblings[1].lfs is not None
+        assert full.siblings[1].lfs.sha256 == sha256(WEIGHTS)
+
+    def test_single_paths_can_be_asked_for(self, hub: Hub, api: HfApi) -> None:
+        hub.add("org/name", FILES)
+        wanted = ["vae/model.safetensors", "vae", "nothing"]
+        found = api.get_paths_info("org/name", wanted)
+        assert [each.path for each in found] == wanted[:2]
+
+    def test_a_raw_listing_is_passed_on_as_it_is(self, hub: Hub, api: HfApi) -> None:
+        names = ["../x.bin", "/etc/x.bin", "a\\b.bin", "C:\\x.bin"]
+        extra = {"type": "file", "oid": "0" * 40, "size": 1, "path": "not/served"}
+        hub.add_raw_listing("org/bad", dict.fromkeys(names, b"data"), [extra])
+        found = api.list_repo_tree("org/bad", recursive=True)
+        files = [each.path for each in found if isinstance(each, RepoFile)]
+        assert files == [*names, "not/served"]
+        with pytest.raises(ValueError, match="add_raw_listing"):
+            hub.add("org/bad", {"../x": b""})
+
+
+class TestRevisions:
+    def test_what_was_published_stays(
+        self, hub: Hub, api: HfApi, download: Callable[..., Path]
+    ) -> None:
+        old = hub.add("org/name", {"a.json": b"1", "b.bin": b"same"}, tags=["v1"])
+        new = hub.add("org/name", {"a.json": b"2", "b.bin": b"same"})
+        hub.add("org/name", {"a.json": b"3"}, revision="feature/x")
+        hub.add("org/name", {"a.json": b"4"}, revision="refs/pr/1")
+        wanted = {
+            "main": b"2", old.sha: b"1", new.sha: b"2", "v1": b"1", "feature/x": b"3",
+            "refs/pr/1": b"4", old.sha[:10]: b"1",
+        }  # fmt: skip
+        for revision, data in wanted.items():
+            folder = download("org/name", revision=revision)
+            assert (folder / "a.json").read_bytes() == data, revision
+        refs = api.list_repo_refs("org/name", include_pull_requests=True)
+        assert [each.name for each in refs.branches] == ["main", "feature/x"]
+        assert [(each.name, each.target_commit) for each in refs.tags] == [("v1", old.sha)]
+        assert refs.pull_requests is not None
+        assert [each.ref for each in refs.pull_requests] == ["refs/pr/1"]
+
+    def test_equal_files_of_a_new_commit_are_not_fetched(
+        self, hub: Hub, download: Callable[..., Path]
+    ) -> None:
+        hub.add("org/name", {"a.json": b"1", "b.bin": b"same"})
+        download("org/name")
+        hub.add("org/name", {"a.json": b"2", "b.bin": b"same"})
+        hub.clear()
+        download("org/name")
+        assert [each.file for each in hub.gets()] == ["org/name/a.json"]
+
+    def test_a_tag_can_be_given_later(self, hub: Hub, download: Callable[..., Path]) -> None:
+        commit = hub.add("org/name", FILES)
+        hub.tag("org/name", "v2", "main")
+        assert download("org/name", revision="v2").name == commit.sha
+
+    def test_an_unknown_revision(self, hub: Hub, download: Callable[..., Path]) -> None:
+        hub.add("org/name", FILES)
+        with pytest.raises(RevisionNotFoundError):
+            download("org/name", revision="nothing")
+
+
+class TestFiles:
+    def test_a_repo_arrives_whole(self, hub: Hub, download: Callable[..., Path]) -> None:
+        hub.add("org/name", {**FILES, "empty.txt": b"", "odd näme #1%20?.txt": b"odd"})
+        folder = download("org/name")
+        assert contents(folder) == hub_contents(hub, "org/name")
+        blobs = {path.name for path in (folder.parent.parent / "blobs").iterdir()}
+        assert {sha256(WEIGHTS), git_sha1(b"{}")} <= blobs
+        assert hub.fetched_bytes("model.safetensors") == len(WEIGHTS)
+        assert hub.fetched_bytes("org/name") == hub.fetched_bytes()
+
+    def test_a_second_time_costs_one_request(self, hub: Hub, download: Callable[..., Path]) -> None:
+        hub.add("org/name", FILES)
+        download("org/name")
+        hub.clear()
+        download("org/name")
+        assert [str(each) for each in hub.requests] == ["GET /api/models/org/name/revision/main"]
+
+    @pytest.mark.parametrize("repo_type", ["dataset", "space"])
+    def test_other_types(self, hub: Hub, download: Callable[..., Path], repo_type: str) -> None:
+        hub.add("org/name", dataset_files(), repo_type=repo_type)  # type: ignore[arg-type]
+        folder = download("org/name", repo_type=repo_type)
+        assert contents(folder) == dataset_files()
+        with pytest.raises(RepositoryNotFoundError):
+            download("org/name")
+
+    def test_a_name_without_an_organisation(self, hub: Hub, download: Callable[..., Path]) -> None:
+        hub.add("gpt2", FILES)
+        assert contents(download("gpt2")) == FILES
+
+    def test_files_are_served_from_disk(
+        self, hub: Hub, download: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        data = random.Random(2).randbytes(9_000_001)
+        (tmp_path / "folder" / "sub").mkdir(parents=True)
+        (tmp_path / "folder" / "sub" / "model.gguf").write_bytes(data)
+        hub.add_folder("org/name", tmp_path / "folder")
+        assert contents(download("org/name")) == {"sub/model.gguf": data}
+        assert hub.fetched_bytes() == len(data)
+
+    def test_what_is_large_can_be_said(self, hub: Hub) -> None:
+        files = {"a.txt": b"text", "b.bin": b"data", "c.txt": b"text"}
+        commit = hub.add("org/name", files, lfs=["a.*"], git=["b.bin"])
+        assert [file.is_lfs for file in commit.files.values()] == [True, False, False]
+        assert commit.etag("a.txt") == sha256(b"text")
+        assert commit.etag("b.bin") == git_sha1(b"data")
+        assert commit.etag("c.txt") == etag_of("c.txt", b"text")
+
+    @pytest.mark.parametrize(
+        ("wanted", "status", "data"),
+        [
+            ("bytes=0-9", 206, WEIGHTS[:10]),
+            ("bytes=199990-", 206, WEIGHTS[-10:]),
+            ("bytes=-10", 206, WEIGHTS[-10:]),
+            ("bytes=199990-999999", 206, WEIGHTS[-10:]),
+            ("bytes=200000-", 416, b""),
+        ],
+    )
+    @pytest.mark.parametrize("on_disk", [True, False])
+    def test_parts_of_a_file(
+        self, hub: Hub, tmp_path: Path, wanted: str, status: int, data: bytes, on_disk: bool
+    ) -> None:
+        (tmp_path / "model").write_bytes(WEIGHTS)
+        hub.add("org/name", {"model.bin": tmp_path / "model" if on_disk else WEIGHTS})
+        address = f"{hub.url}/org/name/resolve/main/model.bin"
+        request = urllib.request.Request(address, headers={"Range": wanted})  # noqa: S310
+        if status == 416:
+            with pytest.raises(urllib.error.HTTPError, match="416") as caught:
+                urllib.request.urlopen(request)  # noqa: S310 - the loopback
+            caught.value.close()
+        else:
+            with urllib.request.urlopen(request) as answer:  # noqa: S310 - the loopback
+                assert (answer.status, answer.read()) == (status, data)
+        assert hub.gets()[0].range == wanted
+
+
+def hub_contents(hub: Hub, name: str) -> dict[str, bytes]:
+    commit = hub.repositories["model", name].find("main")
+    assert commit is not None
+    return {path: file.read() for path, file in commit.files.items()}
+
+
+class TestCdn:
+    def test_large_files_come_from_the_other_origin(
+        self, hub: Hub, download: Callable[..., Path]
+    ) -> None:
+        hub.cdn = True
+        hub.add("org/name", FILES)
+        assert contents(download("org/name")) == FILES
+        assert {(each.file, each.origin) for each in hub.gets()} == {
+            ("org/name/config.json", "hub"),
+            ("org/name/vae/config.json", "hub"),
+            ("org/name/vae/model.safetensors", "cdn"),
+        }
+
+    def test_the_token_stays_at_home(self, hub: Hub, download: Callable[..., Path]) -> None:
+        hub.cdn, hub.tokens = True, {"hf_good": {"org/name"}}
+        hub.add("org/name", FILES, private=True)
+        assert contents(download("org/name", token="hf_good")) == FILES  # noqa: S106 - made up
+        tokens = {each.origin: each.authorized for each in hub.requests}
+        assert tokens == {"hub": True, "cdn": False}
+
+
+class TestAccess:
+    @pytest.fixture(autouse=True)
+    def _repos(self, hub: Hub) -> None:
+        hub.add("org/gated", FILES, gated=True)
+        hub.add("org/private", FILES, private=True)
+        hub.add("org/open", FILES)
+        hub.tokens = {"hf_good": {"org/gated", "org/private"}, "hf_other": set()}
+
+    @pytest.mark.parametrize(("token", "status"), [(False, 401), ("hf_other", 403)])
+    def test_a_gated_repo_can_be_listed_only(
+        self, api: HfApi, download: Callable[..., Path], token: str | bool, status: int
+    ) -> None:
+        assert api.model_info("org/gated", token=token).gated == "auto"
+        with pytest.raises(GatedRepoError) as caught:
+            download("org/gated", token=token)
+        assert caught.value.response.status_code == status
+
+    @pytest.mark.parametrize(("token", "status"), [(False, 401), ("hf_other", 404)])
+    def test_a_private_repo_is_hidden(
+        self, download: Callable[..., Path], token: str | bool, status: int
+    ) -> None:
+        with pytest.raises(RepositoryNotFoundError) as caught:
+            download("org/private", token=token)
+        assert caught.value.response.status_code == status
+        assert not isinstance(caught.value, GatedRepoError)
+
+    @pytest.mark.parametrize("name", ["org/gated", "org/private", "org/open"])
+    def test_the_right_token_opens_it(self, download: Callable[..., Path], name: str) -> None:
+        assert contents(download(name, token="hf_good")) == FILES  # noqa: S106 - made up
+
+    def test_a_bad_token_is_refused_everywhere(self, api: HfApi) -> None:
+        with pytest.raises(HfHubHTTPError, match="Invalid credentials") as caught:
+            api.model_info("org/open", token="hf_bad")  # noqa: S106 - made up
+        assert not isinstance(caught.value, RepositoryNotFoundError)
+
+    def test_what_does_not_exist(self, hub: Hub, api: HfApi, tmp_path: Path) -> None:
+        with pytest.raises(RepositoryNotFoundError):
+            api.model_info("org/nothing")
+        with pytest.raises(EntryNotFoundError):
+            hf_hub_download(
+                "org/open", "nothing.json", endpoint=hub.url, cache_dir=tmp_path, token=False
+            )
+
+
+class TestFaults:
+    NAME = "vae/model.safetensors"
+
+    @pytest.fixture(autouse=True)
+    def _repo(self, hub: Hub) -> None:
+        hub.add("org/name", FILES)
+
+    def test_wrong_bytes_of_the_right_length_come_once(
+        self, hub: Hub, download: Callable[..., Path]
+    ) -> None:
+        hub.faults.wrong_bytes(self.NAME)
+        got = (download("org/name") / self.NAME).read_bytes()
+        assert len(got) == len(WEIGHTS)
+        assert sum(one != two for one, two in zip(got, WEIGHTS, strict=True)) == 1
+        assert contents(download("org/name", force_download=True)) == FILES
+
+    @pytest.mark.parametrize("on_disk", [True, False])
+    def test_a_cut_download_goes_on_where_it_was(
+        self, hub: Hub, download: Callable[..., Path], tmp_path: Path, on_disk: bool
+    ) -> None:
+        """huggingface_hub writes pieces of 10 MiB, and forgets what was less."""
+        data = random.Random(3).randbytes(12 << 20)
+        (tmp_path / "big").write_bytes(data)
+        hub.add("org/big", {"model.bin": tmp_path / "big" if on_disk else data})
+        hub.faults.cut("model.bin", after=11 << 20)
+        assert contents(download("org/big")) == {"model.bin": data}
+        cut, rest = hub.gets()
+        assert (cut.range, cut.status, cut.sent) == (None, 200, 11 << 20)
+        assert (rest.range, rest.status, rest.sent) == (f"bytes={10 << 20}-", 206, 2 << 20)
+
+    @pytest.mark.parametrize("status", [500, 503])
+    def test_an_error_instead_of_the_bytes(
+        self, hub: Hub, download: Callable[..., Path], status: int
+    ) -> None:
+        hub.faults.status("org/name/vae", status, times=2)
+        with pytest.raises(HfHubHTTPError) as caught:
+            download("org/name")
+        assert caught.value.response.status_code == status
+        hub.faults.clear()
+        assert contents(download("org/name")) == FILES
+
+    def test_an_error_instead_of_the_listing(self, hub: Hub, download: Callable[..., Path]) -> None:
+        hub.faults.status("/api/models/org/name/tree", 503)
+        assert contents(download("org/name")) == FILES
+        assert [each.status for each in hub.api("/tree/")] == [503, 200]
+
+    def test_a_wrong_size_is_announced(
+        self, hub: Hub, api: HfApi, download: Callable[..., Path]
+    ) -> None:
+        hub.faults.wrong_size(self.NAME, by=5)
+        (found,) = api.get_paths_info("org/name", [self.NAME])
+        assert isinstance(found, RepoFile)
+        assert found.size == len(WEIGHTS) + 5
+        with pytest.raises(OSError, match=f"should be of size {len(WEIGHTS) + 5}"):
+            download("org/name")
+
+    @pytest.mark.parametrize("cdn", [False, True])
+    def test_no_size_is_announced(
+        self, hub: Hub, api: HfApi, download: Callable[..., Path], cdn: bool
+    ) -> None:
+        hub.cdn = cdn
+        hub.faults.no_size("org/name/")
+        (found,) = api.get_paths_info("org/name", [self.NAME])
+        assert isinstance(found, RepoFile)
+        assert found.size is None
+        head = api.get_hf_file_metadata(url=f"{hub.url}/org/name/resolve/main/{self.NAME}")
+        assert head.size is None
+        hub.faults.clear()
+        assert contents(download("org/name")) == FILES
+
+    def test_a_body_of_unknown_length(self, hub: Hub) -> None:
+        hub.faults.no_size(self.NAME)
+        with urllib.request.urlopen(f"{hub.url}/org/name/resolve/main/{self.NAME}") as answer:  # noqa: S310
+            assert answer.headers["Content-Length"] is None
+            assert answer.read() == WEIGHTS
+
+    def test_a_wrong_sha_is_announced(self, hub: Hub, api: HfApi) -> None:
+        hub.faults.wrong_sha(self.NAME, "1" * 64)
+        (found,) = api.get_paths_info("org/name", [self.NAME])
+        assert isinstance(found, RepoFile)
+        assert found.lfs is not None
+        assert found.lfs.sha256 == "1" * 64
+        address = f"{hub.url}/org/name/resolve/main/{self.NAME}"
+        assert api.get_hf_file_metadata(url=address).etag == sha256(WEIGHTS)
+        hub.faults.clear()
+        hub.faults.wrong_sha(self.NAME, "2" * 64, in_head=True)
+        assert api.get_hf_file_metadata(url=address).etag == "2" * 64
+
+    @pytest.mark.parametrize("after", [0, 70_000])
+    def test_a_body_can_be_held(self, hub: Hub, download: Callable[..., Path], after: int) -> None:
+        hold = hub.faults.hold(self.NAME, after=after)
+        folders: list[Path] = []
+        client = threading.Thread(target=lambda: folders.append(download("org/name")))
+        client.start()
+        try:
+            assert hold.reached.wait(PATIENCE)
+            assert hub.fetched_bytes(self.NAME) == after
+            assert folders == []
+        finally:
+            hold.release()
+            client.join()
+        assert contents(folders[0]) == FILES
+
+    def test_a_slow_answer_runs_into_the_time_limit_of_the_client(self, hub: Hub) -> None:
+        """Much longer than the limit, so that a busy machine changes nothing."""
+        hub.faults.slow("config.json", 2, method="HEAD")
+        code = """
+        from huggingface_hub import get_hf_file_metadata
+        try:
+            get_hf_file_metadata("%s/org/name/resolve/main/config.json", timeout=0.2)
+        except Exception as error:
+            print(type(error).__name__)
+        """
+        lines = [line.removeprefix("        ") for line in (code % hub.url).splitlines()]
+        assert run_child("\n".join(lines)) == "ReadTimeout\n"
+
+
+class TestLimit:
+    def test_all_connections_share_the_rate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Clock:
+            now = 1000.0
+
+            def monotonic(self) -> float:
+                return self.now
+
+            def sleep(self, seconds: float) -> None:
+                self.now += seconds
+
+        clock = Clock()
+        monkeypatch.setattr(limiting, "time", clock)
+        limit = limiting.Limit(1_000_000)
+        for _ in range(200):
+            limit.wait_for(50_000)
+        assert clock.now - 1000.0 == pytest.approx(10, abs=0.1)
+        limit.rate = None
+        limit.wait_for(1 << 40)
+        assert clock.now - 1000.0 == pytest.approx(10, abs=0.1)
+
+    @pytest.mark.parametrize("on_disk", [True, False])
+    def test_a_limited_file_arrives_whole(
+        self, hub: Hub, download: Callable[..., Path], tmp_path: Path, on_disk: bool
+    ) -> None:
+        files = {"a.bin": WEIGHTS * 5, "b.bin": WEIGHTS * 4}
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+        hub.add("org/name", {name: tmp_path / name for name in files} if on_disk else files)
+        hub.bandwidth = 20_000_000
+        assert contents(download("org/name")) == files
+        assert hub.fetched_bytes() == 9 * len(WEIGHTS)
+
+
+class TestXet:
+    XET = sha256(b"any hash will do")
+
+    def test_hashes_are_announced(self, hub: Hub, api: HfApi) -> None:
+        hub.add("org/name", FILES, xet={"vae/model.safetensors": self.XET})
+        (found,) = api.get_paths_info("org/name", ["vae/model.safetensors"])
+        assert isinstance(found, RepoFile)
+        assert found.xet_hash == self.XET
+        address = f"{hub.url}/org/name/resolve/main/vae/model.safetensors"
+        assert api.get_hf_file_metadata(url=address).xet_file_data is None
+        hub.xet_headers = True
+        data = api.get_hf_file_metadata(url=address).xet_file_data
+        assert data is not None
+        assert data.file_hash == self.XET
+        assert data.refresh_route.startswith(hub.url)
+
+    def test_a_client_finds_the_file_in_its_shared_store(self, hub: Hub, tmp_path: Path) -> None:
+        pytest.importorskip("huggingface_hub.utils._shared_blobs", reason="from 2.4 on")
+        hub.add("org/name", FILES, xet={"vae/model.safetensors": self.XET})
+        shared = tmp_path / "cache" / "blobs"
+        (shared / self.XET[:2]).mkdir(parents=True)
+        (shared / ".huggingface-shared-blobs").write_text("1\n", "utf-8")
+        (shared / self.XET[:2] / self.XET).write_bytes(WEIGHTS)
+        code = "from huggingface_hub import snapshot_download; snapshot_download('org/name')"
+        cache = {"HF_HUB_DISABLE_XET": "0", "HF_HUB_CACHE": str(tmp_path / "cache")}
+        run_child(code, **(hub.environment | cache))
+        assert sorted(str(each.file) for each in hub.gets()) == [
+            "org/name/config.json",
+            "org/name/vae/config.json",
+        ]
+        (snapshot,) = (tmp_path / "cache" / "models--org--name" / "snapshots").iterdir()
+        assert contents(snapshot) == FILES
+
+
+class TestPrograms:
+    def test_the_hf_command(self, hub: Hub, tmp_path: Path) -> None:
+        hub.add("org/name", FILES)
+
+        def hf(*words: str) -> str:
+            done = subprocess.run(
+                [str(HF), *words, "--cache-dir", str(tmp_path)],
+                env={**os.environ, **hub.environment},
+                capture_output=True, text=True, timeout=PATIENCE, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        hf("download", "org/name", "--include", "vae/*")
+        assert {each.file for each in hub.gets()} == {f"org/name/{path}" for path in FILES} - {
+            "org/name/config.json"
+        }
+        hf("cache", "verify", "org/name")
+        assert [each["id"] for each in json.loads(hf("cache", "ls", "--json"))] == [
+            "model/org/name"
+        ]
+
+    def test_diffusers_and_transformers(self, hub: Hub, models: Models, tmp_path: Path) -> None:
+        hub.add_folder("org/first", models.first)
+        hub.add_folder("org/language", models.language)
+        code = """
+from diffusers import DiffusionPipeline
+from transformers import AutoModel
+pipeline = DiffusionPipeline.from_pretrained("org/first")
+image = pipeline("a cat", num_inference_steps=1, height=32, width=32, output_type="np").images
+print(image.shape, AutoModel.from_pretrained("org/language").config.model_type)
+"""
+        printed = run_child(code, **hub.environment, HF_HOME=str(tmp_path))
+        assert printed.splitlines()[-1] == "(1, 32, 32, 3) bert"
+        for path in (*SHARED_WEIGHTS, OWN_WEIGHTS):
+            assert hub.fetched_bytes(path) == models.size(path)
+
+    def test_the_pipelines_differ_in_one_part(self, models: Models) -> None:
+        first, second = contents(models.first), contents(models.second)
+        assert first.keys() == second.keys()
+        assert [path for path in first if first[path] != second[path]] == [OWN_WEIGHTS]
+
+
+class TestProcess:
+    def test_a_folder_is_served_by_a_process_of_its_own(self, tmp_path: Path) -> None:
+        for kind, name in (("models", "one"), ("datasets", "two")):
+            (tmp_path / "root" / kind / "org" / name).mkdir(parents=True)
+            (tmp_path / "root" / kind / "org" / name / "x.bin").write_bytes(WEIGHTS)
+        with HubProcess(tmp_path / "root", bandwidth=50_000_000) as hub:
+            assert hub.environment["HF_ENDPOINT"] == hub.url
+            options = {"endpoint": hub.url, "cache_dir": tmp_path / "cache", "token": False}
+            one = snapshot_download("org/one", **options)  # type: ignore[call-overload]
+            assert contents(Path(one)) == {"x.bin": WEIGHTS}
+            assert hub.fetched_bytes("org/one") == len(WEIGHTS)
+            hub.set(bandwidth=None, cdn=True)
+            hub.clear()
+            two = snapshot_download("org/two", repo_type="dataset", **options)  # type: ignore[call-overload]
+            assert contents(Path(two)) == {"x.bin": WEIGHTS}
+            assert [each.origin for each in hub.gets()] == ["cdn"]
+            (tmp_path / "more.d").mkdir()
+            (tmp_path / "more.d" / "y.json").write_bytes(b"{}")
+            commit = hub.add_folder("org/more", tmp_path / "more.d")
+            assert Path(snapshot_download("org/more", **options)).name == commit  # type: ignore[call-overload]
+            address = hub.url
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(address)  # noqa: S310 - the loopback
+
+    def test_it_needs_nothing_but_the_standard_library(self) -> None:
+        code = "import sys; import tests.hub_server.process; print(*sys.modules)"
+        root = str(Path(__file__).resolve().parent.parent)
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys; sys.path.append({root!r})\n{code}",
+        ]
+        loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        assert "tests.hub_server.server" in loaded
