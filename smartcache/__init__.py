@@ -17,10 +17,17 @@ if TYPE_CHECKING:
         DamagedBlobError,
         DigestMismatchError,
         FileSkippedError,
+        HubError,
         LeaseTimeoutError,
         NoSpaceError,
         SmartcacheError,
         StoreError,
+    )
+    from smartcache.functions import (
+        cache_mapping,
+        hf_hub_download,
+        plan_download,
+        snapshot_download,
     )
     from smartcache.store.store import Store
 
@@ -32,6 +39,7 @@ __all__ = [
     "DamagedBlobError",
     "DigestMismatchError",
     "FileSkippedError",
+    "HubError",
     "LeaseTimeoutError",
     "NoSpaceError",
     "Settings",
@@ -40,14 +48,22 @@ __all__ = [
     "Store",
     "StoreError",
     "__version__",
+    "cache_mapping",
+    "hf_hub_download",
     "load_settings",
+    "plan_download",
+    "snapshot_download",
 ]
 
 _HOMES = {
     "Settings": "config",
     "SmartCache": "cache",
     "Store": "store.store",
+    "cache_mapping": "functions",
+    "hf_hub_download": "functions",
     "load_settings": "config",
+    "plan_download": "functions",
+    "snapshot_download": "functions",
 }
 """The module of each public name that is not an error."""
 

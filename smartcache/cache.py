@@ -7,6 +7,7 @@ one object. A layer is imported when it is first used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -15,8 +16,13 @@ from smartcache.progress import Progress, silent
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
     from smartcache.folders.dedup import Allow, DedupPlan
     from smartcache.folders.records import Scan
+    from smartcache.hub.dropin import Call
+    from smartcache.hub.mapping import CacheMapping
+    from smartcache.hub.plan import DownloadPlan
 
 
 class SmartCache:
@@ -35,6 +41,45 @@ class SmartCache:
     def close(self) -> None:
         """Close the store."""
         self.store.close()
+
+    def download(self, call: Call, *, progress: Progress | None = None) -> str:
+        """Answer a call of huggingface_hub's download functions; return the path they return.
+
+        Without `progress` huggingface_hub's own bars are shown.
+        """
+        from smartcache.hub import dropin
+
+        return dropin.download(self.store, call, look=self.look_again, progress=progress)
+
+    def dry_run(self, call: Call) -> list[DryRunFileInfo]:
+        """Say what such a call would download, as huggingface_hub does."""
+        from smartcache.hub import dropin
+
+        return dropin.dry_run(self.store, call, look=self.look_again)
+
+    def plan_download(self, call: Call, *, progress: Progress = silent) -> DownloadPlan:
+        """Plan such a call: for each file where its bytes come from; the Hub's errors pass."""
+        from smartcache.hub.plan import plan_download
+
+        return plan_download(self.store, call.request(), look=self.look_again, progress=progress)
+
+    def look_again(self, *, after: timedelta = timedelta(hours=1)) -> None:
+        """See the files of model folders again that were not walked for a while; stats only."""
+        from smartcache.folders import scan
+
+        now = datetime.now(UTC)
+        known = {folder.path: folder for folder in self.store.folders()}
+        found, _ = scan.folders_to_scan(self.store)
+        found += scan.known_folders(self.store, beside=found)
+        stale = [
+            folder
+            for folder in found
+            if (seen := known.get(folder.path)) is None
+            or seen.walked_at is None
+            or now - seen.walked_at >= after
+        ]
+        if stale:
+            scan.look(self.store, stale)
 
     def scan(
         self,
@@ -67,3 +112,9 @@ class SmartCache:
 
         keep = self.settings.keep_writable if keep_writable is None else keep_writable
         return plan_dedup(self.store, found, keep_writable=keep, allow=allow)
+
+    def cache_mapping(self) -> CacheMapping:
+        """Return {sha256: path} of everything known, as a read-only mapping."""
+        from smartcache.hub.mapping import cache_mapping
+
+        return cache_mapping(self.store)

@@ -56,6 +56,16 @@ def folders_to_scan(
     return [each for each in unique if not only or each.program.casefold() in wanted], warnings
 
 
+def known_folders(store: Store, *, beside: Sequence[ModelFolder] = ()) -> list[ModelFolder]:
+    """Return the folders in which files were seen and that are there now, besides those given."""
+    others = {folder.path for folder in beside}
+    return [
+        ModelFolder(path=each.path, program=each.program, found_by="seen", is_given=each.is_given)
+        for each in store.folders()
+        if each.path not in others and os.path.isdir(each.path)
+    ]
+
+
 def _named(path: Path) -> ModelFolder:
     real = Path(os.path.realpath(path))
     if not os.path.isdir(real):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from smartcache.errors import ConfigError
 from smartcache.store.digest import Algorithm
+from smartcache.store.links import LINKED_SUFFIXES
 
 RepoType = Literal["model", "dataset", "space", "kernel"]
 REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
@@ -16,6 +17,11 @@ Source = Literal["present", "link", "claim", "copy", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file that has to be hashed first and is
 then adopted or copied, another volume, the Hub."""
 
+_EDITED = frozenset(
+    (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml", ".cfg", ".py", ".ipynb", ".md", ".jinja",
+     ".csv", ".tsv", ".html", ".xml", ".sh", ".js", ".css")
+)  # fmt: skip
+"""Kinds of files that programs and people edit in place: never linked, even when they are LFS."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
 
@@ -74,10 +80,25 @@ class RemoteFile:
         """Whether it is announced by sha256: a large file."""
         return _SHA256.fullmatch(self.etag) is not None
 
+    def is_large(self, min_size: int) -> bool:
+        """Whether it is worth looking for elsewhere: its hash is known, and it is no small text."""
+        return bool(self.announced) and self.size is not None and self.size >= max(1, min_size)
+
+    def is_weight(self, min_size: int) -> bool:
+        """Whether it may be shared by a link: large, and no kind that programs edit in place."""
+        suffix = PurePosixPath(self.path).suffix.lower()
+        is_whole = suffix in LINKED_SUFFIXES or (self.is_lfs and suffix not in _EDITED)
+        return self.is_large(min_size) and is_whole
+
     @property
     def announced(self) -> dict[Algorithm, str]:
         """The hash that the bytes must have; empty if the Hub named none that we know."""
         return announced_by(self.etag)
+
+
+def xet_of(text: object) -> str | None:
+    """Return a xet hash that the Hub named, None if it is none."""
+    return text if isinstance(text, str) and _SHA256.fullmatch(text) else None
 
 
 def announced_by(name: str) -> dict[Algorithm, str]:
@@ -90,11 +111,42 @@ def announced_by(name: str) -> dict[Algorithm, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A file on this machine that may have the wanted bytes."""
+
+    path: Path
+    is_known: bool = False
+    """Its hash is remembered and right: it need not be read to be sure."""
+    may_link: bool = False
+    """It lies in an HF cache or in a folder the user gave to smartcache, so that it may become a
+    blob in place; else it is only read, and stays as it is."""
+    is_far: bool = False
+    """It lies on another filesystem than the place where the file is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """What is to be done for one file. `origin` is the file or blob that has the bytes already."""
+    """What is to be done for one file."""
 
     file: RemoteFile
     source: Source
-    origin: Path | None = None
     digest: str = ""
-    """Of the blob in the store, for "link" and "copy" from there."""
+    """Of the blob in the store, if it has one."""
+    candidates: tuple[Candidate, ...] = ()
+    """Files that may have the bytes, the likeliest first."""
+    found: Path | None = None
+    """The file that is at the target already."""
+    is_proven: bool = False
+    """What is there is known to be right; else it will be hashed."""
+    is_large: bool = False
+    is_weight: bool = False
+
+    @property
+    def origin(self) -> Path | None:
+        """The file that the bytes are most likely taken from."""
+        return self.candidates[0].path if self.candidates and not self.digest else self.found
+
+    @property
+    def size(self) -> int:
+        """The announced size; 0 if the Hub did not say."""
+        return self.file.size or 0

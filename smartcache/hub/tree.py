@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from smartcache.hub.records import RemoteFile, Repo
+from smartcache.hub.records import RemoteFile, Repo, xet_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TREE_FORMAT = 1
@@ -106,12 +106,12 @@ def read_listing(folder: Path, commit: str) -> list[RemoteFile] | None:
 
 
 def _listed(path: str, entry: dict[str, object]) -> RemoteFile:
-    sha256, size, xet = entry.get("lfs_sha256"), entry["size"], entry.get("xet_hash")
+    sha256, size = entry.get("lfs_sha256"), entry["size"]
     if safe_parts(path) is None or not isinstance(size, int):
         raise ValueError(path)
     return RemoteFile(
         path=path, size=size, etag=str(sha256 or entry["blob_id"]),
-        xet=None if xet is None else str(xet),
+        xet=xet_of(entry.get("xet_hash")),
     )  # fmt: skip
 
 

@@ -97,6 +97,11 @@ class Database:
         else:
             self._run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
+    def notes(self, beginning: str) -> list[str]:
+        """Return the keys of notes that begin with a text."""
+        sql = "SELECT key FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
+        return [str(row[0]) for row in self._all(sql, len(beginning), beginning)]
+
     def is_sound(self) -> bool:
         """Say whether SQLite finds the file whole."""
         with self._gate:

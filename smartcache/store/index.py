@@ -17,6 +17,7 @@ from typing import cast
 from smartcache.store.digest import Algorithm
 from smartcache.store.duplicates import Duplicates
 from smartcache.store.filememory import FileMemory
+from smartcache.store.known import KnownFiles
 from smartcache.store.records import (
     Blob,
     Link,
@@ -56,7 +57,7 @@ _ADD_BLOB = (
 _Row = tuple[int, bytes, int, int, int, int, int, int, int, str | None, int, int]
 
 
-class Index(FileMemory, SightedFiles, Duplicates, Sums):
+class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
     """The index of one volume."""
 
     # blobs

@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -184,7 +185,7 @@ class Batch:
 
     Used as a context manager; leaving it writes the outcomes and gives up the claim. A process
     that dies in between leaves the file unclaimed, and recovery finishes or takes back what was
-    begun.
+    begun. Several threads may use one batch.
     """
 
     def __init__(self, journal: Journal, directory: Path, label: str) -> None:
@@ -196,37 +197,41 @@ class Batch:
         self._count = 0
         self._unsettled: set[int] = set()
         self._outcomes: dict[tuple[str, State], list[int]] = {}
+        self._gate = threading.RLock()
 
     def begin(self, changes: Iterable[Change], *, sync: bool = True) -> list[Change]:
         """Write changes to the journal before they are made; return them with their numbers."""
-        lines: list[dict[str, object]] = []
-        if self._claim is None:
-            self._claim = claim(self._claim_path)
-            at = datetime.now(UTC).isoformat(timespec="seconds")
-            lines.append({"batch": self.id, "label": self.label, "at": at})
         begun = list(changes)
-        for change in begun:
-            change.batch, change.n = self.id, self._count
-            self._count += 1
-        self._journal.append([*lines, *map(_line, begun)], sync=sync)
-        self._unsettled.update(change.n for change in begun)
+        lines: list[dict[str, object]] = []
+        with self._gate:
+            if self._claim is None:
+                self._claim = claim(self._claim_path)
+                at = datetime.now(UTC).isoformat(timespec="seconds")
+                lines.append({"batch": self.id, "label": self.label, "at": at})
+            for change in begun:
+                change.batch, change.n = self.id, self._count
+                self._count += 1
+            self._journal.append([*lines, *map(_line, begun)], sync=sync)
+            self._unsettled.update(change.n for change in begun)
         return begun
 
     def end(self, change: Change, state: State) -> None:
         """Note the outcome of a change; written with the next `flush`."""
-        self._outcomes.setdefault((change.batch, state), []).append(change.n)
-        if change.batch == self.id:
-            self._unsettled.discard(change.n)
+        with self._gate:
+            self._outcomes.setdefault((change.batch, state), []).append(change.n)
+            if change.batch == self.id:
+                self._unsettled.discard(change.n)
 
     def flush(self) -> None:
         """Write the outcomes noted so far."""
-        lines: list[dict[str, object]] = [
-            {"batch": batch, "n": numbers[0] if len(numbers) == 1 else numbers, "state": state}
-            for (batch, state), numbers in self._outcomes.items()
-        ]
-        if lines:
-            self._journal.append(lines, sync=False)
-            self._outcomes = {}
+        with self._gate:
+            lines: list[dict[str, object]] = [
+                {"batch": batch, "n": numbers[0] if len(numbers) == 1 else numbers, "state": state}
+                for (batch, state), numbers in self._outcomes.items()
+            ]
+            if lines:
+                self._journal.append(lines, sync=False)
+                self._outcomes = {}
 
     def close(self) -> None:
         """Write the outcomes and give up the claim.

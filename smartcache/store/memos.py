@@ -30,7 +30,7 @@ def recall(
     volume: Volume, path: Path, st: os.stat_result, algorithms: Iterable[Algorithm]
 ) -> Hashes | None:
     """Return remembered hashes of a file if they cover `algorithms` and are still valid."""
-    values = _recall(volume, [(path, st)])[path]
+    values = recall_all(volume, [(path, st)])[path]
     if all(name in values for name in algorithms):
         return Hashes(size=st.st_size, values=values)
     return None
@@ -47,7 +47,7 @@ def hashes_of(
     wanted = tuple(dict.fromkeys(algorithms))
     st = os.stat(path)
     key = StatKey.of(st)
-    values = _recall(volume, [(path, st)])[path]
+    values = recall_all(volume, [(path, st)])[path]
     missing = [name for name in wanted if name not in values]
     if not missing:
         return Hashes(size=st.st_size, values=values), key
@@ -90,7 +90,7 @@ def hash_all(
             files.append((path, st))
     found: dict[Path, Known] = {}
     unknown: list[Path] = []
-    remembered = _recall(volume, files)
+    remembered = recall_all(volume, files)
     for path, st in files:
         values = remembered[path]
         if values and all(name in values for name in wanted):
@@ -147,7 +147,7 @@ def _remember(volume: Volume, path: Path, hashes: Hashes, key: StatKey, started_
         volume.index.put_memo(filesystem_id(path, st), st.st_ino, memo)
 
 
-def _recall(volume: Volume, files: list[tuple[Path, os.stat_result]]) -> dict[Path, _Values]:
+def recall_all(volume: Volume, files: list[tuple[Path, os.stat_result]]) -> dict[Path, _Values]:
     """Return what is known of files' hashes: from blobs in the same inodes, else from memos."""
     here = [st.st_ino for _, st in files if volume.is_here(st)]
     blobs = volume.index.blobs_in(here) if here else {}

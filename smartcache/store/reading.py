@@ -21,6 +21,7 @@ from smartcache.store.owners import Liveness, live_holders, liveness
 from smartcache.store.proof import checked, open_blob
 from smartcache.store.records import Blob, KnownFolder, Link, Owner, Seen, Sighting
 from smartcache.store.volume import Volume
+from smartcache.store.vouched import known_hashes
 
 _log = logging.getLogger(__name__)
 _SHORTEST_PREFIX = 4
@@ -104,17 +105,17 @@ class StoreReader:
 
     def find(self, algorithm: Algorithm, value: str) -> Blob | None:
         """Return the blob known under a hash, on this volume or a neighbour."""
-        wanted = check_hex(algorithm, value)
-        for store in self.stores():
-            index = store.volume.index
-            blob = (
-                index.blob(wanted)
-                if algorithm == "blake3"
-                else index.blob_by_alias(algorithm, wanted)
-            )
-            if blob is not None and blob.is_here:
-                return blob
-        return None
+        found = (store.find_here(algorithm, value) for store in self.stores())
+        return next(filter(None, found), None)
+
+    def find_here(self, algorithm: Algorithm, value: str) -> Blob | None:
+        """Return the blob of this volume known under a hash."""
+        wanted, index = check_hex(algorithm, value), self.volume.index
+        if algorithm == "blake3":
+            blob = index.blob(wanted)
+        else:
+            blob = index.blob_by_alias(algorithm, wanted)
+        return blob if blob is not None and blob.is_here else None
 
     def blobs(self, *, order: str = "digest") -> Iterator[Blob]:
         """Go through the blobs of this volume: by digest, size, added, used or oldest."""
@@ -135,6 +136,16 @@ class StoreReader:
     def digest_of(self, path: str | Path, algorithms: Iterable[Algorithm] = ("blake3",)) -> Hashes:
         """Return the hashes of any file, remembered while the file stays as it is."""
         return hashes_of(self.volume, Path(path), algorithms)[0]
+
+    def known_hashes(self, paths: Iterable[str | Path]) -> dict[Path, dict[Algorithm, str]]:
+        """Return what is known of files' hashes without reading them, for those that are there."""
+        return known_hashes(self.volume, map(Path, paths))
+
+    def blob_at(self, path: str | Path) -> Blob | None:
+        """Return the blob of this volume that a file is a hard link of, proven or not."""
+        st = os.stat(path)
+        blob = self.volume.index.blob_by_inode(st.st_ino) if self.volume.is_here(st) else None
+        return blob if blob is not None and blob.is_here else None
 
     def sightings(self, size: int) -> list[Sighting]:
         """Return the files of known folders that had exactly this size when last seen."""

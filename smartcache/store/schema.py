@@ -161,7 +161,12 @@ CREATE INDEX sightings_size ON sightings (size);
 ALTER TABLE memos ADD COLUMN sample BLOB;  -- XXH3 of head and tail, a reason to compare or not to
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2)
+# The Hub asks for files by sha256; without this every question would read all memos.
+_VERSION_3 = """
+CREATE INDEX memos_sha256 ON memos (sha256) WHERE sha256 IS NOT NULL;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
 """MIGRATIONS[n] turns version n into version n + 1, in one transaction."""
 
 VERSION = len(MIGRATIONS)

@@ -77,6 +77,15 @@ class Store(StoreReader):
             finally:
                 self._thread.batch = None
 
+    @contextmanager
+    def joining(self, batch: Batch) -> Iterator[None]:
+        """Let what this thread changes in the block belong to a batch that another thread began."""
+        self._thread.batch = batch
+        try:
+            yield
+        finally:
+            self._thread.batch = None
+
     # bringing bytes in
 
     def put_stream(
@@ -238,6 +247,10 @@ class Store(StoreReader):
         """Forget a folder and what was seen in it; no file is touched. False: it was not known."""
         index = self.volume.index
         return index.drop_folder(_absolute(path)) or index.drop_folder(Path(os.path.realpath(path)))
+
+    def add_aliases(self, digest: str, values: Mapping[Algorithm, str]) -> None:
+        """Remember other hashes of a blob, computed from the very bytes that have this digest."""
+        self.volume.index.add_aliases(self.get(digest).id, values)
 
     # keeping and letting go
 

@@ -1,0 +1,141 @@
+"""What becomes of a file that is at its target: proven and shared, or set aside.
+
+A file is proven by the hash that the Hub announced for it. A weight that is proven becomes a blob
+in place, where a volume can link it. Wrong bytes go to `bad/`, after every pointer to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from smartcache.errors import DigestMismatchError, FileSkippedError, StoreError
+from smartcache.hub.records import PlannedFile
+from smartcache.hub.targets import CacheTarget, Target
+from smartcache.store.digest import Algorithm, Hashes
+from smartcache.store.faults import reached
+from smartcache.store.kernel import effective_user
+from smartcache.store.proof import checked
+from smartcache.store.store import Store
+
+_log = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Proves files of one download. `near` is the store on the target's filesystem, if any."""
+
+    def __init__(self, store: Store, near: Store | None, target: Target) -> None:
+        self._store = store
+        self._near = near
+        self._target = target
+
+    def prove(self, planned: PlannedFile, path: Path, followed: Hashes | None = None) -> str:
+        """Return the digest of a file with the announced bytes; it is shared where that is safe.
+
+        Raises DigestMismatchError, with nothing changed, if it has others. `followed` are hashes
+        from the time of the download, if there are any.
+        """
+        if self._near is not None and planned.is_weight and self._may_adopt():
+            known = self._prove_blob(self._near, planned, path)
+            if known is not None:
+                return known
+            try:
+                return self._adopt(self._near, planned, path, followed)
+            except FileSkippedError as error:
+                _log.debug("%s is not shared: %s", path, error)
+        return self._only_compare(planned, path, followed)
+
+    def accept(self, planned: PlannedFile, path: Path, followed: Hashes | None = None) -> None:
+        """Prove a file that was downloaded; wrong bytes are set aside, and raised."""
+        try:
+            self.prove(planned, path, followed)
+        except DigestMismatchError as error:
+            kept = self.set_aside(planned, path)
+            message = f"{error.message}; what came was moved to {kept}"
+            hint = "Run the download again; if it repeats, the file on the Hub is damaged."
+            raise DigestMismatchError(
+                message, hint=hint, path=planned.file.path, kept=kept
+            ) from error
+
+    def set_aside(self, planned: PlannedFile, path: Path) -> Path:
+        """Move a file with wrong bytes to `bad/`; no pointer to it remains. Return where it is."""
+        self._target.hide(planned.file)
+        reached("download: hidden")
+        store = self._near or self._store
+        kept = store.volume.layout.new_bad(planned.file.etag)
+        try:
+            os.rename(path, kept)
+        except OSError:  # another filesystem
+            shutil.move(path, kept)
+        spot = self._target.spot(planned.file)
+        if os.path.islink(spot):  # it led to huggingface_hub's shared store
+            os.unlink(spot)
+        _log.warning("%s has wrong bytes; it was moved to %s", planned.file.path, kept)
+        return kept
+
+    def _may_adopt(self) -> bool:
+        # A link to a blob in a folder where others write in place is not safe for root.
+        return isinstance(self._target, CacheTarget) or effective_user() != 0
+
+    def _prove_blob(self, near: Store, planned: PlannedFile, path: Path) -> str | None:
+        """Prove a file that is a blob already by its digest, which is faster than by SHA-256."""
+        blob = near.blob_at(path)
+        if blob is None:
+            return None
+        aliases = near.aliases_of(blob)
+        if any(aliases.get(name) != value for name, value in planned.file.announced.items()):
+            return None
+        try:
+            checked(near.volume, blob.digest)
+        except StoreError:
+            return None
+        return blob.digest
+
+    def _adopt(self, near: Store, planned: PlannedFile, path: Path, followed: Hashes | None) -> str:
+        announced, owner = planned.file.announced, self._target.owner
+        if followed is not None and _agrees(followed, announced):
+            try:
+                expected: dict[Algorithm, str] = {"blake3": followed.digest}
+                digest = near.adopt(path, owner=owner, expected=expected).digest
+                near.add_aliases(digest, followed.values)
+                self._share(near, path, digest)
+                return digest
+            except DigestMismatchError:
+                pass  # what was followed is not what is there now: look at the file itself
+        digest = near.adopt(path, owner=owner, expected=announced).digest
+        self._share(near, path, digest)
+        return digest
+
+    def _share(self, near: Store, path: Path, digest: str) -> None:
+        """Let a file whose bytes are a blob in another inode be a link to that one."""
+        if os.path.samefile(path, near.volume.layout.blob(digest)):
+            return
+        try:
+            near.replace(path, digest, owner=self._target.owner)
+        except StoreError as error:
+            _log.debug("%s keeps its own bytes: %s", path, error)
+
+    def _only_compare(self, planned: PlannedFile, path: Path, followed: Hashes | None) -> str:
+        announced = planned.file.announced
+        store = self._near or self._store
+        if followed is not None and _agrees(followed, announced):
+            hashes = store.digest_of(path)
+            if hashes.digest == followed.digest:
+                return hashes.digest
+        hashes = store.digest_of(path, ("blake3", *announced))
+        if not _agrees(hashes, announced):
+            raise mismatch(planned, hashes)
+        return hashes.digest
+
+
+def _agrees(hashes: Hashes, announced: dict[Algorithm, str]) -> bool:
+    return all(hashes.get(name) == value for name, value in announced.items())
+
+
+def mismatch(planned: PlannedFile, hashes: Hashes) -> DigestMismatchError:
+    """Return the error for a file whose bytes are not those announced."""
+    ((name, wanted),) = planned.file.announced.items()
+    message = f"{planned.file.path} has {name} {hashes.get(name)}, but {wanted} was announced"
+    return DigestMismatchError(message, expected=wanted, found=hashes.get(name))

@@ -1,0 +1,102 @@
+"""How far a download is: one bar over all bytes that are fetched, and a way to stop in between.
+
+huggingface_hub tells a progress bar class about every chunk it has received. The class made here
+passes that on to one bar for all files, and raises when the download is no longer wanted, which is
+the only moment at which a running transfer can be ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Self
+
+from smartcache.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class StoppedError(Exception):
+    """The download was interrupted; it never leaves this package."""
+
+
+def bar_class(advance: Callable[[int], None], is_stopping: threading.Event) -> type:
+    """Return a class that huggingface_hub takes as a progress bar for one file."""
+
+    class Part:
+        def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
+            del args, options
+            self.n = 0
+            self.total: int | None = None
+            if initial:
+                self.update(initial)
+
+        def update(self, n: float | None = 1) -> None:
+            if is_stopping.is_set():
+                raise StoppedError
+            self.n += int(n or 0)
+            advance(int(n or 0))
+
+        def close(self) -> None:
+            pass
+
+        refresh = reset = close
+
+        def set_postfix_str(self, *args: object, **options: object) -> None:
+            pass
+
+        set_description = set_description_str = set_postfix = set_postfix_str
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+    return Part
+
+
+def hidden_class() -> type:
+    """Return a progress bar class of tqdm that shows nothing."""
+    from tqdm.auto import tqdm
+
+    class Hidden(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+
+    return Hidden
+
+
+def fetching(
+    count: int, size: int, progress: Progress | None, tqdm_class: type | None
+) -> AbstractContextManager[Callable[[int], None]]:
+    """Show one bar for all files to fetch; the block gets a function that advances it."""
+    label = "Fetching 1 file" if count == 1 else f"Fetching {count} files"
+    if progress is not None:
+        return _own_bar(label, size, progress)
+    return _hub_bar(label, size, tqdm_class)
+
+
+@contextmanager
+def _own_bar(label: str, size: int, progress: Progress) -> Iterator[Callable[[int], None]]:
+    with progress(label, size, "bytes") as job:
+        yield job.advance
+
+
+@contextmanager
+def _hub_bar(label: str, size: int, tqdm_class: type | None) -> Iterator[Callable[[int], None]]:
+    from huggingface_hub.utils import tqdm as hub_bar  # type: ignore[attr-defined]
+
+    make = tqdm_class or hub_bar
+    # None: off where no terminal watches, as huggingface_hub's own bars are.
+    options = {} if tqdm_class is not None else {"disable": None}
+    gate = threading.Lock()
+    with make(desc=label, total=size, unit="B", unit_scale=True, **options) as bar:
+
+        def advance(count: int) -> None:
+            with gate:
+                bar.update(count)
+
+        yield advance

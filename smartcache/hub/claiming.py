@@ -1,0 +1,135 @@
+"""Take the bytes of a wanted file from a file of this machine.
+
+A file in an HF cache or in a folder that was given to smartcache becomes a blob in place. From any
+other folder the bytes are copied (by reflink where that works): a download never changes a
+stranger's file. Where no volume can link, the copy goes straight to the target.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+from smartcache.errors import (
+    CannotLinkError,
+    DestinationExistsError,
+    DigestMismatchError,
+    FileSkippedError,
+    StoreError,
+)
+from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.records import Candidate, PlannedFile
+from smartcache.hub.targets import CacheTarget, LocalTarget, Target
+from smartcache.store.copies import copy_hashed
+from smartcache.store.kernel import link_fd, open_unnamed
+from smartcache.store.store import Store
+
+_log = logging.getLogger(__name__)
+
+
+class Claims:
+    """Puts bytes that this machine has at the target of one download."""
+
+    def __init__(self, store: Store, near: Store | None, target: Target) -> None:
+        self._store = store
+        self._near = near
+        self._target = target
+        self._arrivals = Arrivals(store, near, target)
+
+    @property
+    def has_volume(self) -> bool:
+        """Whether there is a volume where the files are wanted."""
+        return self._near is not None
+
+    def place_known(self, planned: PlannedFile) -> bool:
+        """Place the blob with the announced bytes; False if the store has none that is whole."""
+        ((algorithm, value),) = planned.file.announced.items()
+        blob = self._store.find(algorithm, value)
+        if blob is None:
+            return False
+        try:
+            self._place(planned, blob.digest)
+        except FileNotFoundError:  # it was pruned, or is gone
+            return False
+        except StoreError as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise
+            _log.debug("blob %s is not used: %s", blob.digest, error)
+            return False
+        return True
+
+    def claim(self, planned: PlannedFile, candidate: Candidate) -> bool:
+        """Take the bytes from a file if it has them; False if not, which is remembered."""
+        ((algorithm, wanted),) = planned.file.announced.items()
+        path = candidate.path
+        try:
+            hashes = self._store.digest_of(path, ("blake3", algorithm))
+            if hashes.get(algorithm) != wanted:
+                return False
+            if self._near is None:
+                self._copy(planned, path, hashes.digest)
+            else:
+                self._bring_in(self._near, candidate, hashes.digest)
+                self._near.add_aliases(hashes.digest, {algorithm: wanted})
+                self._place(planned, hashes.digest)
+        except (FileSkippedError, FileNotFoundError, PermissionError, DigestMismatchError) as error:
+            _log.debug("%s is not used for %s: %s", path, planned.file.path, error)
+            return False
+        return True
+
+    def _bring_in(self, near: Store, candidate: Candidate, digest: str) -> None:
+        """Make a file's bytes a blob: in place where the user lets us, else a copy."""
+        if candidate.may_link and not candidate.is_far:
+            try:
+                near.adopt(candidate.path, expected={"blake3": digest})
+                return
+            except FileSkippedError as error:
+                _log.debug("%s is copied: %s", candidate.path, error)
+        near.put_file(candidate.path, expected={"blake3": digest})
+
+    def _place(self, planned: PlannedFile, digest: str) -> None:
+        spot = self._target.spot(planned.file)
+        spot.parent.mkdir(parents=True, exist_ok=True)
+        is_local = isinstance(self._target, LocalTarget)
+        kinds = self._target.kinds(is_weight=planned.is_weight)
+        for number, kind in enumerate(kinds, 1):
+            try:
+                link = self._store.place(
+                    digest, spot, kind=kind, whole=planned.is_weight, overwrite=is_local,
+                    owner=self._target.owner,
+                )  # fmt: skip
+                break
+            except CannotLinkError:
+                if number == len(kinds):
+                    raise
+            except DestinationExistsError:
+                self._arrivals.prove(planned, spot)  # somebody else was faster
+                return
+        is_copy = link.kind == "copy" and self._near is not None and planned.is_weight
+        if is_copy and isinstance(self._target, CacheTarget):
+            self._arrivals.prove(planned, spot)
+        self._target.settled(planned.file)
+
+    def _copy(self, planned: PlannedFile, path: Path, digest: str) -> None:
+        """Copy a file to the target, hashed once more on the way; no half copy is ever visible."""
+        spot = self._target.spot(planned.file)
+        spot.parent.mkdir(parents=True, exist_ok=True)
+        temporary = spot.with_name(f".{spot.name}.{os.getpid()}.smartcache")
+        descriptor = open_unnamed(spot.parent, 0o666)
+        is_unnamed = descriptor is not None
+        if descriptor is None:
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            with open(path, "rb") as source:
+                if copy_hashed(source, descriptor) != digest:
+                    raise FileSkippedError(f"{path} changed while it was copied", path=path)
+            os.fsync(descriptor)
+            if is_unnamed:
+                link_fd(descriptor, temporary)
+            os.replace(temporary, spot)
+        finally:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+        self._target.settled(planned.file)

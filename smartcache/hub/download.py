@@ -1,0 +1,245 @@
+"""Carry out a plan: link what is known, claim what lies around, let huggingface_hub do the rest.
+
+Large files come first, in two groups of threads: some read this disk (prove what is there, place
+blobs, claim files), others fetch. Then huggingface_hub's own function runs: it fetches small files
+and makes snapshots, refs and listings, and finds every large file in place. At the end each file
+that was brought is proven, or it is not visible.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from smartcache.errors import DigestMismatchError
+from smartcache.hub import bars, tree
+from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.claiming import Claims
+from smartcache.hub.fetching import Fetching
+from smartcache.hub.following import Follower
+from smartcache.hub.plan import DownloadPlan, near_store, plan_download
+from smartcache.hub.records import PlannedFile
+from smartcache.hub.remote import download_file, download_snapshot
+from smartcache.hub.sources import HUGGING_FACE
+from smartcache.hub.targets import CacheTarget, LocalTarget
+from smartcache.hub.unfinished import Unfinished
+from smartcache.hub.workers import Workers
+from smartcache.progress import Progress
+from smartcache.store.faults import reached
+from smartcache.store.journal import Batch
+from smartcache.store.store import Store
+
+_MOST_MOVES = 3
+"""A branch that moves while its files are fetched is planned again this often."""
+_log = logging.getLogger(__name__)
+_Batches = list[tuple[Store, Batch]]
+
+
+def execute(plan: DownloadPlan, progress: Progress | None = None) -> str:
+    """Carry out a plan; return the path of the snapshot, the `local_dir` or the one file."""
+    for _ in range(_MOST_MOVES):
+        path = _Run(plan, progress).run()
+        if path is not None:
+            return str(path)
+        _log.info("%s moved on while it was downloaded; once more", plan.revision)
+        plan = plan_download(plan.store, plan.request)
+    return str(_Run(plan, progress).run(at_commit=True))
+
+
+class _Run:
+    """One attempt at a plan."""
+
+    def __init__(self, plan: DownloadPlan, progress: Progress | None) -> None:
+        self._plan = plan
+        self._target = plan.target
+        self._request = plan.request
+        self._store = plan.store
+        self._near = near_store(plan.store, plan.target.root)
+        self._arrivals = Arrivals(plan.store, self._near, plan.target)
+        self._claims = Claims(plan.store, self._near, plan.target)
+        self._unfinished = Unfinished(plan.store, plan.target.root)
+        self._progress = progress
+
+    def run(self, *, at_commit: bool = False) -> Path | None:
+        """Do it; None if the revision stands for another commit by now."""
+        left_behind = self._unfinished.left_behind()
+        if self._plan.is_done and not left_behind and self._is_noted():
+            return self._result()
+        self._prepare()
+        with self._unfinished.working():
+            if not self._request.force:
+                self._bring_large_files()
+            reached("download: large files there")
+            root = self._hand_over(at_commit=at_commit)
+            reached("download: handed over")
+            if root is not None and root != self._target.root:
+                self._unfinished.forget(left_behind)
+                return None
+            self._prove_rest(strict=bool(left_behind))
+        self._unfinished.forget(left_behind)
+        return self._result()
+
+    def _prepare(self) -> None:
+        if isinstance(self._target, LocalTarget):
+            for each in self._plan.files:
+                if not each.is_proven:
+                    self._target.detach(each.file)
+        known = {folder.path for folder in self._store.folders()}
+        if self._target.cache_dir not in known and isinstance(self._target, CacheTarget):
+            self._store.volume.index.set_folder(
+                self._target.cache_dir, program=HUGGING_FACE, walked=False
+            )
+
+    # large files
+
+    def _bring_large_files(self) -> None:
+        large = [each for each in self._plan.files if each.is_large]
+        waiting = [each for each in large if not (each.source == "present" and each.is_proven)]
+        if not waiting:
+            return
+        fetched = [each for each in waiting if each.source == "fetch"]
+        threads = self._store.settings.threads
+        workers = Workers({"local": threads, "fetch": max(1, self._request.max_workers)})
+        size = sum(each.size for each in fetched)
+        with (
+            ExitStack() as stack,
+            bars.fetching(len(fetched), size, self._progress, self._request.tqdm_class) as advance,
+            Follower() as follower,
+        ):
+            begin = stack.enter_context
+            batches = [(each, begin(each.batch("download"))) for each in self._stores()]
+            bar = bars.bar_class(advance, workers.is_stopping)
+            fetching = Fetching(
+                self._plan, self._claims, self._arrivals, follower, bar, workers.is_stopping
+            )
+            jobs = _Jobs(workers, batches, fetching)
+            for each in sorted(waiting, key=lambda each: -each.size):
+                if each.source == "fetch":
+                    jobs.fetch(each)
+                else:
+                    jobs.locally(partial(self._locally, each, jobs))
+            workers.wait()
+
+    def _stores(self) -> list[Store]:
+        is_other = self._near is not None and self._near is not self._store
+        return [self._store, self._near] if is_other and self._near else [self._store]
+
+    def _locally(self, planned: PlannedFile, jobs: _Jobs) -> None:
+        """Bring a file to its target without the Hub; what fails is fetched after all."""
+        if planned.source == "present" and self._prove_present(planned):
+            return
+        if self._claims.place_known(planned):
+            return
+        for candidate in planned.candidates:
+            if jobs.is_stopping or self._claims.claim(planned, candidate):
+                return
+        jobs.fetch(planned)
+
+    def _prove_present(self, planned: PlannedFile) -> bool:
+        path = planned.found
+        if path is None:
+            return False
+        try:
+            self._arrivals.prove(planned, path)
+        except FileNotFoundError:
+            return False
+        except DigestMismatchError as error:
+            if isinstance(self._target, CacheTarget):
+                self._arrivals.set_aside(planned, path)
+                _log.warning("%s; it is fetched again", error)
+            return False  # in a local_dir: another version, which is replaced
+        return True
+
+    # huggingface_hub's part
+
+    def _hand_over(self, *, at_commit: bool) -> Path | None:
+        """Let huggingface_hub finish: small files, pointers, refs, listing.
+
+        Returns the snapshot it made, which is another than planned if a branch has moved; None for
+        a `local_dir`.
+        """
+        request = self._request
+        options = dict(
+            request.options(),
+            revision=self._plan.commit if at_commit else request.revision,
+            force_download=request.force,
+        )
+        if request.filename is not None:
+            made = download_file(request.repo, request.filename, options)
+            made = made.parents[request.filename.count("/")]
+        else:
+            options.update(
+                allow_patterns=request.allow, ignore_patterns=request.ignore,
+                max_workers=request.max_workers,
+                tqdm_class=request.tqdm_class if self._progress is None else bars.hidden_class(),
+            )  # fmt: skip
+            made = download_snapshot(request.repo, options)
+        return made if isinstance(self._target, CacheTarget) else None
+
+    def _is_noted(self) -> bool:
+        """Say whether the HF cache knows the listing, and that the revision is this commit."""
+        if not self._plan.is_listed or isinstance(self._target, LocalTarget):
+            return False  # what is in a local_dir, huggingface_hub compares itself
+        revision = str(self._request.revision)
+        if tree.is_commit(revision):
+            return True
+        return tree.read_ref(self._target.folder / "refs" / revision) == self._plan.commit
+
+    def _result(self) -> Path:
+        if self._request.filename is not None:
+            return self._target.visible(self._plan.files[0].file)
+        return self._target.root
+
+    # the end
+
+    def _prove_rest(self, *, strict: bool) -> None:
+        """Prove what huggingface_hub brought, and what nobody has proven yet.
+
+        Small files that were there before are not looked at (people edit them), unless (`strict`)
+        a download was killed before it could look.
+        """
+        found = {each.file.path: self._target.found(each.file) for each in self._plan.files}
+        large = [each for each in self._plan.files if each.is_large]
+        paths = [path for each in large if (path := found[each.file.path]) is not None]
+        known = (self._near or self._store).known_hashes(paths)
+        for each in self._plan.files:
+            path = found[each.file.path]
+            if path is None or not each.file.announced:
+                continue
+            if each.is_large:
+                is_proven = known.get(path, {}).items() >= each.file.announced.items()
+            else:
+                is_proven = each.source == "present" and not strict and not self._request.force
+            if not is_proven:
+                self._arrivals.accept(each, path)
+
+
+class _Jobs:
+    """The jobs of one download. What a job changes belongs to the batches of the download."""
+
+    def __init__(self, workers: Workers, batches: _Batches, fetching: Fetching) -> None:
+        self._workers = workers
+        self._batches = batches
+        self._fetching = fetching
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nobody wants the result any more."""
+        return self._workers.is_stopping.is_set()
+
+    def fetch(self, planned: PlannedFile) -> None:
+        """Let a file be fetched."""
+        self._workers.add("fetch", partial(self._do, partial(self._fetching.fetch, planned)))
+
+    def locally(self, job: Callable[[], None]) -> None:
+        """Let a job be done that reads this disk."""
+        self._workers.add("local", partial(self._do, job))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        with ExitStack() as stack:
+            for store, batch in self._batches:
+                stack.enter_context(store.joining(batch))
+            job()

@@ -1,0 +1,169 @@
+"""`snapshot_download` and `hf_hub_download` with huggingface_hub's arguments, results and errors.
+
+What can be planned is planned. Where the Hub cannot be asked (offline, no permission, no such repo,
+a server that fails), huggingface_hub's own function is called with the caller's arguments: it
+returns what the cache has or raises what its users expect.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from smartcache.errors import SmartcacheError
+from smartcache.hub import tree
+from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.plan import (
+    DownloadPlan,
+    Listing,
+    Look,
+    Request,
+    fetch_listing,
+    near_store,
+    plan_listed,
+    target_of,
+)
+from smartcache.hub.records import REPO_TYPES, PlannedFile, RemoteFile, Repo
+from smartcache.hub.remote import Access
+from smartcache.hub.targets import CacheTarget
+from smartcache.hub.unfinished import Unfinished
+from smartcache.progress import Progress
+from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of one of huggingface_hub's functions: its arguments, by name."""
+
+    repo_id: str
+    filename: str | None = None
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the Hub is to be asked, for a type of repo that we know."""
+        known = (None, *REPO_TYPES)
+        return (
+            not self.arguments.get("local_files_only") and self.arguments.get("repo_type") in known
+        )
+
+    def request(self) -> Request:
+        """Return what is wanted."""
+        a = self.arguments
+        access = Access(**{name: a[name] for name in Access.__slots__ if a.get(name) is not None})  # type: ignore[arg-type]
+        local_dir, cache_dir = a.get("local_dir"), a.get("cache_dir")
+        subfolder = a.get("subfolder") or None
+        filename = self.filename
+        if filename is not None and subfolder is not None:
+            filename = f"{subfolder}/{filename}"
+        return Request(
+            repo=Repo.parse(self.repo_id, cast("str | None", a.get("repo_type"))),
+            revision=cast("str", a.get("revision") or "main"),
+            cache_dir=tree.default_cache_dir() if cache_dir is None else _absolute(cache_dir),
+            local_dir=None if local_dir is None else _absolute(local_dir),
+            filename=filename,
+            allow=cast("list[str] | None", a.get("allow_patterns")),
+            ignore=cast("list[str] | None", a.get("ignore_patterns")),
+            force=bool(a.get("force_download")),
+            max_workers=cast("int", a.get("max_workers") or 8),
+            access=access,
+            tqdm_class=cast("type | None", a.get("tqdm_class")),
+        )
+
+    def delegate(self) -> object:
+        """Let huggingface_hub's own function answer."""
+        import huggingface_hub
+
+        if self.filename is None:
+            return huggingface_hub.snapshot_download(self.repo_id, **self.arguments)  # type: ignore[call-overload]
+        return huggingface_hub.hf_hub_download(self.repo_id, self.filename, **self.arguments)  # type: ignore[call-overload]
+
+
+def _absolute(path: object) -> Path:
+    return Path(cast("str", path)).expanduser().resolve()
+
+
+def download(
+    store: Store, call: Call, *, look: Look | None = None, progress: Progress | None = None
+) -> str:
+    """Answer a call that is no dry run."""
+    listing = _listing(call)
+    if listing is None:
+        path = str(call.delegate())
+        if call.is_plain or call.arguments.get("local_files_only"):
+            _prove_left_behind(store, call, Path(path))
+        return path
+    return plan_listed(store, call.request(), listing, look=look).execute(progress=progress)
+
+
+def dry_run(store: Store, call: Call, *, look: Look | None = None) -> list[DryRunFileInfo]:
+    """Answer a dry run: what would be downloaded, after what this machine has elsewhere."""
+    listing = _listing(call)
+    if listing is None:
+        answer = call.delegate()
+        return answer if isinstance(answer, list) else [cast("DryRunFileInfo", answer)]
+    plan = plan_listed(store, call.request(), listing, look=look)
+    return [_info(plan, each) for each in plan.files]
+
+
+def _listing(call: Call) -> Listing | None:
+    if not call.is_plain:
+        return None
+    try:
+        return fetch_listing(call.request())
+    except SmartcacheError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, huggingface_hub will meet it too
+        _log.debug("%s is left to huggingface_hub: %s", call.repo_id, error)
+        return None
+
+
+def _info(plan: DownloadPlan, planned: PlannedFile) -> DryRunFileInfo:
+    from huggingface_hub import DryRunFileInfo
+
+    return DryRunFileInfo(
+        commit_hash=plan.commit,
+        file_size=planned.file.size,
+        filename=planned.file.path,
+        local_path=str(plan.target.visible(planned.file)),
+        is_cached=planned.source == "present",
+        will_download=planned.source == "fetch",
+    )
+
+
+def _prove_left_behind(store: Store, call: Call, path: Path) -> None:
+    """Prove the files of a snapshot that a killed download has left unproven."""
+    request = call.request()
+    folder = request.cache_dir / request.repo.folder_name
+    snapshots = folder / "snapshots"
+    if request.local_dir is not None or snapshots not in path.parents:
+        return
+    commit = path.relative_to(snapshots).parts[0]
+    target = target_of(request, commit)
+    unfinished = Unfinished(store, target.root)
+    notes = unfinished.left_behind()
+    if not notes or not isinstance(target, CacheTarget):
+        return
+    min_size = store.settings.link_min_size
+    arrivals = Arrivals(store, near_store(store, target.root), target)
+    for name, pointer in tree.pointers(folder, commit):
+        blob = tree.blob_behind(pointer)
+        if blob is None or not os.path.isfile(blob):
+            continue
+        file = RemoteFile(path=name, size=os.stat(blob).st_size, etag=blob.name)
+        if file.announced:
+            planned = PlannedFile(
+                file=file, source="present", is_large=file.is_large(min_size),
+                is_weight=file.is_weight(min_size),
+            )  # fmt: skip
+            arrivals.accept(planned, Path(os.path.realpath(blob)))
+    unfinished.forget(notes)

@@ -1,0 +1,79 @@
+"""Fetch large files through huggingface_hub: one worker per content among all processes.
+
+Whoever waited for a lease looks again before fetching: the process before has most likely brought
+the bytes. The kernel ends the lease of a process that dies, so nobody waits for one.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.bars import StoppedError
+from smartcache.hub.claiming import Claims
+from smartcache.hub.following import Follower
+from smartcache.hub.plan import DownloadPlan
+from smartcache.hub.records import PlannedFile
+from smartcache.hub.remote import download_file
+from smartcache.hub.sources import Sources
+from smartcache.store.faults import reached
+
+
+class Fetching:
+    """Fetches the large files of one plan; `bar` is the class that is told about every chunk."""
+
+    def __init__(
+        self,
+        plan: DownloadPlan,
+        claims: Claims,
+        arrivals: Arrivals,
+        follower: Follower,
+        bar: type,
+        is_stopping: threading.Event,
+    ) -> None:
+        self._plan = plan
+        self._claims = claims
+        self._arrivals = arrivals
+        self._follower = follower
+        self._bar = bar
+        self._is_stopping = is_stopping
+
+    def fetch(self, planned: PlannedFile) -> None:
+        """Fetch a file, prove it and share it, unless somebody else has brought it meanwhile."""
+        store = self._plan.store
+        what = f"download of {self._plan.repo} {planned.file.path}"
+        with store.leases.hold(f"hub:{planned.file.etag}", what=what, on_wait=store.volume.on_wait):
+            reached("download: leased")
+            if self._is_stopping.is_set():
+                raise StoppedError
+            if not self._is_here_now(planned):
+                self._download(planned)
+
+    def _is_here_now(self, planned: PlannedFile) -> bool:
+        if self._claims.place_known(planned):
+            return True
+        if self._claims.has_volume:
+            return False
+        # Without a volume the bytes another process fetched are in its HF cache only.
+        target = self._plan.target
+        candidates, _ = Sources(self._plan.store, target.cache_dir, target.root).candidates(
+            planned.file
+        )
+        return any(self._claims.claim(planned, each) for each in candidates if each.is_known)
+
+    def _download(self, planned: PlannedFile) -> None:
+        file, plan = planned.file, self._plan
+        options = dict(plan.request.options(), revision=plan.commit, tqdm_class=self._bar)
+        followed = self._follower.follow(
+            plan.target.unfinished(), file.etag, ("blake3", *file.announced), file.size
+        )
+        try:
+            download_file(plan.repo, file.path, options)
+            reached("download: fetched")
+            path = plan.target.found(file)
+            hashes = None if path is None else followed.finish(path)
+        finally:
+            self._follower.forget(followed)
+        if path is not None:
+            self._arrivals.accept(planned, path, hashes)
+            plan.target.settled(file)

@@ -1,0 +1,282 @@
+"""Plan a download: for each file where its bytes come from, before anything is fetched or changed.
+
+Sources in this order: what is at the target already, the store, files of this machine that may have
+the bytes, the Hub. A plan costs the requests that huggingface_hub makes anyway (the commit, the
+listing) and stats; no byte of a file is read for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from smartcache.errors import FileSkippedError
+from smartcache.hub import remote, tree
+from smartcache.hub.records import PlannedFile, RemoteFile, Repo, Source
+from smartcache.hub.remote import Access, Patterns
+from smartcache.hub.sources import Sources
+from smartcache.hub.targets import CacheTarget, LocalTarget, Target
+from smartcache.progress import Progress, silent
+from smartcache.store.digest import Algorithm
+from smartcache.store.store import Store
+
+Look = Callable[[], None]
+"""Brings what was seen in model folders up to date, if that is long ago."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What somebody wants: huggingface_hub's arguments. `filename`: this one file only."""
+
+    repo: Repo
+    revision: str
+    cache_dir: Path
+    local_dir: Path | None = None
+    filename: str | None = None
+    allow: Patterns = None
+    ignore: Patterns = None
+    force: bool = False
+    max_workers: int = 8
+    access: Access = field(default_factory=Access)
+    tqdm_class: type | None = None
+
+    def options(self) -> dict[str, object]:
+        """Return what both download functions of huggingface_hub are given."""
+        return {
+            **self.access.options(), "repo_type": self.repo.type, "cache_dir": self.cache_dir,
+            "local_dir": self.local_dir,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The files of a request as the Hub announces them."""
+
+    commit: str
+    files: list[RemoteFile]
+    is_on_disk: bool
+    """huggingface_hub needs no further listing: it has this one on disk, or it is of one file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadPlan:
+    """What a download would do; `execute` does it. Sizes are what the Hub announced."""
+
+    repo: Repo
+    revision: str
+    commit: str
+    files: tuple[PlannedFile, ...]
+    target: Target
+    warnings: tuple[str, ...] = ()
+    is_listed: bool = False
+    """huggingface_hub has the listing of this commit on disk already."""
+    request: Request = field(repr=False)
+    store: Store = field(repr=False, compare=False)
+
+    def size_of(self, *sources: Source) -> int:
+        """Return the bytes of the files that come from these sources."""
+        return sum(each.size for each in self.files if each.source in sources)
+
+    @property
+    def fetch_size(self) -> int:
+        """Bytes that come from the Hub; less if a candidate turns out right, never more."""
+        return self.size_of("fetch")
+
+    @property
+    def saved_size(self) -> int:
+        """Bytes that need not be fetched because this machine has them elsewhere."""
+        return self.size_of("link", "claim", "copy")
+
+    @property
+    def present_size(self) -> int:
+        """Bytes that are at the target already."""
+        return self.size_of("present")
+
+    @property
+    def unproven_size(self) -> int:
+        """Bytes that have to be read and hashed: present ones not yet proven, and claims."""
+        waiting = (
+            each.size
+            for each in self.files
+            if (each.source == "present" and each.is_large and not each.is_proven)
+            or (each.source in ("claim", "copy") and not each.digest)
+        )
+        return sum(waiting)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do: every file is there, proven and visible."""
+        return all(
+            each.source == "present"
+            and (each.is_proven or not each.is_large)
+            and os.path.exists(self.target.visible(each.file))
+            for each in self.files
+        )
+
+    def execute(self, *, progress: Progress | None = None) -> str:
+        """Do it, and return the path of the snapshot, the `local_dir` or the one file.
+
+        Without `progress` huggingface_hub's own bars are shown.
+        """
+        from smartcache.hub.download import execute
+
+        return execute(self, progress)
+
+
+def plan_download(
+    store: Store, request: Request, *, look: Look | None = None, progress: Progress = silent
+) -> DownloadPlan:
+    """Plan a download; the Hub's errors pass through. `look` is called before files are sought."""
+    return plan_listed(store, request, fetch_listing(request), look=look, progress=progress)
+
+
+def plan_listed(
+    store: Store,
+    request: Request,
+    listing: Listing,
+    *,
+    look: Look | None = None,
+    progress: Progress = silent,
+) -> DownloadPlan:
+    """Plan a download of files that the Hub has listed."""
+    target = target_of(request, listing.commit)
+    planning = _Planning(store, request, target)
+    with progress("Looking for files"):
+        files = planning.plan(listing.files, look)
+    return DownloadPlan(
+        repo=request.repo, revision=request.revision, commit=listing.commit, files=files,
+        target=target, warnings=tuple(planning.warnings), is_listed=listing.is_on_disk,
+        request=request, store=store,
+    )  # fmt: skip
+
+
+def target_of(request: Request, commit: str) -> Target:
+    """Return where the files of a request go."""
+    if request.local_dir is None:
+        return CacheTarget(cache_dir=request.cache_dir, repo=request.repo, commit=commit)
+    return LocalTarget(
+        local_dir=request.local_dir, cache_dir=request.cache_dir, repo=request.repo, commit=commit
+    )
+
+
+def near_store(store: Store, place: Path) -> Store | None:
+    """Return the store on the filesystem of a place, where it can make hard links; None: none."""
+    try:
+        return store.volume_of(place)
+    except FileSkippedError:
+        return None
+
+
+def fetch_listing(request: Request) -> Listing:
+    """Ask the Hub for commit and files; what huggingface_hub has on disk is not asked for again."""
+    access, repo = request.access, request.repo
+    if request.filename is not None:
+        return _one_file(request, request.filename)
+    commit = remote.commit_of(access, repo, request.revision)
+    if request.local_dir is None:
+        memory = request.cache_dir / repo.folder_name
+    else:
+        memory = request.local_dir / ".cache" / "huggingface"
+    listed = tree.read_listing(memory, commit)
+    files = remote.files_of(access, repo, commit) if listed is None else listed
+    selected = remote.select(files, request.allow, request.ignore)
+    return Listing(commit=commit, files=selected, is_on_disk=listed is not None)
+
+
+def _one_file(request: Request, path: str) -> Listing:
+    if request.local_dir is None and not request.force and tree.is_commit(request.revision):
+        file = _cached_file(request, path)
+        if file is not None:
+            return Listing(commit=request.revision, files=[file], is_on_disk=True)
+    found = remote.announced_file(request.access, request.repo, request.revision, path)
+    if found is None:  # huggingface_hub will say what is missing
+        commit = remote.commit_of(request.access, request.repo, request.revision)
+        file = RemoteFile(path=path, size=None, etag="")
+    else:
+        commit, file = found
+    return Listing(commit=commit, files=[file], is_on_disk=True)
+
+
+def _cached_file(request: Request, path: str) -> RemoteFile | None:
+    """Return a file of a commit that the HF cache has already: no request is needed."""
+    remote.refuse_unsafe(request.repo, path)
+    folder = request.cache_dir / request.repo.folder_name
+    pointer = tree.pointer(folder, request.revision, path)
+    blob = tree.blob_behind(pointer)
+    if blob is None or not os.path.isfile(pointer):
+        return None
+    return RemoteFile(path=path, size=os.stat(pointer).st_size, etag=blob.name)
+
+
+class _Planning:
+    """Decides for the files of one request."""
+
+    def __init__(self, store: Store, request: Request, target: Target) -> None:
+        self._store = store
+        self._request = request
+        self._target = target
+        self._near = near_store(store, target.root)
+        self._min_size = store.settings.link_min_size
+        self.warnings: list[str] = []
+
+    def plan(self, files: list[RemoteFile], look: Look | None) -> tuple[PlannedFile, ...]:
+        """Return the plan of each file, in the Hub's order."""
+        found = (
+            {} if self._request.force else {file.path: self._target.found(file) for file in files}
+        )
+        large = (path for file in files if file.is_large(self._min_size)
+                 and (path := found.get(file.path)) is not None)  # fmt: skip
+        known = (self._near or self._store).known_hashes(large)
+        plans = [self._from_target(file, found.get(file.path), known) for file in files]
+        is_missing = [each.is_large and each.source == "fetch" for each in plans]
+        if self._request.force or not any(is_missing):
+            return tuple(plans)
+        plans = [self._from_store(each) for each in plans]
+        if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
+            look()
+        sources = Sources(self._store, self._request.cache_dir, self._target.root)
+        return tuple(self._from_machine(each, sources) for each in plans)
+
+    def _from_target(
+        self, file: RemoteFile, found: Path | None, known: dict[Path, dict[Algorithm, str]]
+    ) -> PlannedFile:
+        is_large = file.is_large(self._min_size)
+        source: Source = "fetch" if found is None else "present"
+        is_proven = False
+        if found is not None and is_large:
+            ((algorithm, wanted),) = file.announced.items()
+            value = known.get(found, {}).get(algorithm)
+            is_proven = value == wanted
+            if value not in (None, wanted):
+                source = "fetch"  # what is there is known to be wrong
+        return PlannedFile(
+            file=file, source=source, found=found, is_proven=is_proven, is_large=is_large,
+            is_weight=file.is_weight(self._min_size),
+        )  # fmt: skip
+
+    def _from_store(self, planned: PlannedFile) -> PlannedFile:
+        if not planned.is_large or planned.source != "fetch":
+            return planned
+        ((algorithm, value),) = planned.file.announced.items()
+        for each in self._store.stores():
+            blob = each.find_here(algorithm, value)
+            if blob is not None:
+                is_near = self._near is not None and each.root == self._near.root
+                return replace(planned, source="link" if is_near else "copy", digest=blob.digest)
+        return planned
+
+    def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
+        if not planned.is_large or planned.source != "fetch":
+            return planned
+        candidates, left_out = sources.candidates(planned.file)
+        candidates = tuple(each for each in candidates if each.path != planned.found)
+        if left_out:
+            self.warnings.append(
+                f"{planned.file.path}: {left_out} more files have its size and were left out"
+            )
+        if not candidates:
+            return planned
+        source: Source = "copy" if candidates[0].is_far else "claim"
+        return replace(planned, source=source, candidates=candidates)

@@ -1,0 +1,152 @@
+"""What the Hub says about repos: commits, and size and hashes of every file, before any download.
+
+All of it comes through huggingface_hub's public functions, so that endpoints, tokens, proxies,
+retries, offline mode and errors are what its users know. Nothing that the Hub says is believed
+blindly: a file whose name leads out of its folder is refused here, before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from smartcache.errors import HubError, UnsafeNameError
+from smartcache.hub.records import RemoteFile, Repo, xet_of
+from smartcache.hub.tree import is_commit, safe_parts
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+Patterns = Sequence[str] | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How the Hub is reached: what every call of huggingface_hub is given, under its names."""
+
+    token: bool | str | None = None
+    endpoint: str | None = None
+    headers: dict[str, str] | None = None
+    user_agent: dict[str, str] | str | None = None
+    library_name: str | None = None
+    library_version: str | None = None
+    etag_timeout: float = 10
+
+    def api(self) -> HfApi:
+        """Return huggingface_hub's client."""
+        from huggingface_hub import HfApi
+
+        return HfApi(
+            endpoint=self.endpoint, token=self.token, headers=self.headers,
+            user_agent=self.user_agent, library_name=self.library_name,
+            library_version=self.library_version,
+        )  # fmt: skip
+
+    def options(self) -> dict[str, object]:
+        """Return the arguments that huggingface_hub's download functions take."""
+        return {
+            "token": self.token, "endpoint": self.endpoint, "headers": self.headers,
+            "user_agent": self.user_agent, "library_name": self.library_name,
+            "library_version": self.library_version, "etag_timeout": self.etag_timeout,
+        }  # fmt: skip
+
+
+def download_file(repo: Repo, path: str, options: Mapping[str, object]) -> Path:
+    """Let huggingface_hub download one file; return where it is."""
+    from huggingface_hub import hf_hub_download
+
+    download = cast("Callable[..., str]", hf_hub_download)
+    known = inspect.signature(hf_hub_download).parameters
+    return Path(download(repo.id, path, **{k: v for k, v in options.items() if k in known}))
+
+
+def download_snapshot(repo: Repo, options: Mapping[str, object]) -> Path:
+    """Let huggingface_hub download the files of a revision; return the folder they are in."""
+    from huggingface_hub import snapshot_download
+
+    download = cast("Callable[..., str]", snapshot_download)
+    return Path(download(repo.id, **options))
+
+
+def commit_of(access: Access, repo: Repo, revision: str) -> str:
+    """Return the commit a branch, tag or commit stands for: one request, or none for a commit."""
+    resolved = getattr(revision, "resolved", revision)  # huggingface_hub's ResolvedRevision
+    if is_commit(resolved):
+        return str(resolved)
+    info = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision)
+    if info.sha is None or not is_commit(info.sha):
+        raise HubError(f"The Hub names no commit for {repo} at {revision}: {info.sha!r}")
+    return info.sha
+
+
+def files_of(access: Access, repo: Repo, commit: str) -> list[RemoteFile]:
+    """Return all files of a commit as the Hub lists them: a request per thousand files."""
+    from huggingface_hub.hf_api import RepoFile
+
+    entries = access.api().list_repo_tree(
+        repo.id, repo_type=repo.type, revision=commit, recursive=True
+    )
+    try:
+        listed = [entry for entry in entries if isinstance(entry, RepoFile)]
+    except (KeyError, TypeError) as error:
+        message = f"The Hub's listing of {repo} cannot be understood: {error!r}"
+        raise HubError(message, hint="The server is broken, or not a Hub.") from error
+    return [_remote(repo, entry) for entry in listed]
+
+
+def _remote(repo: Repo, entry: object) -> RemoteFile:
+    path, size, lfs = (getattr(entry, name, None) for name in ("path", "size", "lfs"))
+    refuse_unsafe(repo, path)
+    sha256 = None if lfs is None else lfs.sha256
+    return RemoteFile(
+        path=str(path), size=size if lfs is None else lfs.size,
+        etag=str(sha256 or getattr(entry, "blob_id", "")),
+        xet=xet_of(getattr(entry, "xet_hash", None)),
+    )  # fmt: skip
+
+
+def refuse_unsafe(repo: Repo, path: object) -> None:
+    """Raise if a path of a listing is not a plain relative one."""
+    if not isinstance(path, str) or safe_parts(path) is None:
+        message = f"{repo} lists a file with an unsafe name: {path!r}; nothing was downloaded"
+        raise UnsafeNameError(message, repo=str(repo), path=path)
+
+
+def select(files: list[RemoteFile], allow: Patterns, ignore: Patterns) -> list[RemoteFile]:
+    """Return the files that huggingface_hub's patterns select."""
+    if allow is None and ignore is None:
+        return files
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    allowed = [allow] if isinstance(allow, str) else None if allow is None else list(allow)
+    ignored = [ignore] if isinstance(ignore, str) else None if ignore is None else list(ignore)
+    return list(
+        filter_repo_objects(
+            files, allow_patterns=allowed, ignore_patterns=ignored, key=lambda file: file.path
+        )
+    )
+
+
+def announced_file(
+    access: Access, repo: Repo, revision: str, path: str
+) -> tuple[str, RemoteFile] | None:
+    """Return commit, size and hash of one file: one HEAD request. None: the Hub names no hash."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    refuse_unsafe(repo, path)
+    url = hf_hub_url(
+        repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint
+    )
+    found = get_hf_file_metadata(
+        url, token=access.token, timeout=access.etag_timeout, headers=access.headers,
+        user_agent=access.user_agent, library_name=access.library_name,
+        library_version=access.library_version, endpoint=access.endpoint,
+    )  # fmt: skip
+    if found.etag is None or found.commit_hash is None or not is_commit(found.commit_hash):
+        return None
+    xet = None if found.xet_file_data is None else found.xet_file_data.file_hash
+    file = RemoteFile(path=path, size=found.size, etag=found.etag, xet=xet_of(xet))
+    return found.commit_hash, file

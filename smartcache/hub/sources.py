@@ -1,0 +1,119 @@
+"""Which files of this machine may have the bytes that are wanted.
+
+HF caches are asked by name, which costs no reading and is always up to date: a blob there is named
+by its announced hash, one of huggingface_hub's shared store by its xet hash. Everything else is
+asked by size, among the files that scans and walks have seen. A file whose remembered hash is
+another is no candidate any more, so a wrong guess costs one hash, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+from smartcache.hub import sharedstore, tree
+from smartcache.hub.records import Candidate, RemoteFile
+from smartcache.store.hold import INCOMPLETE_SUFFIXES
+from smartcache.store.store import Store
+
+HUGGING_FACE = "Hugging Face"
+"""The program whose known folders are HF caches."""
+MOST_UNKNOWN = 16
+"""So many files of one size are hashed for one wanted file. People have hundreds of fine-tuned
+weights of one size; to hash them all would take longer than a download."""
+
+
+class Sources:
+    """The places to look in, for one download into directories of one filesystem."""
+
+    def __init__(self, store: Store, cache_dir: Path, destination: Path) -> None:
+        self._store = store
+        self._device = _device(destination)
+        folders = store.folders()
+        known = [each.path for each in folders if each.program == HUGGING_FACE]
+        self._caches = list(dict.fromkeys((cache_dir, *map(_real, known))))
+        given = [_real(each.path) for each in folders if each.is_given]
+        self._may_link = {_real(path) for path in (*self._caches, *given)}
+        self._inside = os.path.join(os.path.realpath(store.root), "")
+
+    def candidates(self, file: RemoteFile) -> tuple[tuple[Candidate, ...], int]:
+        """Return the files that may have the bytes, likeliest first; and how many were left out.
+
+        Those left out are more files of that size than are worth hashing.
+        """
+        paths = list(dict.fromkeys(self._likely(file)))
+        known = self._store.known_hashes(paths)
+        found: list[Candidate] = []
+        unknown: list[Candidate] = []
+        seen: set[tuple[int, int]] = set()
+        ((algorithm, wanted),) = file.announced.items()
+        for path in paths:
+            st = self._usable(path, file)
+            if st is None or (st.st_dev, st.st_ino) in seen:
+                continue
+            seen.add((st.st_dev, st.st_ino))
+            value = known.get(path, {}).get(algorithm)
+            if value not in (None, wanted):
+                continue
+            each = Candidate(
+                path=path, is_known=value == wanted, may_link=self._is_ours(path),
+                is_far=st.st_dev != self._device,
+            )  # fmt: skip
+            (found if each.is_known else unknown).append(each)
+        found.sort(key=lambda each: (each.is_far, not each.may_link))
+        return (*found, *unknown[:MOST_UNKNOWN]), max(0, len(unknown) - MOST_UNKNOWN)
+
+    def _likely(self, file: RemoteFile) -> Iterator[Path]:
+        """Go through the files to look at: by name, then by size, those of the same name first."""
+        yield from self._named.get(file.etag, ())
+        if file.xet is not None and file.size is not None:
+            shared = sharedstore.find(self._caches, file.xet, file.size)
+            if shared is not None:
+                yield _real(shared)
+        if file.size:
+            name = os.path.basename(file.path)
+            seen = [sighting.path for sighting in self._store.sightings(file.size)]
+            yield from sorted(map(_real, seen), key=lambda path: path.name != name)
+
+    def _usable(self, path: Path, file: RemoteFile) -> os.stat_result | None:
+        try:
+            st = os.stat(path)
+        except OSError:
+            return None
+        is_whole = not path.name.endswith(INCOMPLETE_SUFFIXES) and os.path.isfile(path)
+        is_outside = not str(path).startswith(self._inside)
+        return st if is_whole and is_outside and st.st_size == file.size else None
+
+    def _is_ours(self, path: Path) -> bool:
+        return any(parent in self._may_link for parent in path.parents)
+
+    @cached_property
+    def _named(self) -> dict[str, list[Path]]:
+        """The blobs of all HF caches by name."""
+        found: dict[str, list[Path]] = {}
+        for cache in self._caches:
+            for _, folder in tree.repos_in(cache):
+                for path in _entries(folder / "blobs"):
+                    found.setdefault(path.name, []).append(_real(path))
+        return found
+
+
+def _entries(directory: Path) -> Iterable[Path]:
+    try:
+        return [directory / name for name in os.listdir(directory)]
+    except OSError:
+        return ()
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _device(path: Path) -> int:
+    while True:
+        try:
+            return os.stat(path).st_dev
+        except FileNotFoundError:
+            path = path.parent
