@@ -51,10 +51,8 @@ class Call:
     @property
     def is_plain(self) -> bool:
         """Whether the Hub is to be asked, for a type of repo that we know."""
-        known = (None, *REPO_TYPES)
-        return (
-            not self.arguments.get("local_files_only") and self.arguments.get("repo_type") in known
-        )
+        is_known = self.arguments.get("repo_type") in (None, *REPO_TYPES)
+        return is_known and not self.arguments.get("local_files_only")
 
     def request(self) -> Request:
         """Return what is wanted."""
