@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from smartcache.hub import sharedstore
 from smartcache.hub.repos import Body, CachedRepo, Key, Revision
 from smartcache.store.records import Blob
 from smartcache.store.schema import signed
@@ -24,7 +25,6 @@ Gone = Iterable[tuple[CachedRepo, Collection[str]]]
 """Names that go, by the repo they are in."""
 
 _PAYLOAD = re.compile(r"([0-9a-f]{2})[/\\](?=\1)[0-9a-f]{64}")
-_MARKER = ".huggingface-shared-blobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Census:
         """Which of them a blob name leads to."""
         self._users: dict[Key, set[str]] = {}
         for cache_dir in {repo.cache_dir for repo in self.repos}:
-            if has_shared_blobs(cache_dir):
+            if sharedstore.is_usable(cache_dir):
                 self._find_payloads(cache_dir)
         everything = {key: body for repo in self.repos for key, body in used(repo).items()}
         self.blobs = blobs_among(everything, stores)
@@ -171,15 +171,6 @@ def names_of_revisions(repo: CachedRepo, commits: set[str]) -> list[str]:
     listings = (os.path.join(repo.folder, "trees", f"{commit}.json") for commit in commits)
     names.update(dict.fromkeys(listings))
     return [name for name in names if name in repo.names]
-
-
-def has_shared_blobs(cache_dir: Path) -> bool:
-    """Say whether an HF cache has a shared blob store of a version that is known here."""
-    try:
-        with open(cache_dir / "blobs" / _MARKER, "rb") as file:
-            return file.read(16) == b"1\n"
-    except OSError:
-        return False
 
 
 def blobs_among(bodies: dict[Key, Body], stores: Iterable[Store]) -> dict[Key, tuple[Store, Blob]]:
