@@ -93,7 +93,7 @@ def _say(plan: SeedPlan, result: SeedResult | None) -> None:
         out.line(f"Linked {counted(linked, 'blob')}: clients find {format_size(result.size)} more.")
         there += result.done + result.present
     if there:
-        out.talk(f"{there:,} were there already.")
+        out.talk(f"Already there: {there:,}.")
 
 
 def _digests(plan: SeedPlan, result: SeedResult | None) -> list[str]:

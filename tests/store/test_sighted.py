@@ -290,7 +290,8 @@ class TestVersion1:
         connection = sqlite3.connect(new)
         connection.executescript(
             "DROP TABLE sightings; DROP TABLE directories; DROP TABLE filesystems;"
-            " ALTER TABLE memos DROP COLUMN sample; PRAGMA user_version = 1;"
+            " DROP INDEX memos_sha256; ALTER TABLE memos DROP COLUMN sample;"
+            " PRAGMA user_version = 1;"
         )
         start = MIGRATIONS[0].index("CREATE TABLE sightings")
         end = MIGRATIONS[0].index("CREATE TABLE memos")
