@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smartcache.hub.plan import DownloadPlan
 
 _gate = threading.Lock()
-_open: dict[tuple[int, Settings], SmartCache] = {}
+_open: dict[tuple[int, Settings], tuple[SmartCache, tuple[int, int] | None]] = {}
 
 
 class Options(TypedDict, total=False):
@@ -63,9 +63,20 @@ def shared() -> SmartCache:
     """Return the open SmartCache of this process for the settings in force; it is never closed."""
     key = (os.getpid(), load_settings())
     with _gate:
-        if key not in _open:
-            _open[key] = SmartCache(settings=key[1])
-        return _open[key]
+        cache, file = _open.get(key, (None, None))
+        if cache is None or file is None or file != _index_file(cache):
+            cache = SmartCache(settings=key[1])
+            _open[key] = cache, _index_file(cache)
+        return cache
+
+
+def _index_file(cache: SmartCache) -> tuple[int, int] | None:
+    """Return which file the index is now; None: the store was moved away or removed."""
+    try:
+        st = os.stat(cache.store.volume.layout.index)
+    except OSError:
+        return None
+    return st.st_dev, st.st_ino
 
 
 @overload

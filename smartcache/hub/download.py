@@ -30,6 +30,7 @@ from smartcache.hub.workers import Workers
 from smartcache.progress import Progress
 from smartcache.store.faults import reached
 from smartcache.store.journal import Batch
+from smartcache.store.known import sighting_of
 from smartcache.store.store import Store
 
 _MOST_MOVES = 3
@@ -80,6 +81,7 @@ class _Run:
                 return None
             self._prove_rest(strict=bool(left_behind))
         self._unfinished.forget(left_behind)
+        self._remember_places()
         return self._result()
 
     def _prepare(self) -> None:
@@ -87,11 +89,18 @@ class _Run:
             for each in self._plan.files:
                 if not each.is_proven:
                     self._target.detach(each.file)
-        known = {folder.path for folder in self._store.folders()}
-        if self._target.cache_dir not in known and isinstance(self._target, CacheTarget):
-            self._store.volume.index.set_folder(
-                self._target.cache_dir, program=HUGGING_FACE, walked=False
-            )
+
+    def _remember_places(self) -> None:
+        """Let later downloads know of this HF cache, or of the weights in this `local_dir`."""
+        index = self._store.volume.index
+        if isinstance(self._target, CacheTarget):
+            if index.folder_number(self._target.cache_dir) is None:
+                index.set_folder(self._target.cache_dir, program=HUGGING_FACE, walked=False)
+            return
+        for each in self._plan.files:
+            path = self._target.found(each.file) if each.is_large else None
+            if path is not None:
+                index.add_sighting(sighting_of(path))
 
     # large files
 
@@ -151,6 +160,8 @@ class _Run:
                 self._arrivals.set_aside(planned, path)
                 _log.warning("%s; it is fetched again", error)
             return False  # in a local_dir: another version, which is replaced
+        if isinstance(self._target, LocalTarget):
+            self._target.settled(planned.file)
         return True
 
     # huggingface_hub's part

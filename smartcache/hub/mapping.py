@@ -25,12 +25,11 @@ from smartcache.errors import DamagedBlobError, FileSkippedError, HubError, Stor
 from smartcache.progress import Progress, silent
 from smartcache.store.digest import Hashes
 from smartcache.store.filesystems import filesystem_id
-from smartcache.store.index import allocated_bytes
 from smartcache.store.known import RememberedFile
 from smartcache.store.memos import hashes_of
 from smartcache.store.records import Sighting
 from smartcache.store.schema import signed
-from smartcache.store.statkey import StatKey
+from smartcache.store.statkey import StatKey, allocated_bytes
 from smartcache.store.store import Store
 
 FORMAT = 1

@@ -20,7 +20,7 @@ from smartcache.hub.repos import CachedRepo, scan_repo
 from smartcache.hub.sharing import names_of_revisions
 from smartcache.progress import Progress
 from smartcache.store.faults import reached
-from smartcache.store.index import allocated_bytes
+from smartcache.store.statkey import allocated_bytes
 from smartcache.store.store import Store
 
 

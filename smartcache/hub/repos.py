@@ -18,7 +18,6 @@ from pathlib import Path
 from smartcache.errors import RepoNotCachedError
 from smartcache.hub.records import Repo
 from smartcache.hub.tree import is_commit
-from smartcache.store.index import allocated_bytes
 
 Key = tuple[int, int]
 """Device and inode."""

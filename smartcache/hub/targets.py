@@ -60,13 +60,14 @@ class CacheTarget:
         """
         pointer = self.visible(file)
         blob = tree.blob_behind(pointer)
-        if blob is not None and blob.name != file.etag and file.announced:
-            blob = None
-        elif os.path.isfile(pointer):
-            return Path(os.path.realpath(pointer))
-        spot = self.spot(file)
-        is_there = bool(file.announced) and os.path.isfile(spot)
-        return Path(os.path.realpath(spot)) if is_there else None
+        if blob is None:
+            found = _file_behind(pointer)
+        else:
+            is_right = blob.name == file.etag or not file.announced
+            found = _file_behind(blob) if is_right else None
+        if found is None and file.announced:
+            found = _file_behind(self.spot(file))
+        return found
 
     def kinds(self, *, is_weight: bool) -> tuple[Kind, ...]:
         """Return how a blob is placed here: huggingface_hub never writes into a blob in place."""
@@ -128,12 +129,9 @@ class LocalTarget:
 
     def found(self, file: RemoteFile) -> Path | None:
         """Return the file that is there if its size is right; its bytes are not looked at."""
-        spot = self.spot(file)
-        try:
-            is_right = os.path.isfile(spot) and file.size in (None, os.stat(spot).st_size)
-        except OSError:
-            return None
-        return Path(os.path.realpath(spot)) if is_right else None
+        found = _file_behind(self.spot(file))
+        is_right = found is not None and file.size in (None, os.stat(found).st_size)
+        return found if is_right else None
 
     def kinds(self, *, is_weight: bool) -> tuple[Kind, ...]:
         """Return how a blob is placed here.
@@ -192,3 +190,14 @@ class LocalTarget:
 
 
 Target = CacheTarget | LocalTarget
+
+
+def _file_behind(path: Path) -> Path | None:
+    """Return the file that a path leads to; None if there is none."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return None
+    if stat.S_ISLNK(mode):
+        return Path(os.path.realpath(path)) if os.path.isfile(path) else None
+    return path if stat.S_ISREG(mode) else None

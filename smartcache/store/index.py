@@ -30,7 +30,7 @@ from smartcache.store.records import (
 )
 from smartcache.store.schema import signed
 from smartcache.store.sighted import SightedFiles
-from smartcache.store.statkey import StatKey
+from smartcache.store.statkey import StatKey, allocated_bytes
 from smartcache.store.sums import Sums
 
 _BLOB = (
@@ -334,12 +334,6 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
     def _one_blob(self, sql: str, *values: object) -> Blob | None:
         row = self._one(sql, *values)
         return None if row is None else _blob(row)
-
-
-def allocated_bytes(st: os.stat_result) -> int:
-    """Return the bytes of disk blocks an inode uses; its size where the system does not tell."""
-    blocks: int | None = getattr(st, "st_blocks", None)
-    return st.st_size if blocks is None else blocks * 512
 
 
 def _blob_values(

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smartcache.store.filesystems import filesystem_id
 from smartcache.store.records import Sighting
 from smartcache.store.schema import signed
 from smartcache.store.sighted import PATH, SightedFiles
-from smartcache.store.statkey import StatKey
+from smartcache.store.statkey import StatKey, allocated_bytes
 
 # CROSS JOIN keeps the order of the tables: the few memos by index, then the files by size.
 _REMEMBERED = (
@@ -24,6 +25,15 @@ _REMEMBERED = (
     " AND sightings.filesystem = filesystems.id"
     " CROSS JOIN directories ON directories.id = directory"
 )
+
+
+def sighting_of(path: Path) -> Sighting:
+    """Return a file as it is seen now."""
+    st = os.stat(path)
+    return Sighting(
+        path=path, size=st.st_size, filesystem=filesystem_id(path, st), inode=st.st_ino,
+        key=StatKey.of(st), links=st.st_nlink, allocated=allocated_bytes(st),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from smartcache.errors import NoSpaceError, PruneRefusedError
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.faults import reached
-from smartcache.store.index import allocated_bytes
 from smartcache.store.owners import live_holders, living_symlinks
 from smartcache.store.records import Blob
 from smartcache.store.volume import Volume, has_row

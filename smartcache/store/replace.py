@@ -38,13 +38,12 @@ from smartcache.store.hold import (
     refuse_unsuitable,
     refuse_visible_change,
 )
-from smartcache.store.index import allocated_bytes
 from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import Lease, drop_lease, exchange, lease_intact, take_lease
 from smartcache.store.links import renew, unchanged
 from smartcache.store.memos import Known, hash_all
 from smartcache.store.proof import checked
-from smartcache.store.statkey import StatKey
+from smartcache.store.statkey import StatKey, allocated_bytes
 from smartcache.store.swap import beside, swap_in
 from smartcache.store.volume import Volume
 

@@ -55,3 +55,9 @@ def judge(*, recorded: StatKey, recorded_links: int, current: os.stat_result) ->
     if same_content and current.st_nlink != recorded_links:
         return "relinked"
     return "suspect"
+
+
+def allocated_bytes(st: os.stat_result) -> int:
+    """Return the bytes of disk blocks an inode uses; its size where the system does not tell."""
+    blocks: int | None = getattr(st, "st_blocks", None)
+    return st.st_size if blocks is None else blocks * 512

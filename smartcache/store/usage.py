@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 
 from smartcache.progress import Progress, silent
-from smartcache.store.index import allocated_bytes
 from smartcache.store.measure import FolderUsage, folder_usage
 from smartcache.store.owners import Liveness, link_liveness, liveness
 from smartcache.store.proof import is_as_recorded
