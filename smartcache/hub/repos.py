@@ -18,6 +18,7 @@ from pathlib import Path
 from smartcache.errors import RepoNotCachedError
 from smartcache.hub.records import Repo
 from smartcache.hub.tree import is_commit
+from smartcache.store.statkey import allocated_bytes
 
 Key = tuple[int, int]
 """Device and inode."""
