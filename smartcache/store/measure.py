@@ -17,8 +17,9 @@ from pathlib import Path
 
 from smartcache.errors import StoreError
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.index import Index, allocated_bytes
+from smartcache.store.index import Index
 from smartcache.store.schema import signed
+from smartcache.store.statkey import allocated_bytes
 from smartcache.store.volume import Volume
 
 MOST_NAMED = 1000

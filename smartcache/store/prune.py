@@ -21,6 +21,7 @@ from smartcache.sizes import format_size
 from smartcache.store.faults import reached
 from smartcache.store.owners import live_holders, living_symlinks
 from smartcache.store.records import Blob
+from smartcache.store.statkey import allocated_bytes
 from smartcache.store.volume import Volume, has_row
 
 CHUNK_BLOBS = 64

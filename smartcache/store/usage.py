@@ -21,7 +21,7 @@ from smartcache.store.owners import Liveness, link_liveness, liveness
 from smartcache.store.proof import is_as_recorded
 from smartcache.store.prune import REBUILT
 from smartcache.store.records import Blob, Owner, OwnerKind, Trust
-from smartcache.store.statkey import judge
+from smartcache.store.statkey import allocated_bytes, judge
 from smartcache.store.sums import LonelyLink, OwnerSums
 from smartcache.store.volume import Volume
 
