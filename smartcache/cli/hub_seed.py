@@ -54,6 +54,7 @@ def seed_command(
             if not yes and out.mode == "human":
                 _show(plan, as_talk=True)
             out.confirm(f"Link {_summary(plan)}?", yes=yes)
+            out.talk(f"Linking {_summary(plan)}.")
             result = plan.execute(progress=bars)
             for each in result.skipped:
                 out.warn(f"{short(each.digest)}: {each.reason}")
@@ -89,8 +90,9 @@ def _say(plan: SeedPlan, result: SeedResult | None) -> None:
         _show(plan, as_talk=False)
         out.talk(f"Would link {_summary(plan)}.")
     else:
-        linked = len({each.digest for each in result.seeded})
-        out.line(f"Linked {counted(linked, 'blob')}: clients find {format_size(result.size)} more.")
+        linked = counted(len(_digests(plan, result)), "blob")
+        more = f": clients find {format_size(result.size)} more" if result.seeded else ""
+        out.line(f"Linked {linked}{more}.")
         there += result.done + result.present
     if there:
         out.talk(f"Already there: {there:,}.")

@@ -196,6 +196,10 @@ class ImportedMapping:
     refused: tuple[RefusedFile, ...]
 
 
+class _RefusedError(Exception):
+    """Says what is wrong with an entry."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     sha256: str
@@ -218,7 +222,9 @@ def import_mapping(
         for entry in entries:
             try:
                 taken.append(_take(store, entry))
-            except (StoreError, OSError, ValueError) as error:
+            except (_RefusedError, OSError) as error:
+                if isinstance(error, StoreError) and not isinstance(error, FileSkippedError):
+                    raise  # about the store, as a full disk: it would be said of every file
                 refused.append(
                     RefusedFile(sha256=entry.sha256, path=str(entry.path), reason=_reason(error))
                 )
@@ -248,26 +254,26 @@ def _read(path: Path, refused: list[RefusedFile]) -> list[_Entry]:
     for key, value in document.items():
         try:
             found.append(_entry(key, value))
-        except ValueError as error:
+        except _RefusedError as error:
             refused.append(RefusedFile(sha256=key, path=_shown(value), reason=str(error)))
     return found
 
 
 def _entry(key: str, value: object) -> _Entry:
-    """Return an entry that can be meant; ValueError says what is wrong with it."""
+    """Return an entry that can be meant; _RefusedError says what is wrong with it."""
     path, size = (
         (value.get("path"), value.get("size")) if isinstance(value, dict) else (value, None)
     )
     if not _SHA256.fullmatch(key.lower()):
-        raise ValueError("its key is no sha256")
+        raise _RefusedError("its key is no sha256")
     if not isinstance(path, str) or "\0" in path or not os.path.isabs(path):
-        raise ValueError("it names no absolute path")
+        raise _RefusedError("it names no absolute path")
     if size is not None and (type(size) is not int or size < 0):
-        raise ValueError("its size is no number of bytes")
+        raise _RefusedError("its size is no number of bytes")
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
-        raise ValueError("it names no path that can exist here") from None
+        raise _RefusedError("it names no path that can exist here") from None
     return _Entry(sha256=key.lower(), path=Path(path), size=size)
 
 
@@ -284,19 +290,19 @@ def _size_now(entry: _Entry) -> int:
 
 
 def _take(store: Store, entry: _Entry) -> MappedFile:
-    """Hash a file, unless that was done before, and remember where it is; ValueError if wrong."""
+    """Hash a file, unless that was done before, and remember where it is, if it is right."""
     path = Path(os.path.realpath(entry.path))
     st = os.stat(path)
     if not stat.S_ISREG(st.st_mode):
-        raise ValueError("it is no regular file")
+        raise _RefusedError("it is no regular file")
     if entry.size not in (None, st.st_size):
-        raise ValueError(f"it has {st.st_size} bytes, not {entry.size}")
+        raise _RefusedError(f"it has {st.st_size} bytes, not {entry.size}")
     hashes, key = hashes_of(store.volume, path, ("blake3", "sha256"))
     if hashes.values["sha256"] != entry.sha256:
-        raise ValueError(f"its sha256 is {hashes.values['sha256']}")
+        raise _RefusedError(f"its sha256 is {hashes.values['sha256']}")
     st = os.stat(path)
     if StatKey.of(st) != key:
-        raise ValueError("it changed while it was read")
+        raise _RefusedError("it changed while it was read")
     if not _is_of_a_store(store, path, hashes):
         store.volume.index.add_sighting(
             Sighting(
@@ -316,7 +322,7 @@ def _is_of_a_store(store: Store, path: Path, hashes: Hashes) -> bool:
         if blob is not None and blob.inode == signed(os.stat(path).st_ino):
             each.volume.index.add_aliases(blob.id, {"sha256": hashes.values["sha256"]})
             return True
-        raise ValueError("it is a file of the store that is no blob")
+        raise _RefusedError("it is a file of the store that is no blob")
     return False
 
 

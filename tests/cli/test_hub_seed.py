@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.running import Here, Smartcache
-from tests.hub.shared_stores import add_entry, make_shared_store, xet_of
-from tests.store.files import OTHER, WEIGHTS, inode_of, snapshot, write
+from tests.hub.shared_stores import MARKER, add_entry, make_shared_store, xet_of
+from tests.store.files import OTHER, WEIGHTS, allocated, inode_of, snapshot, write
 
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -112,6 +113,52 @@ class TestSeed:
         assert "hub seed" in sc("undo", "--list").stdout
         sc("undo", "--last", "-y")
         assert not (cache / "blobs" / xet[:2] / xet).exists()
+
+    def test_an_entry_of_a_client_is_left_to_it(
+        self, sc: Here, cache: Path, digest: str, xet: str
+    ) -> None:
+        assert digest
+        path = add_entry(cache, xet, WEIGHTS)
+        inode = inode_of(path)
+        done = sc("hub", "seed", "--cache-dir", cache, "-y")
+        assert done.stdout == "Linked 0 blobs.\n"
+        assert "Already there: 1." in done.stderr
+        assert inode_of(path) == inode
+
+
+class TestCountedOnce:
+    """An entry that repos point at and the store has too is one file, whoever counts."""
+
+    @pytest.fixture
+    def used(self, sc: Here, cache: Path, digest: str, xet: str) -> int:
+        """Two repos use the entry; its bytes on the disk."""
+        assert digest
+        sc("hub", "seed", "--cache-dir", cache, "-y")
+        entry = cache / "blobs" / xet[:2] / xet
+        for name in ("one", "two"):
+            blob = cache / f"models--org--{name}" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
+            blob.parent.mkdir(parents=True)
+            blob.symlink_to(Path("../../blobs", xet[:2], xet))
+            assert blob.read_bytes() == WEIGHTS
+        for small in (entry.with_name(f"{xet}.lock"), cache / "blobs" / MARKER):
+            small.write_bytes(b"")  # they take no room
+        return allocated(entry)
+
+    def test_by_df(self, sc: Here, cache: Path, used: int) -> None:
+        document = sc("df", cache, "--json").json
+        (folder,) = document["folders"]
+        assert (folder["physical"], folder["shared_with_store"]) == (used, used)
+        assert (folder["logical"], folder["freed_if_deleted"]) == (len(WEIGHTS), 0)
+
+    def test_by_scan_and_report(
+        self, sc: Here, cache: Path, used: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+        scanned = sc("scan", cache, "--json").json
+        assert (scanned["total"]["physical"], scanned["total"]["logical"]) == (used, len(WEIGHTS))
+        assert (scanned["groups"], scanned["freeable"]) == ([], 0)
+        report = sc("report", "--json").json
+        assert report["total"]["physical"] == used
 
 
 class TestWithout:

@@ -472,3 +472,42 @@ def test_killed_at_any_point_it_can_be_run_again(
         assert inode_of(path) == inode_of(again.path_of(digest))
         assert not again.verify(full=True).has_damage
         assert {name.name for name in path.parent.iterdir()} == {xet, f"{xet}.lock"}
+
+
+def test_two_processes_at_once_make_each_entry_once(store: Store, cache: Path) -> None:
+    digests = [put(store, random.Random(n).randbytes(70_000 + n)) for n in range(20)]
+    text = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from smartcache.store.store import Store\n"
+        "from smartcache.hub.seed import plan_seed\n"
+        "with Store(sys.argv[1]) as store:\n"
+        "    plan = plan_seed(store, [Path(sys.argv[2])])\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    result = plan.execute()\n"
+        "    assert not result.skipped, result.skipped\n"
+        "    print(len(result.seeded), result.done)\n"
+    )
+    words = [sys.executable, "-c", text, str(store.root), str(cache)]
+    pipe = subprocess.PIPE
+    children = [
+        subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(2)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+    counts = []
+    for child in children:
+        assert child.stdout is not None
+        counts.append([int(word) for word in child.stdout.read().split()])
+        child.stdout.close()
+        assert child.wait(60) == 0
+    assert sum(seeded for seeded, _ in counts) == 20
+    assert sum(done for _, done in counts) == 20
+    assert [link_count(store.path_of(digest)) for digest in digests] == [2] * 20
+    assert not store.verify(full=True).has_damage
+    assert len(list(sharedstore.entries(cache))) == 20
