@@ -213,7 +213,7 @@ def _repo(entry: object, blobs: Mapping[str, Content]) -> BundledRepo:
     refs = _table(entry, "refs")
     _check_names(refs)
     for commit in refs.values():
-        if commit not in revisions:
+        if not isinstance(commit, str) or commit not in revisions:
             raise ValueError(f"a ref of {name} names a revision that is not there")
     return BundledRepo(
         repo=repo, refs={ref: str(commit) for ref, commit in refs.items()}, revisions=revisions

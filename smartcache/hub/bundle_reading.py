@@ -105,10 +105,9 @@ class FolderSource:
 
     def _small(self, name: str, most: int) -> bytes:
         with self._open(name) as file:
-            text = file.read(most + 1)
-            # An unbuffered read may stop early; this one does so at the end of the file alone.
-            while len(text) <= most and (more := file.read(most + 1 - len(text))):
-                text += more
+            # No more than there is: `read` makes room for all it is asked for.
+            size = min(os.fstat(file.fileno()).st_size, most) + 1
+            text = b"".join(iter(lambda: file.read(size), b""))
         if len(text) > most:
             raise BundleError(f"{self._folder / name} is too large to be one of a bundle")
         return text

@@ -235,7 +235,8 @@ class _Gathering:
                     refs.setdefault(ref, commit)
 
     def _add_snapshot(self, repo: Repo, folder: Path, commit: str, job: Job) -> None:
-        listing = {each.path: each for each in tree.read_listing(folder, commit) or ()}
+        remembered = tree.read_listing(folder, commit)
+        listing = {each.path: each for each in remembered or ()}
         files = self.repos.setdefault(repo, {}).setdefault(commit, {})
         for name, path in tree.pointers(folder, commit):
             try:
@@ -251,7 +252,7 @@ class _Gathering:
             else:
                 files[name] = etag
             job.advance()
-        if listing:
+        if remembered is not None:
             self.listed.setdefault((repo, commit), set()).update(listing)
             # One that contradicts the snapshot would be refused by the import.
             if all(files.get(each.path, each.etag) == each.etag for each in listing.values()):

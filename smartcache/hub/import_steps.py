@@ -122,8 +122,8 @@ class Importer:
             finally:
                 for folder in folders:
                     remove(stage_of(folder))
-                    for empty in (folder / "blobs", folder / "snapshots", folder):
-                        with suppress(OSError):
+                    with suppress(OSError):  # up to the first that is not empty
+                        for empty in (folder / "blobs", folder / "snapshots", folder):
                             os.rmdir(empty)
 
     # contents

@@ -97,7 +97,9 @@ def read_listing(folder: Path, commit: str) -> list[RemoteFile] | None:
     """
     try:
         with open(folder / "trees" / f"{commit}.json", "rb") as file:
-            document = json.loads(file.read(_MOST_TREE))
+            # No more than there is: `read` makes room for all it is asked for.
+            size = min(os.fstat(file.fileno()).st_size, _MOST_TREE)
+            document = json.loads(file.read(size))
         if document["format_version"] != _TREE_FORMAT:
             return None
         return [_listed(path, entry) for path, entry in document["files"].items()]
