@@ -36,6 +36,9 @@ TABLE: Final = (
         roots=(
             "$HF_HUB_CACHE", "$HUGGINGFACE_HUB_CACHE", "$HF_HOME/hub",
             "$XDG_CACHE_HOME/huggingface/hub", "~/.cache/huggingface/hub",
+            # Before huggingface_hub's cache there were these.
+            "$TRANSFORMERS_CACHE", "~/.cache/huggingface/transformers",
+            "~/.cache/huggingface/diffusers",
         ),
     ),
     Program(

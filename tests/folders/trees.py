@@ -34,7 +34,7 @@ VARIABLES = (
     "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
     "XDG_DATA_HOME", "OLLAMA_MODELS", "COMFYUI_PATH", "COMFYUI_MODEL_PATH",
     "INVOKEAI_ROOT", "MODELSCOPE_CACHE", "APPDATA",
-    "LOCALAPPDATA",
+    "LOCALAPPDATA", "TRANSFORMERS_CACHE",
 )  # fmt: skip
 """Variables that say where models are; a test of discovery unsets them all."""
 
