@@ -47,7 +47,7 @@ _COLUMNS = (
 def mapping_command(ctx: click.Context, *, output: Path | None, source: Path | None) -> None:
     """Print or read {sha256: path} of everything known.
 
-    That is every blob, and every file of a known folder, whose sha256 was computed and which has not
+    That is every blob and every file of a known folder whose sha256 was computed and which has not
     changed since. Files that are imported are read, never changed, and downloads know them then.
     """
     if output is not None and source is not None:
