@@ -63,3 +63,25 @@ def test_the_dedup_benchmark_uses_a_kept_tree_again_and_refuses_another(tmp_path
         [*command, "--size", "80000"], capture_output=True, text=True, check=False
     )
     assert "was made with other arguments" in other.stderr
+
+
+def test_the_hub_benchmark_prints_every_figure_and_fetches_no_known_weight(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "hub.py"), "--json", "--small"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    rows = {row["job"]: row for row in printed["rows"]}
+    new = [job for job in rows if job.startswith("all new")]
+    free = [job for job in rows if job.startswith(("another repo", "all in a ComfyUI folder"))]
+    assert (len(new), len(free)) == (2, 3)
+    assert all("MB of weights" in rows[job]["ours"] for job in new)
+    assert all("MB of weights" not in rows[job]["ours"] for job in free)
+    assert all("MB of weights" in rows[job]["peer"] for job in free)
+    again = [row for job, row in rows.items() if job.startswith("repeated call")]
+    assert len(again) == 5
+    assert all("s, 1 request" in row["ours"] for row in again)
+    assert {"plan 60 small files (huggingface_hub: dry run)", "download 60 small files"} < set(rows)
+    assert not [note for note in printed["notes"] if "not proven" in note]
+    assert list(tmp_path.iterdir()) == []
