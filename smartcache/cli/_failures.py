@@ -67,9 +67,19 @@ def explain(error: BaseException) -> tuple[str, str, int]:
         return error.format_message(), _usage_hint(error), error.exit_code
     if isinstance(error, SmartcacheError):
         return error.message, error.hint, BAD_USAGE if isinstance(error, ConfigError) else FAILED
+    of_hub = _of_hub(error)
+    if of_hub is not None:
+        return *of_hub, FAILED
     if isinstance(error, OSError):
         return *_of_system(error), FAILED
     return *_of_others(error), FAILED
+
+
+def _of_hub(error: BaseException) -> tuple[str, str] | None:
+    """Word an error of huggingface_hub, many of which are errors of the system too."""
+    from smartcache.cli._hub_failures import words_for
+
+    return words_for(error)
 
 
 def _of_others(error: BaseException) -> tuple[str, str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from smartcache.cache import SmartCache
     from smartcache.config import Settings
     from smartcache.store.records import Blob
     from smartcache.store.store import Store
@@ -79,6 +80,17 @@ class Session:
         with Store(settings=settings) as store:
             _say_what_is_waited_for(store)
             yield store
+
+    @contextmanager
+    def cache(self) -> Iterator[SmartCache]:
+        """Open the store, which is made if there is none, with the layers above it."""
+        from smartcache.cache import SmartCache
+
+        settings = self.settings
+        self.opened_root = settings.home
+        with SmartCache(settings=settings) as cache:
+            _say_what_is_waited_for(cache.store)
+            yield cache
 
     @contextmanager
     def stores(self) -> Iterator[list[Store]]:

@@ -96,11 +96,16 @@ def download(
     """Answer a call that is no dry run."""
     listing = _listing(call)
     if listing is None:
-        path = str(call.delegate())
-        if call.is_plain or call.arguments.get("local_files_only"):
-            _prove_left_behind(store, call, Path(path))
-        return path
+        return from_cache(store, call)
     return plan_listed(store, call.request(), listing, look=look).execute(progress=progress)
+
+
+def from_cache(store: Store, call: Call) -> str:
+    """Let huggingface_hub answer where the Hub cannot be asked: with what is there, or an error."""
+    path = str(call.delegate())
+    if call.is_plain or call.arguments.get("local_files_only"):
+        _prove_left_behind(store, call, Path(path))
+    return path
 
 
 def dry_run(store: Store, call: Call, *, look: Look | None = None) -> list[DryRunFileInfo]:

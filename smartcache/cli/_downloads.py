@@ -1,0 +1,206 @@
+"""A download in words: where each file comes from, what that saves, what one should know."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smartcache.cli._output import out, terminal_width
+from smartcache.cli._tables import Column, shortened
+from smartcache.cli._words import counted, short
+from smartcache.hub.plan import DownloadPlan, near_store
+from smartcache.hub.records import PlannedFile, Source
+from smartcache.hub.targets import LocalTarget
+from smartcache.report.naming import from_home
+from smartcache.sizes import format_size
+from smartcache.store.kernel import effective_user
+from smartcache.store.mounts import nearest_existing
+
+MOST_SHOWN = 12
+"""Files of a plan that are shown without -v: the largest. So few, and they fit on a screen."""
+_MOST_FOR_ORIGIN = 24
+_TABLE = (
+    Column(title="SOURCE"),
+    Column(title="SIZE", right=True),
+    Column(title="FILE"),
+    Column(title="FROM", gives_way=True),
+)
+_SUMS = (
+    Column(title=""),
+    Column(title="", right=True),
+    Column(title="", right=True),
+    Column(title="", gives_way=True),
+)
+_MEANING: dict[Source, str] = {
+    "present": "there already",
+    "link": "in the store: linked, takes no time and no space",
+    "claim": "same size on this disk: used if its hash is right, else fetched",
+    "copy": "on another disk of this machine: copied if its hash is right",
+    "fetch": "not on this machine: comes from the Hub",
+}
+
+
+def show_plan(plan: DownloadPlan, *, verbose: bool, as_talk: bool) -> None:
+    """Show for each file where it comes from, then the sums."""
+    name = f"{plan.repo} at {plan.revision}"
+    commit = "" if plan.revision == plan.commit else f" ({short(plan.commit)})"
+    out.heading(f"{name}{commit}: {_amount(plan.files)}", as_talk=as_talk)
+    files = sorted(plan.files, key=lambda each: -each.size)
+    shown = files if verbose or len(files) <= MOST_SHOWN + 1 else files[:MOST_SHOWN]
+    room = _room_for_names(shown, as_talk=as_talk)
+    out.table(_TABLE, (_row(each, room) for each in shown), as_talk=as_talk)
+    if len(files) > len(shown):
+        rest = files[len(shown) :]
+        size = format_size(sum(each.size for each in rest))
+        out.line(f"... and {len(rest):,} smaller files, {size}; -v shows all", as_talk=as_talk)
+    out.line(as_talk=as_talk)
+    out.table(_SUMS, _sums(plan), as_talk=as_talk)
+    out.paragraph(totals(plan), as_talk=as_talk)
+
+
+def totals(plan: DownloadPlan) -> str:
+    """Return what is saved and what is to be done, in one sentence."""
+    parts = [f"{format_size(plan.fetch_size)} to fetch"]
+    if plan.saved_size:
+        parts.append(f"{format_size(plan.saved_size)} saved")
+    if plan.present_size:
+        parts.append(f"{format_size(plan.present_size)} there already")
+    unknown = sum(each.file.size is None for each in plan.files)
+    if unknown:
+        parts[0] += f" and {counted(unknown, 'file')} of unknown size"
+    sentence = ", ".join(parts)
+    if plan.unproven_size:
+        sentence += f"; {format_size(plan.unproven_size)} of this disk to be read and hashed"
+    return f"{sentence}."
+
+
+def _amount(files: tuple[PlannedFile, ...]) -> str:
+    return f"{counted(len(files), 'file')}, {format_size(sum(each.size for each in files))}"
+
+
+def _room_for_names(files: Sequence[PlannedFile], *, as_talk: bool) -> int | None:
+    """Return how wide the column of file names may be; None: as wide as they are."""
+    stream = sys.stderr if as_talk else sys.stdout
+    if not stream.isatty():
+        return None
+    origins = min(_MOST_FOR_ORIGIN, max(len(_origin(each)) for each in files))
+    return max(16, terminal_width(stream) - len("present  100.0 MB    ") - origins)
+
+
+def _row(each: PlannedFile, room: int | None) -> list[str]:
+    name = each.file.path if room is None else shortened(each.file.path, room)
+    size = "?" if each.file.size is None else format_size(each.file.size)
+    return [each.source, size, name, _origin(each)]
+
+
+def _origin(each: PlannedFile) -> str:
+    if each.source == "fetch":
+        return "the Hub"
+    if each.source == "present":
+        is_waiting = each.is_large and not each.is_proven
+        return "to be hashed" if is_waiting else ""
+    if each.digest:
+        return "the store"
+    more = len(each.candidates) - 1
+    others = f" or {counted(more, 'other')}" if more and not each.candidates[0].is_known else ""
+    return f"{from_home(each.candidates[0].path)}{others}"
+
+
+def _sums(plan: DownloadPlan) -> list[list[str]]:
+    rows = []
+    for source, meaning in _MEANING.items():
+        files = tuple(each for each in plan.files if each.source == source)
+        if files:
+            size = format_size(sum(each.size for each in files))
+            rows.append([source, counted(len(files), "file"), size, meaning])
+    return rows
+
+
+# what the user should know
+
+
+def cautions(plan: DownloadPlan) -> list[str]:
+    """Return what the user may not expect of this plan, one sentence or two on each matter."""
+    weights = [each for each in plan.files if each.is_weight and each.source != "present"]
+    found = [f"{warning}." for warning in plan.warnings]
+    near = near_store(plan.store, plan.target.root)
+    if weights and near is None:
+        found.append(
+            f"{plan.target.root} is on another filesystem than the store ({plan.store.root}): "
+            "nothing can be linked there, every file takes its own space."
+        )
+    elif weights and isinstance(plan.target, LocalTarget) and effective_user() == 0:
+        found.append(
+            "You are root: weights in --local-dir are copies, not links, because root could write "
+            "into bytes that others share."
+        )
+    return [*found, *_shortage(plan)]
+
+
+def _shortage(plan: DownloadPlan) -> list[str]:
+    free = shutil.disk_usage(nearest_existing(plan.target.root)).free
+    if plan.fetch_size <= free:
+        return []
+    sizes = f"{format_size(plan.fetch_size)} are to be fetched, but only {format_size(free)} are"
+    return [f"{sizes} free at {from_home(_place(plan))}."]
+
+
+def _place(plan: DownloadPlan) -> Path:
+    return plan.target.root if isinstance(plan.target, LocalTarget) else plan.target.cache_dir
+
+
+# for programs
+
+
+def plan_document(plan: DownloadPlan, *, path: str | None) -> dict[str, object]:
+    """Return a plan, done (`path` says where) or not, as one document."""
+    known = _digests(plan) if path is not None else {}
+    return {
+        "repo": plan.repo.id,
+        "type": plan.repo.type,
+        "revision": plan.revision,
+        "commit": plan.commit,
+        "path": path,
+        "files": [_file_document(each, known) for each in plan.files],
+        "present_size": plan.present_size,
+        "saved_size": plan.saved_size,
+        "fetch_size": plan.fetch_size,
+        "unproven_size": plan.unproven_size,
+    }
+
+
+def _file_document(each: PlannedFile, known: dict[str, str]) -> dict[str, object]:
+    digest = known.get(each.file.path, each.digest)
+    return {
+        "path": each.file.path,
+        "size": each.file.size,
+        "etag": each.file.etag,
+        "source": each.source,
+        "origin": None if each.source == "present" else each.origin,
+        "digest": digest or None,
+        "proven": each.is_proven or each.file.path in known,
+    }
+
+
+def _digests(plan: DownloadPlan) -> dict[str, str]:
+    """Return the digests of the files that are proven to be what the Hub announced."""
+    store = near_store(plan.store, plan.target.root) or plan.store
+    places = {each.file.path: plan.target.found(each.file) for each in plan.files}
+    known = store.known_hashes(path for path in places.values() if path is not None)
+    digests: dict[str, str] = {}
+    for each in plan.files:
+        path = places[each.file.path]
+        hashes = {} if path is None else known.get(path, {})
+        announced = each.file.announced
+        if announced and hashes.items() >= announced.items():
+            digests[each.file.path] = hashes.get("blake3", "")
+    return digests
+
+
+def commit_in(path: str) -> str | None:
+    """Return the commit of a snapshot that a path lies in; None if it lies in none."""
+    parts = path.split(os.sep)
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None

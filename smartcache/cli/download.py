@@ -1,0 +1,336 @@
+"""Downloading repos: `download`."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import click
+
+from smartcache.cache import SmartCache
+from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._downloads import cautions, commit_in, plan_document, show_plan
+from smartcache.cli._failures import BadUsageError
+from smartcache.cli._hub_failures import is_missing_file, is_of_hub, is_refusal, words_for
+from smartcache.cli._hub_output import Counting, hub_through_out
+from smartcache.cli._output import out
+from smartcache.cli._progress import bars
+from smartcache.cli._session import Session
+from smartcache.errors import HubError
+from smartcache.hub import dropin, remote
+from smartcache.hub.dropin import Call
+from smartcache.hub.plan import DownloadPlan
+from smartcache.hub.records import REPO_TYPES, Repo
+from smartcache.sizes import format_size
+from smartcache.store.store import Store
+
+_MOST_NAMED = 3
+_WILD = "*?["
+
+
+@command(
+    "download",
+    examples=(
+        ("smartcache download org/name", "all files of a model, into the HF cache"),
+        ("smartcache download org/name --dry-run", "only look: what is here, what is not"),
+        ("smartcache download org/name config.json vae/", "a file, and all files of a folder"),
+        ("smartcache download org/name --include '*.safetensors' --exclude '*fp32*'", "by name"),
+        ("smartcache download datasets/org/name --revision v1.0", "a dataset at a tag"),
+        ("smartcache download org/name --local-dir models/name", "as plain files in a folder"),
+        ("path=$(smartcache download -q org/name)", "for scripts: the path, nothing else"),
+    ),
+)  # fmt: skip
+@click.argument("repo")
+@click.argument("files", nargs=-1)
+@click.option("--revision", metavar="REV", help="A branch, tag or commit.  [default: main]")
+@click.option(
+    "--include", metavar="PATTERN", multiple=True,
+    help="Only files like this, as '*.json' or 'unet/*'. Repeatable.",
+)  # fmt: skip
+@click.option("--exclude", metavar="PATTERN", multiple=True, help="No files like this. Repeatable.")
+@click.option(
+    "--repo-type", "--type", "repo_type", type=click.Choice(REPO_TYPES),
+    help="What REPO is, if it does not say so itself.  [default: model]",
+)  # fmt: skip
+@click.option(
+    "--local-dir", type=FILE, metavar="DIR",
+    help="Put plain files here, in place of snapshots in the HF cache.",
+)  # fmt: skip
+@click.option(
+    "--cache-dir", type=FILE, metavar="DIR", help="The HF cache.  [default: $HF_HUB_CACHE]"
+)
+@click.option(
+    "--token", metavar="TOKEN", help="For gated and private repos.  [default: as 'hf auth login']"
+)
+@click.option(
+    "--max-workers", type=click.IntRange(min=1), default=8, metavar="N", show_default=True,
+    help="Files fetched at the same time.",
+)  # fmt: skip
+@click.option("--force-download", is_flag=True, help="Fetch everything again, whatever is here.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every file of the plan.")
+@never_asks
+@click.pass_context
+def download_command(
+    ctx: click.Context,
+    *,
+    repo: str,
+    files: tuple[str, ...],
+    revision: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    repo_type: str | None,
+    local_dir: Path | None,
+    cache_dir: Path | None,
+    token: str | None,
+    max_workers: int,
+    force_download: bool,
+    verbose: bool,
+    dry_run: bool,
+) -> None:
+    """Download a repo without fetching what this machine already has.
+
+    The result is what 'hf download' makes, and its path is printed: a snapshot in the HF cache, the
+    file if FILES is one, or --local-dir. FILES are paths in the repo; one that ends with a slash is
+    a folder.
+
+    First the plan is shown. A file is "present" if it is where it is wanted. Else it is taken from
+    the store ("link"), or from a file anywhere on this machine that has its size, once the hash of
+    that file is known to be right ("claim"; "copy" if it lies on another disk). Only the rest comes
+    from the Hub ("fetch"). Every large file is compared with the hash that the Hub announces.
+    """
+    session = ctx.ensure_object(Session)
+    wanted = _Wanted.read(repo, repo_type, files, include, exclude)
+    arguments: dict[str, object] = {
+        "repo_type": wanted.repo.type, "revision": revision, "cache_dir": cache_dir,
+        "local_dir": local_dir, "token": token, "force_download": force_download,
+        "library_name": "smartcache",
+    }  # fmt: skip
+    given = {name: value for name, value in arguments.items() if value is not None}
+    call = wanted.call(given, max_workers)
+    with session.cache() as cache, hub_through_out():
+        run = _Run(session, cache, wanted, call)
+        plan = run.plan()
+        if plan is None:
+            run.answer_from_cache(dry_run=dry_run)
+            return
+        run.go(plan, verbose=verbose, dry_run=dry_run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What the words of the command line ask for."""
+
+    repo: Repo
+    files: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        repo: str,
+        repo_type: str | None,
+        files: tuple[str, ...],
+        include: tuple[str, ...],
+        exclude: tuple[str, ...],
+    ) -> _Wanted:
+        """Return it, or say what cannot be meant."""
+        parsed = Repo.parse(repo, repo_type)
+        if repo_type is not None and parsed.type != repo_type:
+            message = f"{repo} is a {parsed.type}, but --repo-type says {repo_type}."
+            raise BadUsageError(message, hint="Leave --repo-type out.")
+        if files and (include or exclude):
+            hint = "Write them all as --include; a folder is --include 'folder/*'."
+            raise BadUsageError("FILES exclude --include and --exclude.", hint=hint)
+        if any(not file.strip("/") for file in files):
+            raise BadUsageError("A file has no name.", hint="FILES are paths in the repo.")
+        return cls(repo=parsed, files=files, include=include, exclude=exclude)
+
+    @property
+    def one_file(self) -> str | None:
+        """The file, if it is one alone: then its own path is the result."""
+        is_one = len(self.files) == 1 and not self.files[0].endswith("/")
+        return self.files[0] if is_one else None
+
+    def call(self, arguments: dict[str, object], max_workers: int) -> Call:
+        """Return the call of huggingface_hub that this stands for."""
+        if self.one_file is not None:
+            return Call(repo_id=self.repo.id, filename=self.one_file, arguments=arguments)
+        named = [glob.escape(file) + "*" * file.endswith("/") for file in self.files]
+        patterns = {"allow_patterns": named or list(self.include) or None,
+                    "ignore_patterns": list(self.exclude) or None}  # fmt: skip
+        given = {name: value for name, value in patterns.items() if value is not None}
+        more = {**arguments, **given, "max_workers": max_workers}
+        return Call(repo_id=self.repo.id, arguments=more)
+
+    def missing(self, paths: list[str]) -> list[str]:
+        """Return the files and folders that are not among these paths."""
+        known = set(paths)
+        return [
+            file
+            for file in self.files
+            if not (
+                any(path.startswith(file) for path in paths)
+                if file.endswith("/")
+                else file in known
+            )
+        ]
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(self, session: Session, cache: SmartCache, wanted: _Wanted, call: Call) -> None:
+        self._session = session
+        self._cache = cache
+        self._wanted = wanted
+        self._call = call
+        self._error: Exception | None = None
+
+    def plan(self) -> DownloadPlan | None:
+        """Plan it; None if the Hub cannot be asked, and perhaps the HF cache can answer."""
+        try:
+            plan = self._cache.plan_download(self._call, progress=bars)
+        except Exception as error:
+            if is_missing_file(error):
+                raise self._no_such_file(list(self._wanted.files)) from error
+            is_final = is_refusal(error) and "local_dir" in self._call.arguments
+            if not is_of_hub(error) or is_final:
+                raise
+            self._error = error
+            return None
+        missing = self._wanted.missing([each.file.path for each in plan.files])
+        if missing:
+            raise self._no_such_file(missing)
+        if not plan.files:
+            raise self._nothing_selected()
+        return plan
+
+    def go(self, plan: DownloadPlan, *, verbose: bool, dry_run: bool) -> None:
+        """Show a plan, carry it out and say where the files are."""
+        notes = cautions(plan)
+        if not dry_run and out.mode == "human":
+            if plan.is_done:
+                out.talk(f"{plan.repo}: everything is there already.")
+            else:
+                show_plan(plan, verbose=verbose, as_talk=True)
+        for note in notes:
+            out.warn(note)
+        fetched, path = 0, None
+        if not dry_run:
+            fetched, path = self._execute(plan)
+        out.show(
+            human=lambda: (
+                out.line(path) if path else show_plan(plan, verbose=verbose, as_talk=False)
+            ),
+            document=lambda: {
+                **plan_document(plan, path=path), "fetched_size": fetched, "dry_run": dry_run,
+                "warnings": notes,
+            },
+            ids=lambda: [path or _planned_path(plan)],
+        )  # fmt: skip
+        if dry_run:
+            out.talk("Nothing was changed.")
+
+    def _execute(self, plan: DownloadPlan) -> tuple[int, str]:
+        """Carry out a plan; return the bytes that came from the Hub, and the path."""
+        self._session.how_far = _how_to_go_on
+        counting = Counting(bars)
+        # With --force-download everything is huggingface_hub's work, so its bars are shown.
+        is_forced = plan.request.force
+        is_watched = out.can_show_status()
+        path = plan.execute(progress=None if is_forced and is_watched else counting)
+        small = sum(
+            each.size for each in plan.files
+            if each.source == "fetch" and (is_forced or not each.is_large)
+        )  # fmt: skip
+        fetched = counting.bytes + small
+        saved = max(0, plan.fetch_size + plan.saved_size - fetched)
+        if fetched or saved:
+            more = f"; {format_size(saved)} came from this machine" if saved else ""
+            out.talk(f"Fetched {format_size(fetched)}{more}.")
+        return fetched, path
+
+    def answer_from_cache(self, *, dry_run: bool) -> None:
+        """Answer with what the HF cache has, as huggingface_hub does where it cannot ask."""
+        call, error = self._call, self._error
+        assert error is not None  # noqa: S101 - for the type checker
+        if dry_run:
+            raise error
+        path = dropin.from_cache(self._cache.store, call)
+        words = words_for(error)
+        note = (
+            f"{error if words is None else words[0]}. This is what is here, perhaps not the newest."
+        )
+        out.warn(note)
+        document = {
+            "repo": call.repo_id, "type": self._wanted.repo.type,
+            "revision": call.arguments.get("revision", "main"), "commit": commit_in(path),
+            "path": path, "files": None, "present_size": None, "saved_size": 0, "fetch_size": 0,
+            "unproven_size": None, "fetched_size": 0, "dry_run": False, "warnings": [note],
+        }  # fmt: skip
+        out.show(human=lambda: out.line(path), document=lambda: document, ids=lambda: [path])
+
+    # what the user asked for and the repo does not have
+
+    def _no_such_file(self, missing: list[str]) -> HubError:
+        repo, revision = self._wanted.repo, self._call.arguments.get("revision", "main")
+        names = ", ".join(repr(name) for name in missing)
+        message = f"{repo} has no file {names} at {revision}; nothing was downloaded"
+        if any(sign in name for name in missing for sign in _WILD):
+            hint = f"For patterns write --include {missing[0]!r}."
+        else:
+            hint = _nearest(missing, self._all_paths())
+        return HubError(message, hint=hint, missing=missing)
+
+    def _nothing_selected(self) -> HubError:
+        repo, revision = self._wanted.repo, self._call.arguments.get("revision", "main")
+        paths = self._all_paths()
+        if not paths:
+            return HubError(f"{repo} has no files at {revision}", hint="Check --revision.")
+        options = [f"--include {each!r}" for each in self._wanted.include]
+        options += [f"--exclude {each!r}" for each in self._wanted.exclude]
+        message = f"No file of {repo} at {revision} is selected by {' '.join(options)}"
+        shown = ", ".join(paths[:_MOST_NAMED])
+        more = f" and {len(paths) - _MOST_NAMED:,} more" if paths[_MOST_NAMED:] else ""
+        return HubError(message, hint=f"It has {shown}{more}.")
+
+    def _all_paths(self) -> list[str]:
+        """Return all files of the repo; none if the Hub does not say."""
+        request = self._call.request()
+        try:
+            commit = remote.commit_of(request.access, request.repo, request.revision)
+            return [file.path for file in remote.files_of(request.access, request.repo, commit)]
+        except Exception as error:
+            if is_of_hub(error):
+                return []
+            raise
+
+
+def _planned_path(plan: DownloadPlan) -> Path:
+    is_one = plan.request.filename is not None
+    return plan.target.visible(plan.files[0].file) if is_one else plan.target.root
+
+
+def _nearest(missing: list[str], paths: list[str]) -> str:
+    """Return a hint with the names that were most likely meant."""
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(path.rpartition("/")[2], []).append(path)
+    found: list[str] = []
+    for name in missing:
+        last = name.rstrip("/").rpartition("/")[2]
+        found += get_close_matches(name, paths, n=_MOST_NAMED)
+        for each in (last, *get_close_matches(last, by_name, n=_MOST_NAMED)):
+            found += by_name.get(each, [])
+    shown = list(dict.fromkeys(found))[:_MOST_NAMED]
+    if shown:
+        return f"Did you mean {' or '.join(shown)}?"
+    return "'smartcache download REPO --dry-run -v' shows all files of a repo."
+
+
+def _how_to_go_on(stores: list[Store]) -> str:
+    del stores
+    return "Run the same command again to go on: what has arrived is not fetched again."
