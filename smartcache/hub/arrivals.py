@@ -53,7 +53,11 @@ class Arrivals:
             self.prove(planned, path, followed)
         except DigestMismatchError as error:
             kept = self.set_aside(planned, path)
-            message = f"{error.message}; what came was moved to {kept}"
+            ((name, wanted),) = planned.file.announced.items()
+            message = (
+                f"{planned.file.path} has {name} {getattr(error, 'found', 'unknown')}, "
+                f"but {wanted} was announced; what came was moved to {kept}"
+            )
             hint = "Run the download again; if it repeats, the file on the Hub is damaged."
             raise DigestMismatchError(
                 message, hint=hint, path=planned.file.path, kept=kept

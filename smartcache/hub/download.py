@@ -89,6 +89,9 @@ class _Run:
             for each in self._plan.files:
                 if not each.is_proven:
                     self._target.detach(each.file)
+        else:
+            for each in self._plan.files:
+                self._target.drop_wrong_pointer(each.file)
 
     def _remember_places(self) -> None:
         """Let later downloads know of this HF cache, or of the weights in this `local_dir`."""

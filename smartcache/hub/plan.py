@@ -111,7 +111,7 @@ class DownloadPlan:
         return all(
             each.source == "present"
             and (each.is_proven or not each.is_large)
-            and os.path.exists(self.target.visible(each.file))
+            and self.target.is_visible(each.file)
             for each in self.files
         )
 

@@ -79,11 +79,21 @@ class CacheTarget:
 
     def settled(self, file: RemoteFile) -> None:
         """Take note that a file was put at its spot by us: huggingface_hub makes the pointer."""
-        pointer = self.visible(file)
-        blob = tree.blob_behind(pointer)
-        if blob is not None and blob.name != file.etag:
+        self.drop_wrong_pointer(file)
+
+    def is_visible(self, file: RemoteFile) -> bool:
+        """Say whether programs find the file, and not another one in its place."""
+        return os.path.exists(self.visible(file)) and not self._is_elsewhere(file)
+
+    def drop_wrong_pointer(self, file: RemoteFile) -> None:
+        """Remove a pointer to other bytes: huggingface_hub would believe it."""
+        if self._is_elsewhere(file):
             with suppress(FileNotFoundError):
-                os.unlink(pointer)
+                os.unlink(self.visible(file))
+
+    def _is_elsewhere(self, file: RemoteFile) -> bool:
+        blob = tree.blob_behind(self.visible(file))
+        return blob is not None and blob.name != file.etag and bool(file.announced)
 
     def hide(self, file: RemoteFile) -> list[Path]:
         """Remove every pointer to a file's blob, in all snapshots of the repo; return them."""
@@ -132,6 +142,10 @@ class LocalTarget:
         found = _file_behind(self.spot(file))
         is_right = found is not None and file.size in (None, os.stat(found).st_size)
         return found if is_right else None
+
+    def is_visible(self, file: RemoteFile) -> bool:
+        """Say whether programs find the file."""
+        return os.path.exists(self.visible(file))
 
     def kinds(self, *, is_weight: bool) -> tuple[Kind, ...]:
         """Return how a blob is placed here.

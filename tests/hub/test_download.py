@@ -1,0 +1,583 @@
+"""The result of a download: huggingface_hub's cache, byte for byte, and the store behind it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from smartcache.cache import SmartCache
+from smartcache.errors import DigestMismatchError
+from tests.hub.clients import (
+    Client,
+    assert_sound,
+    contents,
+    plain_file,
+    plain_snapshot,
+    sha256,
+    weights,
+    wrong_blobs,
+)
+from tests.hub_server import Hub
+from tests.store.files import edit, inode_of, link_count, mode_of
+from tests.store.files import snapshot as snapshot_of
+
+MODEL = {
+    "config.json": b'{"a": 1}',
+    "tokenizer.json": b'{"b": 2}' * 10_000,
+    "model.safetensors": weights(1),
+    "unet/diffusion.safetensors": weights(2, 300_000),
+    "unet/config.json": b"{}",
+}
+SMALL_TEXTS = {name: data for name, data in MODEL.items() if name != "tokenizer.json"}
+"""Large texts are not blobs: when they are seconds old, their hashes are not remembered yet."""
+ODD = {
+    "a b/with spaces.safetensors": weights(3),
+    "größe/模型.safetensors": weights(4),
+    "[x](y){z}.bin": weights(5),
+    ".hidden/.gitattributes": b"* text",
+    ".hidden.bin": weights(6),
+    "100%25.safetensors": weights(7),
+    "a#b.safetensors": weights(8),
+    "a?b=c&d.safetensors": weights(9),
+    "a+b.safetensors": weights(10),
+    "same.bin": weights(11),
+    "again/same.bin": weights(11),
+    "no suffix": b"text",
+    "empty.txt": b"",
+    "empty.bin": b"",
+    "tiny.bin": b"x",
+    "quote'\".bin": weights(12),
+    "big.json": weights(13),
+}
+Publish = Callable[[Hub], list[dict[str, object]]]
+
+
+def plain_model(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", MODEL)
+    return [{}]
+
+
+def odd_names(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", ODD, lfs=["big.json"])
+    return [{}]
+
+
+def dataset(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", {"data/train.parquet": weights(1), "README.md": b"#"}, repo_type="dataset")
+    return [{"repo_type": "dataset"}]
+
+
+def space(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", {"app.py": b"print()", "m.gguf": weights(1)}, repo_type="space")
+    return [{"repo_type": "space"}]
+
+
+def no_organisation(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", MODEL)
+    hub.add("gpt2", MODEL)
+    return [{"name": "gpt2"}]
+
+
+def revisions(hub: Hub) -> list[dict[str, object]]:
+    first = hub.add("org/name", MODEL, tags=["v1"])
+    hub.add("org/name", {**MODEL, "model.safetensors": weights(20)})
+    hub.add("org/name", {**MODEL, "config.json": b"{}"}, revision="refs/pr/1")
+    hub.add("org/name", {**MODEL, "new.bin": weights(21)}, revision="feature/x")
+    names = ["v1", "main", "refs/pr/1", "feature/x", first.sha, None]
+    return [{"revision": name} for name in names]
+
+
+def patterns(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", MODEL)
+    return [
+        {"allow_patterns": "*.json"},
+        {"allow_patterns": ["unet/"], "ignore_patterns": ["*.json"]},
+        {"ignore_patterns": "*.safetensors"},
+    ]
+
+
+def nothing_matches(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", MODEL)
+    return [{"allow_patterns": "*.gguf"}]
+
+
+def no_files(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", {})
+    return [{}]
+
+
+def empty_pattern_list(hub: Hub) -> list[dict[str, object]]:
+    hub.add("org/name", MODEL)
+    return [{"allow_patterns": []}, {"ignore_patterns": []}]
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [
+        plain_model, odd_names, dataset, space, no_organisation, revisions, patterns,
+        nothing_matches, no_files, empty_pattern_list,
+    ],
+)  # fmt: skip
+def test_the_cache_is_what_huggingface_hub_makes(
+    client: Client, hub: Hub, tmp_path: Path, publish: Publish
+) -> None:
+    for arguments in publish(hub):
+        more: dict[str, object] = {"name": "org/name", **arguments}
+        plain = plain_snapshot(hub, tmp_path / "plain", **more)  # type: ignore[arg-type]
+        ours = client.snapshot(**more)  # type: ignore[arg-type]
+        assert ours.relative_to(client.cache) == plain.relative_to(tmp_path / "plain")
+        assert contents(client.cache) == contents(tmp_path / "plain")
+    assert_sound(client)
+
+
+@pytest.mark.parametrize("filename", ["model.safetensors", "unet/config.json", "tokenizer.json"])
+@pytest.mark.parametrize("by", ["main", "commit", "tag"])
+def test_one_file_is_cached_as_huggingface_hub_does(
+    client: Client, hub: Hub, tmp_path: Path, filename: str, by: str
+) -> None:
+    commit = hub.add("org/name", MODEL, tags=["v1"])
+    revision = {"main": "main", "commit": commit.sha, "tag": "v1"}[by]
+    plain = plain_file(hub, tmp_path / "plain", "org/name", filename, revision=revision)
+    ours = client.file("org/name", filename, revision=revision)
+    assert ours.relative_to(client.cache) == plain.relative_to(tmp_path / "plain")
+    assert contents(client.cache) == contents(tmp_path / "plain")
+    assert_sound(client)
+
+
+def test_weights_become_blobs_and_the_rest_stays_huggingface_hubs_own(
+    client: Client, hub: Hub
+) -> None:
+    hub.add("org/name", {**MODEL, "lfs.json": weights(3), "s.bin": weights(4, 9)}, lfs=["lfs.json"])
+    snapshot = client.snapshot()
+    assert {blob.size for blob in client.store.blobs()} == {100_000, 300_000}
+    for name in ("model.safetensors", "unet/diffusion.safetensors"):
+        assert os.path.samefile(snapshot / name, client.blob_of(MODEL[name]))
+        assert mode_of(os.path.realpath(snapshot / name)) == 0o444
+    for name in ("config.json", "tokenizer.json", "lfs.json", "s.bin"):
+        path = os.path.realpath(snapshot / name)
+        assert link_count(path) == 1
+        assert mode_of(path) & 0o200
+
+
+def test_every_byte_is_fetched_once(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    client.snapshot()
+    assert len(hub.gets()) == len(MODEL)
+    assert hub.fetched_bytes() == sum(map(len, MODEL.values()))
+
+
+def test_a_file_that_is_twice_in_a_repo_is_fetched_once(client: Client, hub: Hub) -> None:
+    hub.add("org/name", {"a.bin": weights(1), "b/c.bin": weights(1)})
+    snapshot = client.snapshot()
+    assert hub.fetched_bytes() == len(weights(1))
+    assert os.path.samefile(snapshot / "a.bin", snapshot / "b" / "c.bin")
+
+
+def changes_of(index: Path) -> Callable[[], int]:
+    """Return a function whose answer differs after somebody wrote to a database."""
+    connection = sqlite3.connect(f"file:{index}?mode=ro", uri=True)
+    return lambda: int(connection.execute("PRAGMA data_version").fetchone()[0])
+
+
+def files_of(root: Path) -> dict[str, tuple[object, ...]]:
+    """Return everything below a folder but the memory that readers of the index share."""
+    return {k: v for k, v in snapshot_of(root).items() if not k.endswith("-shm")}
+
+
+def test_a_repeated_call_is_one_request_and_writes_nothing(
+    client: Client, hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("org/name", SMALL_TEXTS)
+    first = client.snapshot()
+    hub.clear()
+    before, version = files_of(tmp_path), changes_of(client.store.root / "index.sqlite3")
+    number = version()
+    assert client.snapshot() == first
+    assert version() == number
+    assert files_of(tmp_path) == before
+    assert [str(each) for each in hub.requests] == ["GET /api/models/org/name/revision/main"]
+
+
+def test_a_repeated_call_for_a_commit_or_one_of_its_files_asks_nobody(
+    client: Client, hub: Hub
+) -> None:
+    commit = hub.add("org/name", MODEL).sha
+    client.snapshot(revision=commit)
+    hub.clear()
+    client.snapshot(revision=commit)
+    path = client.file("org/name", "unet/diffusion.safetensors", revision=commit)
+    assert path.read_bytes() == MODEL["unet/diffusion.safetensors"]
+    assert list(hub.requests) == []
+
+
+def test_another_revision_fetches_only_what_changed(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    client.snapshot()
+    hub.add("org/name", {**MODEL, "model.safetensors": weights(20)})
+    hub.clear()
+    snapshot = client.snapshot()
+    assert [each.file for each in hub.gets()] == ["org/name/model.safetensors"]
+    assert (snapshot / "model.safetensors").read_bytes() == weights(20)
+    assert_sound(client)
+
+
+def test_another_repo_with_known_weights_fetches_none_of_them(client: Client, hub: Hub) -> None:
+    hub.add("org/one", MODEL)
+    hub.add("other/two", {"renamed.bin": MODEL["model.safetensors"], "x.json": b"{}"})
+    one = client.snapshot("org/one")
+    hub.clear()
+    two = client.snapshot("other/two")
+    assert [each.file for each in hub.gets()] == ["other/two/x.json"]
+    assert os.path.samefile(one / "model.safetensors", two / "renamed.bin")
+    assert link_count(os.path.realpath(two / "renamed.bin")) == 3
+    assert_sound(client)
+
+
+# a cache that huggingface_hub made
+
+
+def test_a_cache_made_without_smartcache_is_proven_and_shared_by_the_first_call(
+    client: Client, hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("org/name", SMALL_TEXTS)
+    plain = plain_snapshot(hub, client.cache)
+    before = contents(client.cache)
+    inodes = {name: inode_of(os.path.realpath(plain / name)) for name in SMALL_TEXTS}
+    hub.clear()
+    assert client.snapshot() == plain
+    assert hub.gets() == []
+    assert contents(client.cache) == before
+    assert {name: inode_of(os.path.realpath(plain / name)) for name in SMALL_TEXTS} == inodes
+    for name in ("model.safetensors", "unet/diffusion.safetensors"):
+        assert os.path.samefile(plain / name, client.blob_of(MODEL[name]))
+    hub.clear()
+    files, version = files_of(tmp_path), changes_of(client.store.root / "index.sqlite3")
+    number = version()
+    assert client.snapshot() == plain
+    assert (version(), files_of(tmp_path)) == (number, files)
+    assert len(hub.requests) == 1
+    assert_sound(client)
+
+
+def test_a_large_text_of_a_cache_made_without_smartcache_is_hashed_once(
+    client: Client, hub: Hub, tmp_path: Path, pass_time: Callable[[float], None]
+) -> None:
+    """It is not linked, so the memory of its hash is all that proves it the next time."""
+    hub.add("org/name", {"tokenizer.json": MODEL["tokenizer.json"]})
+    plain_snapshot(hub, client.cache)
+    pass_time(10)
+    client.snapshot()
+    version = changes_of(client.store.root / "index.sqlite3")
+    number = version()
+    client.snapshot()
+    assert version() == number
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_damaged_blob_of_the_cache_is_set_aside_and_fetched_again(
+    client: Client, hub: Hub, name: str, is_known: bool
+) -> None:
+    hub.add("org/name", MODEL)
+    path = client.snapshot() if is_known else plain_snapshot(hub, client.cache)
+    expected = contents(client.cache)
+    blob = Path(os.path.realpath(path / name))
+    edit(blob, b"DAMAGE", offset=1000)
+    damaged = blob.read_bytes()
+    hub.clear()
+    assert client.snapshot() == path
+    assert contents(client.cache) == expected
+    assert [each.file for each in hub.gets()] == [f"org/name/{name}"]
+    kept = [each for each in (client.store.root / "bad").iterdir() if each.is_file()]
+    assert damaged in [each.read_bytes() for each in kept]
+    assert_sound(client)
+
+
+def test_a_damaged_small_file_is_left_to_its_owner(client: Client, hub: Hub) -> None:
+    """People edit config files in their caches; huggingface_hub keeps such edits too."""
+    hub.add("org/name", MODEL)
+    path = client.snapshot()
+    (path / "config.json").write_bytes(b'{"a": 2}')
+    client.snapshot()
+    assert (path / "config.json").read_bytes() == b'{"a": 2}'
+
+
+def test_a_pointer_to_another_blob_is_set_right(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    path = client.snapshot()
+    expected = contents(client.cache)
+    pointer = path / "model.safetensors"
+    pointer.unlink()
+    pointer.symlink_to(f"../../blobs/{sha256(MODEL['unet/diffusion.safetensors'])}")
+    hub.clear()
+    assert client.snapshot() == path
+    assert contents(client.cache) == expected
+    assert hub.gets() == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pointer_to_nothing_is_set_right(client: Client, hub: Hub, name: str) -> None:
+    hub.add("org/name", MODEL)
+    path = client.snapshot()
+    expected = contents(client.cache)
+    Path(os.path.realpath(path / name)).unlink()
+    hub.clear()
+    assert client.snapshot() == path
+    assert contents(client.cache) == expected
+    assert len(hub.gets()) == (1 if name == "config.json" else 0)
+
+
+def test_a_snapshot_without_symlinks_is_taken_as_it_is(client: Client, hub: Hub) -> None:
+    """Some filesystems have none; huggingface_hub then puts the files into the snapshot."""
+    hub.add("org/name", MODEL)
+    path = plain_snapshot(hub, client.cache)
+    for name in MODEL:
+        data = (path / name).read_bytes()
+        blob = Path(os.path.realpath(path / name))
+        (path / name).unlink()
+        blob.unlink()
+        (path / name).write_bytes(data)
+    hub.clear()
+    assert client.snapshot() == path
+    assert hub.gets() == []
+    assert {name: (path / name).read_bytes() for name in MODEL} == MODEL
+
+
+# the store afterwards
+
+
+def test_the_revision_holds_its_blobs_until_its_snapshot_is_removed(
+    client: Client, hub: Hub
+) -> None:
+    commit = hub.add("org/name", MODEL).sha
+    path = client.snapshot()
+    ((owner, life),) = client.store.owners()
+    assert (owner.kind, owner.name, life) == ("repo", f"model/org/name@{commit}", "live")
+    assert (owner.path, owner.root) == (path, client.cache)
+    for name in ("model.safetensors", "unet/diffusion.safetensors"):
+        blob = client.store.find("sha256", sha256(MODEL[name]))
+        assert blob is not None
+        assert [holder.name for holder, _ in client.store.holders_of(blob)] == [owner.name]
+    assert client.store.plan_prune().freed_size == 0
+    shutil.rmtree(client.cache / "models--org--name")
+    assert [life for _, life in client.store.owners()] == ["dead"]
+    assert client.store.plan_prune().freed_size >= 400_000
+
+
+def test_a_claimed_or_linked_file_is_held_by_the_revision_that_wanted_it(
+    client: Client, hub: Hub
+) -> None:
+    hub.add("org/one", {"a.bin": weights(1)})
+    two = hub.add("org/two", {"b.bin": weights(1)}).sha
+    client.snapshot("org/one")
+    client.snapshot("org/two")
+    shutil.rmtree(client.cache / "models--org--one")
+    blob = client.store.find("sha256", sha256(weights(1)))
+    assert blob is not None
+    live = [holder.name for holder, life in client.store.holders_of(blob) if life == "live"]
+    assert live == [f"model/org/two@{two}"]
+
+
+def test_undo_gives_modes_back_and_a_later_download_shares_again(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    path = client.snapshot()
+    expected = contents(client.cache)
+    client.store.plan_undo(last=True).execute()
+    assert contents(client.cache) == expected
+    assert mode_of(os.path.realpath(path / "model.safetensors")) & 0o200
+    hub.clear()
+    assert client.snapshot() == path
+    assert hub.gets() == []
+    assert contents(client.cache) == expected
+    assert os.path.samefile(path / "model.safetensors", client.blob_of(MODEL["model.safetensors"]))
+    assert_sound(client)
+
+
+def test_undo_of_a_linked_download_leaves_no_wrong_file_and_a_later_one_heals_it(
+    client: Client, hub: Hub
+) -> None:
+    hub.add("org/one", MODEL)
+    hub.add("org/two", MODEL)
+    client.snapshot("org/one")
+    path = client.snapshot("org/two")
+    expected = contents(client.cache)
+    client.store.plan_undo(last=True).execute()
+    left = contents(client.cache)
+    assert {name: left[name] for name in left} == {name: expected[name] for name in left}
+    hub.clear()
+    assert client.snapshot("org/two") == path
+    assert contents(client.cache) == expected
+    assert hub.gets("safetensors") == []
+    assert_sound(client)
+
+
+def test_huggingface_hubs_force_downloads_are_shared_again(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    path = client.snapshot()
+    expected = contents(client.cache)
+    hub.clear()
+    assert client.snapshot(force_download=True) == path
+    assert len(hub.gets()) == len(MODEL)
+    assert contents(client.cache) == expected
+    assert os.path.samefile(path / "model.safetensors", client.blob_of(MODEL["model.safetensors"]))
+    assert_sound(client)
+
+
+# a Hub that moves, or lies
+
+
+def test_a_branch_that_moves_while_its_files_are_fetched_is_followed(
+    client: Client, hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("org/name", SMALL_TEXTS)
+    hold = hub.faults.hold("org/name/model.safetensors", after=1000)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.snapshot)
+        assert hold.reached.wait(60)
+        moved = hub.add("org/name", {**SMALL_TEXTS, "config.json": b"{}", "new.bin": weights(30)})
+        hold.release()
+        path = waiting.result(60)
+    assert path.name == moved.sha
+    assert {name: (path / name).read_bytes() for name in moved.files} == {
+        **SMALL_TEXTS, "config.json": b"{}", "new.bin": weights(30)
+    }  # fmt: skip
+    assert (client.cache / "models--org--name/refs/main").read_text() == moved.sha
+    hub.clear()
+    client.snapshot()
+    assert len(hub.requests) == 1
+    assert_sound(client)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_wrong_bytes_are_refused_and_nothing_points_at_them(
+    client: Client, hub: Hub, name: str
+) -> None:
+    hub.add("org/name", MODEL)
+    hub.faults.wrong_bytes(f"org/name/{name}")
+    with pytest.raises(DigestMismatchError, match=name) as caught:
+        client.snapshot()
+    assert "bad" in str(caught.value)
+    assert list(client.cache.glob(f"*/snapshots/*/{name}")) == []
+    pointers = [path for path in client.cache.rglob("*") if path.is_symlink()]
+    assert [path for path in pointers if not path.exists()] == []
+    assert wrong_blobs(client.store, client.cache) == []
+    path = client.snapshot()
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+    assert_sound(client)
+
+
+def test_a_cut_connection_is_resumed(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    hub.faults.cut("unet/diffusion.safetensors", after=150_000)
+    path = client.snapshot()
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+    assert_sound(client)
+
+
+@pytest.mark.parametrize("by", [1, -1, 100])
+def test_a_server_that_lies_about_a_size_leaves_nothing_wrong(
+    client: Client, hub: Hub, by: int
+) -> None:
+    hub.add("org/name", {"model.safetensors": weights(1)})
+    hub.faults.wrong_size("model.safetensors", by=by)
+    with pytest.raises(Exception, match=r"(?i)size|consist|bytes"):
+        client.snapshot()
+    assert wrong_blobs(client.store, client.cache) == []
+    hub.faults.clear()
+    for tree in client.cache.glob("*/trees/*"):
+        tree.unlink()
+    path = client.snapshot()
+    assert (path / "model.safetensors").read_bytes() == weights(1)
+    assert_sound(client)
+
+
+def test_a_server_that_names_no_size_is_served_all_the_same(client: Client, hub: Hub) -> None:
+    hub.add("org/name", {"model.safetensors": weights(1)})
+    hub.faults.no_size("model.safetensors")
+    try:
+        path = client.snapshot()
+    except Exception as error:  # noqa: BLE001 - huggingface_hub may refuse: then so do we
+        with pytest.raises(type(error)):
+            plain_snapshot(hub, client.cache.with_name("plain"))
+    else:
+        assert (path / "model.safetensors").read_bytes() == weights(1)
+
+
+# places
+
+
+def test_a_cache_on_another_filesystem_than_the_store_is_filled_and_shared_from(
+    tmp_path: Path, hub: Hub, elsewhere: Path, pass_time: Callable[[float], None]
+) -> None:
+    """No volume is there: nothing is adopted, and no second copy is made."""
+    hub.add("org/name", MODEL)
+    hub.add("org/two", {"copy.bin": MODEL["model.safetensors"]})
+    with SmartCache(tmp_path / "store") as smart:
+        client = Client(smart, hub, elsewhere / "hf")
+        path = client.snapshot()
+        assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+        assert list(client.store.blobs()) == []
+        pass_time(10)
+        assert client.snapshot() == path
+        hub.clear()
+        two = client.snapshot("org/two")
+        assert hub.gets() == []
+        assert (two / "copy.bin").read_bytes() == MODEL["model.safetensors"]
+        assert list((tmp_path / "store" / "blobs").rglob("*.*")) == []
+        assert_sound(client)
+
+
+def test_a_cache_elsewhere_gets_copies_of_what_the_store_has(
+    client: Client, hub: Hub, elsewhere: Path
+) -> None:
+    hub.add("org/name", MODEL)
+    client.snapshot()
+    hub.clear()
+    path = client.snapshot(cache_dir=elsewhere / "hf")
+    assert hub.gets("safetensors") == []
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+    assert wrong_blobs(client.store, elsewhere / "hf") == []
+
+
+def test_a_cache_on_a_volume_of_its_own_shares_there(
+    client: Client, hub: Hub, elsewhere: Path
+) -> None:
+    hub.add("org/name", MODEL)
+    hub.add("org/two", {"copy.bin": MODEL["model.safetensors"]})
+    client.store.add_volume(elsewhere / "volume")
+    one = client.snapshot(cache_dir=elsewhere / "hf")
+    two = client.snapshot("org/two", cache_dir=elsewhere / "hf")
+    assert hub.gets("org/two") == []
+    assert os.path.samefile(one / "model.safetensors", two / "copy.bin")
+    here = client.snapshot("org/two")
+    assert hub.gets("org/two") == []
+    assert (here / "copy.bin").read_bytes() == MODEL["model.safetensors"]
+    assert_sound(client)
+
+
+# several at once
+
+
+def test_threads_that_want_the_same_bytes_fetch_them_once(client: Client, hub: Hub) -> None:
+    shared = weights(1, 500_000)
+    for number in range(6):
+        hub.add(f"org/r{number}", {"m.bin": shared, "own.bin": weights(100 + number)})
+    with ThreadPoolExecutor(12) as pool:
+        names = [f"org/r{number}" for number in range(6)] * 2
+        paths = list(pool.map(client.snapshot, names))
+    assert all((path / "m.bin").read_bytes() == shared for path in paths)
+    assert len({inode_of(os.path.realpath(path / "m.bin")) for path in paths}) == 1
+    assert hub.fetched_bytes("m.bin") == len(shared)
+    assert_sound(client)
+
+
+def test_one_worker_is_enough(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    path = client.snapshot(max_workers=1)
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
