@@ -23,6 +23,7 @@ from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.owners import link_liveness, liveness
 from smartcache.store.records import Blob
+from smartcache.store.statkey import allocated_bytes
 from smartcache.store.store import Store
 
 
@@ -117,6 +118,11 @@ class _Tally:
 
     def count(self) -> None:
         """Go through every file that something leads to which goes."""
+        for each in self.removals:
+            if each.repo.is_symlink:
+                self.files_size += allocated_bytes(os.lstat(each.repo.folder))
+                behind = sum(body.allocated for body in used(each.repo).values())
+                self._keep(behind, str(each.repo.folder.resolve()))
         gone = [(each.repo, each.names) for each in self.removals if not each.repo.is_symlink]
         going = self.census.going(gone)
         for key, body in self._bodies().items():
@@ -133,6 +139,8 @@ class _Tally:
     def _bodies(self) -> dict[Key, Body]:
         found: dict[Key, Body] = {}
         for each in self.removals:
+            if each.repo.is_symlink:
+                continue
             if each.is_whole:
                 found |= used(each.repo)
                 continue

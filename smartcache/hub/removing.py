@@ -177,7 +177,7 @@ class _Work:
             snapshots=none, cache_dir=cache_dir,
         )  # fmt: skip
         try:
-            with _watched(target) as freed:
+            with _watched(name) as freed, _watched(target) as freed_behind:
                 strategy.execute()
         except OSError as error:
             self.failures.append((name, error.strerror or str(error)))
@@ -186,7 +186,7 @@ class _Work:
             self.failures.append((name, "huggingface_hub could not remove it"))
             return
         self.removed += 1
-        self.freed += freed()
+        self.freed += freed() + freed_behind()
 
     def _remove_folders(self, repo: CachedRepo, removal: Removal) -> None:
         below = tuple(

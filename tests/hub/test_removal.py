@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from smartcache.errors import HubError
+from smartcache.hub.removal import RemovalPlan, plan_removal
+from smartcache.hub.removing import RemovalResult
+from smartcache.hub.repos import CachedRepo, scan_caches
+from smartcache.hub.sharing import Census
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
+from tests.hub.caches import blocks_below, commit_of, download, hf, inodes_below, make_repo
+from tests.hub.shared_stores import has_shared_store, make_shared_store
+from tests.hub_server import Hub
+from tests.store.files import OTHER, WEIGHTS, allocated, inode_of, snapshot
+
+A, B = commit_of(1), commit_of(2)
+FILES = {"config.json": b"{}", "m.safetensors": WEIGHTS}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    path = tmp_path / "hub"
+    path.mkdir()
+    return path
+
+
+def own(store: Store, folder: Path, commit: str) -> list[str]:
+    """Adopt the weights of a revision as a download does; return the digests."""
+    snapshot_folder = folder / "snapshots" / commit
+    owner = Owner(
+        kind="repo", name=f"model/{folder.name}@{commit}", path=snapshot_folder, root=folder.parent
+    )
+    weights = [path for path in snapshot_folder.rglob("*.safetensors") if path.exists()]
+    digests = [store.adopt(path.resolve()).digest for path in weights]
+    store.own(owner, digests)
+    return digests
+
+
+def plan(
+    cache: Path, store: Store | None = None, *, name: str = "org/name", revision: str | None = None,
+    keep_blobs: bool = False,
+) -> RemovalPlan:  # fmt: skip
+    stores = [] if store is None else [store]
+    census = Census(scan_caches([cache]), stores)
+    chosen: list[tuple[CachedRepo, str | None]] = [
+        (repo, None if revision is None else repo.commit_of(revision))
+        for repo in census.repos
+        if repo.repo.id == name
+    ]
+    return plan_removal(census, chosen, stores, keep_blobs=keep_blobs)
+
+
+def remove_measured(made: RemovalPlan, *roots: Path) -> RemovalResult:
+    """Execute a plan; what it says it freed must be what is gone from the disk."""
+    before = blocks_below(*roots)
+    result = made.execute()
+    assert result.failures == ()
+    assert result.freed_size == before - blocks_below(*roots)
+    return result
+
+
+class TestRepos:
+    def test_the_folder_goes_and_nothing_else(self, cache: Path) -> None:
+        folder = make_repo(cache, FILES)
+        make_repo(cache, FILES, name="models--org--other")
+        others = snapshot(cache / "models--org--other")
+        made = plan(cache)
+        assert made.freed_size == blocks_below(folder)
+        result = remove_measured(made, cache)
+        assert result.freed_size == made.freed_size
+        assert os.listdir(cache) == ["models--org--other"]
+        assert snapshot(cache / "models--org--other") == others
+
+    def test_planning_changes_nothing(self, cache: Path, store: Store) -> None:
+        own(store, make_repo(cache, FILES), A)
+        before = snapshot(cache)
+        plan(cache, store)
+        assert snapshot(cache) == before
+
+    def test_a_name_elsewhere_keeps_the_bytes_and_is_named(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
+        folder = make_repo(cache, FILES)
+        blob = (folder / "snapshots" / A / "m.safetensors").resolve()
+        os.link(blob, tmp_path / "comfy.safetensors")
+        size = allocated(blob)
+        made = plan(cache)
+        assert [(each.size, each.by) for each in made.kept] == [(size, "another name")]
+        remove_measured(made, cache, tmp_path)
+        assert (tmp_path / "comfy.safetensors").read_bytes() == WEIGHTS
+
+    def test_a_pointer_out_of_the_repo_is_not_followed(self, cache: Path, tmp_path: Path) -> None:
+        """huggingface_hub would remove the file itself."""
+        folder = make_repo(cache, FILES, commit=A)
+        make_repo(cache, {"x.bin": OTHER}, commit=B, ref="")
+        mine = tmp_path / "mine"
+        mine.write_bytes(OTHER)
+        (folder / "snapshots" / A / "out").symlink_to(mine)
+        (folder / "snapshots" / A / "dir").symlink_to(tmp_path)
+        remove_measured(plan(cache, revision=A), cache)
+        assert mine.read_bytes() == OTHER
+        remove_measured(plan(cache), cache)
+        assert mine.read_bytes() == OTHER
+
+    def test_of_a_symlinked_folder_only_the_symlink_goes(self, cache: Path, tmp_path: Path) -> None:
+        real = make_repo(tmp_path / "elsewhere", FILES)
+        before = snapshot(real)
+        (cache / "models--org--name").symlink_to(real)
+        made = plan(cache)
+        assert made.freed_size == allocated(cache / "models--org--name")
+        assert [each.by for each in made.kept] == [str(real)]
+        assert "is a symlink" in made.warnings[0]
+        remove_measured(made, cache)
+        assert os.listdir(cache) == []
+        assert snapshot(real) == before
+
+    def test_a_revision_behind_a_symlinked_folder_is_refused(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
+        make_repo(tmp_path / "elsewhere", FILES, commit=B)
+        real = make_repo(tmp_path / "elsewhere", FILES)
+        (cache / "models--org--name").symlink_to(real)
+        with pytest.raises(HubError, match="is a symlink"):
+            plan(cache, revision=A)
+
+    def test_broken_and_odd_repos_go_too(self, cache: Path) -> None:
+        folder = make_repo(cache, {"-rf": OTHER, os.fsdecode(b"\xff\n"): WEIGHTS, **FILES})
+        (folder / "blobs" / "x.incomplete").write_bytes(OTHER)
+        (folder / "refs" / "lost").write_text(B)
+        (folder / "snapshots" / A / "nowhere").symlink_to("gone")
+        (folder / "junk").mkdir()
+        (folder / "blobs" / "sub").mkdir()
+        os.mkfifo(folder / "junk" / "pipe")
+        remove_measured(plan(cache), cache)
+        assert os.listdir(cache) == []
+
+    def test_what_arrives_meanwhile_stays_whole(self, cache: Path) -> None:
+        """A revision downloaded between plan and removal keeps the blobs it shares."""
+        folder = make_repo(cache, FILES)
+        made = plan(cache)
+        make_repo(cache, {**FILES, "new.bin": OTHER}, commit=B)
+        result = made.execute()
+        assert result.failures == ()
+        (revision,) = scan_caches([cache])[0].revisions
+        assert (revision.commit, revision.refs) == (B, ("main",))
+        assert (folder / "snapshots" / B / "m.safetensors").read_bytes() == WEIGHTS
+
+    def test_a_repo_that_is_gone_already(self, cache: Path) -> None:
+        make_repo(cache, FILES)
+        made, again = plan(cache), plan(cache)
+        made.execute()
+        assert again.execute().removed == 0
+
+    @pytest.mark.parametrize("step", range(6))
+    def test_ended_at_any_point_it_can_be_finished_later(
+        self, step: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_repo(cache, {"a.bin": WEIGHTS, "b.bin": OTHER, "c.json": b"{}"}, commit=A)
+        make_repo(cache, {"a.bin": WEIGHTS}, commit=B)
+        steps = iter(range(100))
+
+        def end(point: str) -> None:
+            if point == "hub rm: name removed" and next(steps) == step:
+                raise KeyboardInterrupt
+
+        made = plan(cache, revision=A)
+        with monkeypatch.context() as patch:
+            patch.setattr("smartcache.hub.removing.reached", end)
+            if step < sum(len(each.names) for each in made.removals):
+                with pytest.raises(KeyboardInterrupt):
+                    made.execute()
+        plan(cache, revision=A).execute()
+        repo = scan_caches([cache])[0]
+        assert [each.commit for each in repo.revisions] == [B]
+        assert (repo.folder / "snapshots" / B / "a.bin").read_bytes() == WEIGHTS
+        assert not any(p.is_dangling for each in repo.revisions for p in each.pointers)
+
+
+class TestRevisions:
+    def test_only_what_no_other_revision_has_goes(self, cache: Path) -> None:
+        make_repo(cache, {"a.bin": WEIGHTS, "b.bin": OTHER}, commit=A, ref="old", listing=True)
+        folder = make_repo(cache, {"a.bin": WEIGHTS}, commit=B, listing=True)
+        made = plan(cache, revision="old")
+        assert any(each.by == "other revisions of model/org/name" for each in made.kept)
+        result = remove_measured(made, cache)
+        assert result.freed_size == made.freed_size
+        assert os.listdir(folder / "snapshots") == [B]
+        assert os.listdir(folder / "trees") == [f"{B}.json"]
+        assert os.listdir(folder / "refs") == ["main"]
+        assert (folder / "snapshots" / B / "a.bin").read_bytes() == WEIGHTS
+        assert len(os.listdir(folder / "blobs")) == 1
+
+    def test_with_the_last_revision_the_repo_goes(self, cache: Path) -> None:
+        make_repo(cache, FILES)
+        made = plan(cache, revision="main")
+        assert made.removals[0].is_whole
+        made.execute()
+        assert os.listdir(cache) == []
+
+    def test_files_in_place_of_symlinks(self, cache: Path) -> None:
+        make_repo(cache, FILES, symlinks=False, commit=A)
+        make_repo(cache, FILES, symlinks=False, commit=B)
+        made = plan(cache, revision=A)
+        assert made.freed_size >= len(WEIGHTS)
+        assert remove_measured(made, cache).freed_size == made.freed_size
+
+    def test_a_ref_without_its_snapshot(self, cache: Path) -> None:
+        folder = make_repo(cache, FILES)
+        (folder / "refs" / "lost").write_text(B)
+        plan(cache, revision="lost").execute()
+        assert os.listdir(folder / "refs") == ["main"]
+        assert (folder / "snapshots" / A / "m.safetensors").exists()
+
+
+class TestBlobs:
+    def test_of_the_store_go_when_nobody_else_holds_them(self, cache: Path, store: Store) -> None:
+        folder = make_repo(cache, FILES)
+        (digest,) = own(store, folder, A)
+        weights = allocated(store.path_of(digest))
+        made = plan(cache, store)
+        assert (made.blobs_size, made.kept) == (weights, ())
+        assert made.files_size == blocks_below(folder) - weights
+        result = remove_measured(made, cache, store.root / "blobs")
+        assert (result.freed_size, result.blobs_removed) == (made.freed_size, 1)
+        assert list(store.blobs()) == []
+
+    def test_stay_if_asked_to(self, cache: Path, store: Store) -> None:
+        (digest,) = own(store, make_repo(cache, FILES), A)
+        made = plan(cache, store, keep_blobs=True)
+        assert [each.by for each in made.kept] == ["the store (--keep-blobs)"]
+        remove_measured(made, cache, store.root / "blobs")
+        assert store.path_of(digest).read_bytes() == WEIGHTS
+        assert [victim.digest for victim in store.plan_prune().victims] == [digest]
+
+    def test_stay_with_another_repo(self, cache: Path, store: Store) -> None:
+        (digest,) = own(store, make_repo(cache, FILES), A)
+        other = make_repo(cache, FILES, name="models--org--other")
+        pointer = other / "snapshots" / A / "m.safetensors"
+        blob = pointer.resolve()
+        blob.unlink()
+        store.place(digest, blob, whole=True)
+        own(store, other, A)
+        made = plan(cache, store)
+        assert [each.by for each in made.kept] == ["model/org/other"]
+        remove_measured(made, cache, store.root / "blobs")
+        assert pointer.read_bytes() == WEIGHTS
+        assert inode_of(pointer.resolve()) == inode_of(store.path_of(digest))
+
+    def test_stay_with_a_pin(self, cache: Path, store: Store) -> None:
+        (digest,) = own(store, make_repo(cache, FILES), A)
+        store.pin(digest, "mine")
+        made = plan(cache, store)
+        assert [each.by for each in made.kept] == ["pin mine"]
+        remove_measured(made, cache, store.root / "blobs")
+        assert store.path_of(digest).read_bytes() == WEIGHTS
+
+    def test_stay_with_a_pin_made_after_the_plan(self, cache: Path, store: Store) -> None:
+        (digest,) = own(store, make_repo(cache, FILES), A)
+        made = plan(cache, store)
+        store.pin(digest, "mine")
+        assert made.execute().blobs_removed == 0
+        assert store.path_of(digest).read_bytes() == WEIGHTS
+
+    def test_stay_with_a_symlink(self, cache: Path, store: Store, tmp_path: Path) -> None:
+        (digest,) = own(store, make_repo(cache, FILES), A)
+        store.place(digest, tmp_path / "linked.safetensors", kind="symlink")
+        made = plan(cache, store)
+        assert [each.by for each in made.kept] == [f"symlink {tmp_path / 'linked.safetensors'}"]
+        remove_measured(made, cache, store.root / "blobs")
+        assert (tmp_path / "linked.safetensors").read_bytes() == WEIGHTS
+
+    def test_stay_with_another_revision(self, cache: Path, store: Store) -> None:
+        make_repo(cache, FILES, commit=A, ref="old")
+        folder = make_repo(cache, {**FILES, "config.json": b"[]"}, commit=B)
+        (digest,) = {*own(store, folder, A), *own(store, folder, B)}
+        result = remove_measured(plan(cache, store, revision=A), cache, store.root / "blobs")
+        assert result.blobs_removed == 0
+        assert (folder / "snapshots" / B / "m.safetensors").read_bytes() == WEIGHTS
+        remove_measured(plan(cache, store, revision=B), cache, store.root / "blobs")
+        assert store.find("blake3", digest) is None
+
+    def test_that_were_copied_into_the_cache_go_too(self, cache: Path, store: Store) -> None:
+        """As when the store is on another filesystem: the owner holds what has no link there."""
+        folder = make_repo(cache, FILES)
+        digest = store.put_file(folder / "snapshots" / A / "m.safetensors").digest
+        store.own(
+            Owner(kind="repo", name=f"x@{A}", path=folder / "snapshots" / A, root=cache), [digest]
+        )
+        made = plan(cache, store)
+        assert made.blobs_size == allocated(store.path_of(digest))
+        result = remove_measured(made, cache, store.root / "blobs")
+        assert result.freed_size == made.freed_size
+        assert store.find("blake3", digest) is None
+
+    def test_stay_while_a_rebuilt_index_may_lack_owners(self, cache: Path, store: Store) -> None:
+        (digest,) = own(store, make_repo(cache, FILES), A)
+        store.rebuild()
+        made = plan(cache, store)
+        assert made.blobs_size == 0
+        assert "smartcache scan" in made.warnings[0]
+        remove_measured(made, cache, store.root / "blobs")
+        assert store.path_of(digest).read_bytes() == WEIGHTS
+
+    def test_survive_an_end_between_files_and_blobs(
+        self, cache: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Then the owner is gone, and prune takes what it held."""
+        (digest,) = own(store, make_repo(cache, FILES), A)
+
+        def end(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        made = plan(cache, store)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "plan_release", end)
+            with pytest.raises(KeyboardInterrupt):
+                made.execute()
+        assert [victim.digest for victim in store.plan_prune().victims] == [digest]
+
+
+class TestWithHuggingfaceHub:
+    def test_it_reads_what_remains_and_downloads_again(self, hub: Hub, cache: Path) -> None:
+        hub.add("org/name", FILES, tags=["v1"])
+        download(hub, "org/name", cache, revision="v1")
+        hub.add("org/name", {**FILES, "new.bin": OTHER})
+        folder = download(hub, "org/name", cache)
+        remove_measured(plan(cache, revision="v1"), cache)
+        assert "model/org/name" in hf(hub, cache, "cache", "ls")
+        hf(hub, cache, "cache", "verify", "org/name")
+        plan(cache).execute()
+        assert not folder.exists()
+        hub.clear()
+        assert download(hub, "org/name", cache) == folder
+        assert hub.fetched_bytes("m.safetensors") == len(WEIGHTS)
+
+    @has_shared_store
+    def test_its_shared_blobs_go_with_their_last_repo(self, cache: Path) -> None:
+        from huggingface_hub import scan_cache_dir
+
+        make_shared_store(cache)
+        entry = cache / "blobs" / "ab" / ("ab" * 32)
+        entry.parent.mkdir()
+        entry.write_bytes(WEIGHTS)
+        lines = []
+        for name in ("name", "other"):
+            folder = make_repo(cache, {"config.json": b"{}"}, name=f"models--org--{name}")
+            blob = folder / "blobs" / ("e" * 64)
+            blob.symlink_to(os.path.relpath(entry, blob.parent))
+            (folder / "snapshots" / A / "m.safetensors").symlink_to(f"../../blobs/{'e' * 64}")
+            lines.append(f"models--org--{name}/blobs/{'e' * 64}\n")
+        entry.with_name(f"{entry.name}.refs").write_text("".join(lines))
+        first = plan(cache)
+        assert [each.by for each in first.kept] == ["model/org/other"]
+        assert first.execute().freed_size == first.freed_size
+        assert entry.read_bytes() == WEIGHTS
+        size = allocated(entry)
+        second = plan(cache, name="org/other")
+        assert second.freed_size >= size
+        assert second.execute().freed_size == second.freed_size
+        assert not entry.exists()
+        assert scan_cache_dir(cache).repos == frozenset()
+        assert len(inodes_below(cache / "blobs")) <= 2
