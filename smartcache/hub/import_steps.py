@@ -56,6 +56,8 @@ class Target:
     """It may be a link to a blob: large, and no kind that programs edit in place."""
     owner: Owner | None = None
     """Who keeps the blob alive."""
+    is_staged: bool = False
+    """It waits in a folder of ours, which the import begins by emptying: never there before."""
 
 
 def stage_of(folder: Path) -> Path:

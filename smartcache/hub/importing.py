@@ -161,7 +161,7 @@ def _find_missing(plan: ImportPlan, store: Store, progress: Progress) -> None:
 
 
 def _is_missing(store: Store, target: Target, plan: ImportPlan) -> bool:
-    state = look(store, target)
+    state = "absent" if target.is_staged else look(store, target)
     if state == "wrong":
         if not plan._force:  # noqa: SLF001 - its own module
             raise in_the_way(target.path)
@@ -207,7 +207,7 @@ def _targets(manifest: Manifest, cache_dir: Path, min_size: int) -> dict[str, li
                 content = manifest.blobs[revision.tree]
                 path = listing_path(folder, commit)
                 found.setdefault(content.sha256, {})[path] = Target(
-                    path=path, size=content.size, expected=expected[content.sha256]
+                    path=path, size=content.size, expected=expected[content.sha256], is_staged=True
                 )
     return {sha256: list(targets.values()) for sha256, targets in found.items()}
 

@@ -110,7 +110,7 @@ def faults_of(cache: Path) -> list[str]:
                 faults.append(f"{path} leads nowhere")
             elif path.is_symlink() and not is_right(path.resolve()):
                 faults.append(f"{path} leads to wrong bytes")
-        blobs = (folder / "blobs").glob("*")
+        blobs = (folder / "blobs").glob("[!.]*")  # the store's temporary names are hidden
         faults += [f"{path} has wrong bytes" for path in blobs if not is_right(path)]
         refs = [path for path in (folder / "refs").rglob("*") if path.is_file()]
         commits = os.listdir(folder / "snapshots")
