@@ -63,6 +63,7 @@ class Sources:
             )  # fmt: skip
             (found if each.is_known else unknown).append(each)
         found.sort(key=lambda each: (each.is_far, not each.may_link))
+        unknown.sort(key=lambda each: each.is_far)
         return (*found, *unknown[:MOST_UNKNOWN]), max(0, len(unknown) - MOST_UNKNOWN)
 
     def _likely(self, file: RemoteFile) -> Iterator[Path]:

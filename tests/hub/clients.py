@@ -99,10 +99,9 @@ def wrong_blobs(store: Store, *caches: Path) -> list[Path]:
         known = store.aliases_of(blob).get("sha256")
         if known not in (None, sha256(path.read_bytes())):
             wrong.append(path)
-    for cache in caches:
-        for path in cache.glob("*/blobs/*"):
-            if len(path.name) == 64 and path.is_file() and sha256(path.read_bytes()) != path.name:
-                wrong.append(path)
+    named = [path for cache in caches for path in cache.glob("*/blobs/*") if path.is_file()]
+    lfs = [path for path in named if len(path.name) == 64]
+    wrong += [path for path in lfs if sha256(path.read_bytes()) != path.name]
     return wrong
 
 

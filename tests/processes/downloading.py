@@ -1,0 +1,414 @@
+"""Download in processes of their own, from a Hub on the loopback; say what they left on disk.
+
+    with Starter() as starter:
+        world = World(tmp_path, hub, starter)
+        running = world.start("org/one", die_at=Moment("download: fetched", 1))
+        assert running.wait().is_killed
+        assert world.problems() == []
+        assert world.download("org/one").path == world.snapshot("org/one")
+
+A starter is a process with everything imported and no threads that forks a process per job, which
+takes milliseconds. `python -m tests.processes.downloading` is that process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
+
+from smartcache.hub import tree
+from smartcache.hub.records import Repo
+from smartcache.store import faults
+from smartcache.store.store import Store
+from tests.hub_server import Commit, Hub
+from tests.hub_server.server import environment_for
+from tests.processes.killing import Moment, die_at
+
+Way: TypeAlias = Literal["ours", "plain"]
+"""Whose `snapshot_download`."""
+PATIENCE = 60.0
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def content(seed: int, size: int) -> bytes:
+    """Return bytes that no other seed gives."""
+    return hashlib.shake_128(seed.to_bytes(4)).digest(size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a process is to do."""
+
+    environment: dict[str, str]
+    calls: Sequence[dict[str, object]] = ()
+    """Arguments of downloads; more than one: by as many threads at once."""
+    way: Way = "ours"
+    die_at: tuple[str, int] | None = None
+    repeat: Sequence[str] = ()
+    """Words of a command line that is run again and again for `seconds`, instead of downloads."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a process ended."""
+
+    signal: int
+    """The signal that ended it; 0: none."""
+    paths: list[str | None] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    points: list[str] = field(default_factory=list)
+    """The fault points that were reached."""
+    codes: list[int] = field(default_factory=list)
+    """The exit codes of a repeated command line."""
+
+    @property
+    def is_killed(self) -> bool:
+        return self.signal == signal.SIGKILL
+
+    @property
+    def path(self) -> Path:
+        """Where the only download is."""
+        assert self.errors == [], self.errors
+        (path,) = self.paths
+        assert path is not None
+        return Path(path)
+
+    @property
+    def error(self) -> str:
+        """The type and the message of the only error."""
+        (error,) = self.errors
+        return error
+
+
+class Running:
+    """A process that was started for a job."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+        self.pid = int(self._read()["pid"])  # type: ignore[call-overload]
+        self._ended: Ended | None = None
+
+    def wait(self) -> Ended:
+        """Wait for its end."""
+        if self._ended is None:
+            told = self._read()
+            if "signal" not in told:
+                told |= self._read()
+            self._close()
+            self._ended = Ended(**told)  # type: ignore[arg-type]
+        return self._ended
+
+    def kill(self) -> Ended:
+        """Send SIGKILL and wait for its end; it may have ended before."""
+        if self._ended is None:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+    def _read(self) -> dict[str, object]:
+        line = self._lines.readline()
+        if not line:
+            raise AssertionError("a process of the starter went away")
+        told: dict[str, object] = json.loads(line)
+        return told
+
+    def _close(self) -> None:
+        self._connection.sendall(b"!")  # from now on the id may be another process's
+        self._lines.close()
+        self._connection.close()
+
+
+class Starter:
+    """Starts a process per job; ends them all with its `with` block."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self._control = here
+        self._jobs: list[Running] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.downloading", str(there.fileno())],
+            cwd=ROOT,
+            pass_fds=[there.fileno()],
+            env=_environment(),
+        )
+        there.close()
+
+    def start(self, job: Job) -> Running:
+        """Let a process do it."""
+        here, there = socket.socketpair()
+        here.settimeout(PATIENCE)
+        with there:
+            data = json.dumps(asdict(job)).encode()
+            socket.send_fds(self._control, [len(data).to_bytes(8)], [there.fileno()])
+            self._control.sendall(data)
+        running = Running(here)
+        self._jobs.append(running)
+        return running
+
+    def close(self) -> None:
+        """End every process."""
+        for running in self._jobs:
+            running.kill()
+        self._control.close()
+        self._process.wait(PATIENCE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that libraries read when they are imported."""
+    found = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}
+    found |= environment_for("http://127.0.0.1:9")
+    # The certificates of the system take a fifth of a second to read: there are none in here.
+    return {**found, "SSL_CERT_DIR": str(Path(__file__).parent), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+class World:
+    """A store, an HF cache and a home in a directory, and a Hub to download from."""
+
+    def __init__(self, directory: Path, hub: Hub, starter: Starter) -> None:
+        self.directory = directory
+        self.home = directory / "store"
+        self.cache = directory / "hf"
+        self.hub = hub
+        self._starter = starter
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of every process of this world."""
+        here = {"HOME": str(self.directory), "SMARTCACHE_HOME": str(self.home)}
+        return {**self.hub.environment, **here, "HF_HUB_CACHE": str(self.cache)}
+
+    def call(self, repo: str, **arguments: object) -> dict[str, object]:
+        """Return the arguments of a download."""
+        told = {"repo_id": repo, "endpoint": self.hub.url, "cache_dir": str(self.cache)}
+        return {**told, **arguments}
+
+    def start(
+        self,
+        *repos: str,
+        way: Way = "ours",
+        die_at: Moment | None = None,
+        **arguments: object,
+    ) -> Running:
+        """Begin to download; several repos: in several threads of the process."""
+        return self._starter.start(
+            Job(
+                environment=self.environment,
+                calls=[self.call(repo, **arguments) for repo in repos],
+                way=way,
+                die_at=None if die_at is None else (die_at.place, die_at.nth),
+            )
+        )
+
+    def repeat(self, *words: str | Path, seconds: float) -> Running:
+        """Begin to run a command line again and again."""
+        told = [str(word) for word in words]
+        job = Job(environment=self.environment, repeat=told, seconds=seconds)
+        return self._starter.start(job)
+
+    def download(self, *repos: str, **arguments: object) -> Ended:
+        """Download and wait."""
+        return self.start(*repos, **arguments).wait()  # type: ignore[arg-type]
+
+    def store(self) -> Store:
+        return Store(self.home)
+
+    def folder(self, repo: str) -> Path:
+        return self.cache / Repo("model", repo).folder_name
+
+    def commit(self, repo: str) -> Commit:
+        """Return the newest commit of a repo on the Hub."""
+        found = self.hub.repositories["model", repo].find("main")
+        assert found is not None
+        return found
+
+    def snapshot(self, repo: str) -> Path:
+        return self.folder(repo) / "snapshots" / self.commit(repo).sha
+
+    def complete(self, repo: str) -> set[str]:
+        """Return the files of which the HF cache has all bytes, visible or not."""
+        blobs = self.folder(repo) / "blobs"
+        return {
+            path
+            for path, file in self.commit(repo).files.items()
+            if (blobs / file.etag).is_file() and (blobs / file.etag).read_bytes() == file.read()
+        }
+
+    def is_right(self, repo: str) -> bool:
+        """Say whether the HF cache has every file of a repo, with the right bytes."""
+        root = self.snapshot(repo)
+        wanted = {path: file.read() for path, file in self.commit(repo).files.items()}
+        return wanted == {path: where.read_bytes() for path, where in _files(root)}
+
+    def problems(self) -> list[str]:
+        """Return what is half-made or wrong: in the HF cache, and in the store."""
+        found = [problem for repo, folder in tree.repos_in(self.cache)
+                 for problem in self._wrong_pointers(repo, folder)]  # fmt: skip
+        with self.store() as store:
+            if store.verify(full=True).has_damage:
+                found.append(f"the store is damaged: {store.verify(full=True)}")
+            found += [f"left in tmp/: {name}" for name in os.listdir(store.volume.layout.tmp)]
+        return found
+
+    def _wrong_pointers(self, repo: Repo, folder: Path) -> Iterator[str]:
+        commits = self.hub.repositories["model", repo.id].commits
+        for commit in tree.commits_of(folder):
+            for path, pointer in tree.pointers(folder, commit):
+                if not pointer.is_file():
+                    yield f"{path} leads nowhere"
+                elif pointer.read_bytes() != commits[commit].files[path].read():
+                    yield f"{path} has wrong bytes"
+        for ref, commit in tree.refs_of(folder).items():
+            if commit not in commits:
+                yield f"{ref} is {commit}, which does not exist"
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(root).as_posix(), path
+
+
+# in the process that starts others
+
+
+def _serve(control: socket.socket) -> None:
+    _import_everything()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        head, descriptors, _, _ = socket.recv_fds(control, 8, 1)
+        if not head:
+            return
+        data = _read_all(control, int.from_bytes(head))
+        connection = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _supervise(connection, Job(**json.loads(data)))
+        connection.close()
+
+
+def _read_all(control: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += control.recv(size - len(data))
+    return data
+
+
+def _import_everything() -> None:
+    import huggingface_hub
+
+    import smartcache
+    import smartcache.cli
+    import smartcache.folders.scan
+    import smartcache.hub.download
+
+    assert huggingface_hub.snapshot_download is not None
+    assert smartcache.snapshot_download is not None
+
+
+def _supervise(connection: socket.socket, job: Job) -> None:
+    """Have a job done by a child and tell its end; never returns."""
+    pid = os.fork()
+    if pid == 0:
+        _tell(connection, {"pid": os.getpid()})
+        try:
+            _tell(connection, _work(job))
+        except BaseException:  # noqa: BLE001 - nobody may come back from here
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    is_killed = end is not None and end.si_code == os.CLD_KILLED
+    _tell(connection, {"signal": end.si_status if end is not None and is_killed else 0})
+    connection.recv(1)  # until then its id is not given to another process
+    os._exit(0)
+
+
+def _tell(connection: socket.socket, words: dict[str, object]) -> None:
+    connection.sendall(json.dumps(words).encode() + b"\n")
+
+
+def _work(job: Job) -> dict[str, object]:
+    os.environ.update(job.environment)
+    if job.repeat:
+        return {"codes": _repeat(job.repeat, job.seconds)}
+    points: list[str] = []
+    if job.die_at is None:
+        faults.hook = points.append
+    else:
+        die_at(Moment(*job.die_at))
+    paths: list[str | None] = [None] * len(job.calls)
+    errors: list[str] = []
+
+    def call(number: int) -> None:
+        try:
+            paths[number] = _download(job.way, dict(job.calls[number]))
+        except BaseException as error:  # noqa: BLE001 - the test judges it
+            errors.append(f"{type(error).__name__}: {error}")
+            if not isinstance(error, OSError):
+                traceback.print_exc()
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(1, len(job.calls))]
+    for thread in threads:
+        thread.start()
+    call(0)
+    for thread in threads:
+        thread.join()
+    return {"paths": paths, "errors": errors, "points": points}
+
+
+def _download(way: Way, arguments: dict[str, object]) -> str:
+    import huggingface_hub
+
+    import smartcache
+
+    module = smartcache if way == "ours" else huggingface_hub
+    name = "hf_hub_download" if "filename" in arguments else "snapshot_download"
+    function: Callable[..., str] = getattr(module, name)
+    return function(**arguments)
+
+
+def _repeat(words: Sequence[str], seconds: float) -> list[int]:
+    from click.testing import CliRunner
+
+    from smartcache.cli import main
+
+    codes = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done = CliRunner().invoke(main, list(words))
+        codes.append(done.exit_code)
+        if done.exit_code not in (0, 3):
+            sys.stderr.write(f"{words}: {done.output}\n{done.exc_info}\n")
+    return codes
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

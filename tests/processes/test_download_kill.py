@@ -1,0 +1,277 @@
+"""Downloads killed with SIGKILL, interrupted or out of space: nothing half-made is visible.
+
+At each fault point that a download reaches, and at random times while the server sends. The next
+call completes, fetches only what was not there, and proves what the killed one could not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("fork and SIGKILL", allow_module_level=True)
+
+from smartcache.folders.records import ModelFolder
+from smartcache.folders.scan import look
+from smartcache.hub import tree
+from tests.hub_server import Hub
+from tests.processes.downloading import PATIENCE, ROOT, Starter, World, content
+from tests.processes.killing import Moment
+from tests.store.small_disks import Disk, in_own_namespace
+
+SIZE = 100_000
+CONFIG, TOKENIZER = b'{"kind": "one"}', b'{"words": []}'
+FETCHED = ("unet/model.safetensors", "other/model.safetensors")
+KNOWN, CLAIMED, COPIED = ("text_encoder/model.safetensors", "vae/a.safetensors", "vae/b.safetensors")
+PRESENT, TWICE = "present/a.safetensors", "present/b.safetensors"
+LARGE_TEXT = "vocabulary.json"
+FILES = {
+    "config.json": CONFIG,
+    "tokenizer.json": TOKENIZER,
+    LARGE_TEXT: content(9, SIZE),
+    **{path: content(number, SIZE + number) for number, path in enumerate(
+        (*FETCHED, KNOWN, CLAIMED, COPIED, PRESENT, TWICE), 10)},
+}  # fmt: skip
+RIGHT, WRONG = "unet/model.safetensors", "vae/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    with Starter() as starter:
+        yield starter
+
+
+@pytest.fixture
+def world(tmp_path: Path, hub: Hub, starter: Starter) -> World:
+    return World(tmp_path / "world", hub, starter)
+
+
+def prepare(world: World) -> None:
+    """Let the files of the repo come from everywhere: there already, store, folders, the Hub."""
+    blobs = world.folder("org/one") / "blobs"
+    blobs.mkdir(parents=True)
+    for path in (PRESENT, TWICE):
+        (blobs / world.commit("org/one").etag(path)).write_bytes(FILES[path])
+    given, found = world.directory / "given", world.directory / "found"
+    for folder, path in ((given, CLAIMED), (found, COPIED)):
+        folder.mkdir()
+        (folder / "weights.safetensors").write_bytes(FILES[path])
+    old = world.directory / "old.safetensors"
+    old.write_bytes(FILES[TWICE])
+    with world.store() as store:
+        store.put_stream([FILES[KNOWN]], algorithms=("sha256",))
+        store.adopt(old)
+        look(store, [ModelFolder(path=given, is_given=True), ModelFolder(path=found)])
+
+
+def moments_of(points: list[str], *, last_too: bool) -> list[Moment]:
+    """Return the first time each point is reached, and the last of those of the download."""
+    times = Counter(points)
+    return [
+        Moment(place, nth)
+        for place in dict.fromkeys(points)
+        for nth in dict.fromkeys((1, times[place] if last_too else 1))
+    ]
+
+
+def finished(world: World, repo: str = "org/one") -> Iterator[str]:
+    """Yield what is wrong after a killed download, and after the next one."""
+    yield from world.problems()
+    complete = world.complete(repo)
+    world.hub.clear()
+    ended = world.download(repo)
+    if ended.errors:
+        yield f"the next run failed: {ended.errors}"
+        return
+    if not world.is_right(repo):
+        yield "the next run made something else"
+    for request in world.hub.gets():
+        if request.file is not None and request.file.removeprefix(f"{repo}/") in complete:
+            yield f"{request.file} was complete, and fetched again"
+    yield from world.problems()
+    yield from unowned(world, repo)
+    world.hub.clear()
+    if world.download(repo).errors or world.hub.gets():
+        yield "a third run fetched something"
+
+
+def unowned(world: World, repo: str) -> Iterator[str]:
+    """Yield the weights that are not shared through the store."""
+    with world.store() as store:
+        for path in (path for path in world.commit(repo).files if path.endswith(".safetensors")):
+            if store.blob_at(Path(os.path.realpath(world.snapshot(repo) / path))) is None:
+                yield f"{path} is no blob"
+
+
+def test_a_kill_at_any_fault_point_leaves_nothing_half_made(
+    tmp_path: Path, hub: Hub, starter: Starter, soak: bool
+) -> None:
+    hub.add("org/one", FILES)
+    whole = World(tmp_path / "whole", hub, starter)
+    prepare(whole)
+    ended = whole.download("org/one")
+    assert ended.path == whole.snapshot("org/one")
+    assert {Path(str(each.file)).as_posix().removeprefix("org/one/") for each in hub.gets()} == {
+        *FETCHED, "config.json", "tokenizer.json", LARGE_TEXT,
+    }  # fmt: skip
+    for verb in ("download", "adopt", "place", "put", "replace", "claim"):
+        assert any(point.startswith(f"{verb}:") for point in ended.points), verb
+    problems: list[str] = []
+    for number, moment in enumerate(moments_of(ended.points, last_too=soak)):
+        world = World(tmp_path / str(number), hub, starter)
+        prepare(world)
+        if not world.start("org/one", die_at=moment).wait().is_killed:
+            problems.append(f"not killed at {moment}")
+        problems += [f"killed at {moment}: {problem}" for problem in finished(world)]
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+
+
+def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(
+    tmp_path: Path, hub: Hub, starter: Starter, rounds: Callable[[int], int]
+) -> None:
+    files = {f"{number}.safetensors": content(number, 400_000) for number in range(4)}
+    hub.add("org/one", {**files, **{f"{number}.json": b"%d" % number for number in range(4)}})
+    hub.bandwidth = 4e6
+    chance = random.Random()
+    for number in range(rounds(6)):
+        world = World(tmp_path / str(number), hub, starter)
+        running = world.start("org/one", max_workers=chance.choice((1, 2, 8)))
+        delay = chance.random() * 0.7
+        time.sleep(delay)
+        running.kill()
+        assert list(finished(world)) == [], f"killed after {delay} s"
+
+
+# what the killed process had not proven
+
+
+def wrong_and_killed(world: World, path: str, place: str, **arguments: object) -> bytes:
+    """Let the server send wrong bytes, once, and kill the client before it has looked at them."""
+    files = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, WRONG: content(1, SIZE)}
+    world.hub.add("org/one", files)
+    world.hub.faults.wrong_bytes(f"org/one/{path}")
+    assert world.start("org/one", die_at=Moment(place, 1), **arguments).wait().is_killed
+    found = blob_of(world, path).read_bytes()
+    assert found != files[path]
+    assert len(found) == len(files[path])
+    world.hub.clear()
+    return found
+
+
+def blob_of(world: World, path: str) -> Path:
+    return world.folder("org/one") / "blobs" / world.commit("org/one").etag(path)
+
+
+def in_bad(world: World) -> list[bytes]:
+    with world.store() as store:
+        bad = store.volume.layout.bad
+        return [path.read_bytes() for path in bad.iterdir()] if bad.exists() else []
+
+
+UNPROVEN = [
+    pytest.param(WRONG, "download: fetched", id="large"),
+    pytest.param("config.json", "download: handed over", id="small"),
+]
+
+
+@pytest.mark.parametrize(("path", "place"), UNPROVEN)
+def test_wrong_bytes_of_a_killed_download_are_found_by_the_next(
+    path: str, place: str, world: World
+) -> None:
+    wrong = wrong_and_killed(world, path, place)
+    ended = world.download("org/one")
+    if ended.errors:  # small files: the call that finds them says so, the next one fetches
+        assert ended.error.startswith("DigestMismatchError: ")
+        ended = world.download("org/one")
+    assert ended.path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+    assert len(world.hub.gets(path)) == 1
+    assert in_bad(world) == [wrong]
+    assert world.problems() == []
+
+
+@pytest.mark.parametrize("arguments", [{"local_files_only": True}, {}], ids=["local", "no network"])
+@pytest.mark.parametrize(("path", "place"), UNPROVEN)
+def test_wrong_bytes_of_a_killed_download_are_found_without_the_hub(
+    path: str, place: str, arguments: dict[str, object], world: World
+) -> None:
+    wrong = wrong_and_killed(world, path, place)
+    if not arguments:
+        world.hub.faults.status("/api/", 503, times=1000, method="")
+    commit = world.commit("org/one").sha  # there may be no branch yet
+    ended = world.download("org/one", revision=commit, **arguments)
+    assert ended.paths == [None]
+    assert ended.error.startswith("DigestMismatchError: ")
+    assert in_bad(world) == [wrong]
+    assert not (world.snapshot("org/one") / path).exists()
+    world.hub.faults.clear()
+    assert world.download("org/one").path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+
+
+@pytest.mark.parametrize("between", ["one file", "some files"])
+@pytest.mark.parametrize("last", [{}, {"local_files_only": True}], ids=["online", "local"])
+@pytest.mark.parametrize(("path", "place"), UNPROVEN)
+def test_a_call_for_other_files_does_not_make_anybody_believe_in_the_wrong_ones(
+    path: str, place: str, last: dict[str, object], between: str, world: World
+) -> None:
+    wrong_and_killed(world, path, place)
+    other = {"filename": "tokenizer.json"} if between == "one file" else {
+        "allow_patterns": ["token*"]}  # fmt: skip
+    world.download("org/one", **other)
+    ended = world.download("org/one", **last)
+    assert ended.errors or world.is_right("org/one")
+    for _ in range(2):
+        ended = world.download("org/one")
+    assert ended.path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+
+
+@pytest.mark.parametrize("last", [{}, {"local_files_only": True}], ids=["online", "local"])
+def test_wrong_bytes_in_a_local_dir_are_found(last: dict[str, object], world: World) -> None:
+    world.hub.add("org/one", {"config.json": CONFIG, WRONG: content(1, SIZE)})
+    world.hub.faults.wrong_bytes(f"org/one/{WRONG}")
+    local = world.directory / "local"
+    moment = Moment("download: fetched", 1)
+    assert world.start("org/one", die_at=moment, local_dir=str(local)).wait().is_killed
+    assert (local / WRONG).read_bytes() != content(1, SIZE)
+    ended = world.download("org/one", local_dir=str(local), **last)
+    assert ended.errors or (local / WRONG).read_bytes() == content(1, SIZE)
+    assert world.download("org/one", local_dir=str(local)).path == local
+    assert (local / WRONG).read_bytes() == content(1, SIZE)
+
+
+def test_small_files_of_a_branch_that_moved_are_proven(world: World) -> None:
+    """huggingface_hub brings those of the newer commit before it is planned."""
+    world.hub.add("org/one", {"config.json": CONFIG, RIGHT: content(1, SIZE)})
+    hold = world.hub.faults.hold(f"org/one/{RIGHT}", after=1000)
+    running = world.start("org/one")
+    assert hold.reached.wait(PATIENCE)
+    world.hub.add("org/one", {"config.json": TOKENIZER, RIGHT: content(1, SIZE)})
+    world.hub.faults.wrong_bytes("org/one/config.json")
+    hold.release()
+    ended = running.wait()
+    assert ended.errors or world.is_right("org/one")
+    if ended.errors:
+        assert ended.error.startswith("DigestMismatchError: ")
+    assert world.download("org/one").path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+
+
+def test_a_kill_while_wrong_bytes_are_set_aside_leaves_nothing_visible(world: World) -> None:
+    wrong_and_killed(world, WRONG, "download: hidden")
+    assert world.problems() == []
+    assert world.download("org/one").path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+    assert len(in_bad(world)) == 1
