@@ -1,14 +1,25 @@
 # Sourced by the scripts beside it. `ensure_venv [EXTRA]` makes .venv with this project in it, and does nothing
-# when it is there already; `$root` and `$python` then name the project and the interpreter.
+# when it is there already; `$root` and `$python` then name the project and the interpreter. `other_venv NAME
+# REQUIREMENT...` before it: another folder than .venv, with these packages too.
 #
 # .venv/.installed-* holds what was installed: the project's path (a copied .venv would still point at the
-# original), the version, pyproject.toml and the constraints. Anything else there, and pip runs again.
+# original), the version, pyproject.toml, the constraints and the further packages. Anything else there, and pip
+# runs again.
 # Written for bash 3.2 (macOS), and without flock(1), which is not everywhere.
 # shellcheck shell=bash
 
 unset PYTHONHOME PYTHONPATH
 root=$(CDPATH='' cd -P -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
-python=$root/.venv/bin/python
+venv=.venv
+python=$root/$venv/bin/python
+requirements=()
+
+other_venv() { # NAME REQUIREMENT...
+    venv=$1
+    python=$root/$venv/bin/python
+    shift
+    requirements=("$@")
+}
 
 find_python() {
     local name found=''
@@ -38,34 +49,35 @@ _wanted() {
     while IFS= read -r line; do
         if [[ $line == __version__* ]]; then printf '%s\n' "$line"; fi
     done <"$root/smartcache/__init__.py"
-    printf '%s\n' "$(<"$root/pyproject.toml")" "$(<"$root/scripts/constraints.txt")"
+    printf '%s\n' "$(<"$root/pyproject.toml")" "$(<"$root/scripts/constraints.txt")" \
+        ${requirements[@]+"${requirements[@]}"}
 }
 
 _is_installed() { # EXTRA; the test extra is more than none, so it serves for that too
-    local stamp=$root/.venv/.installed-$1
+    local stamp=$root/$venv/.installed-$1
     if [[ -f $stamp && $(<"$stamp") == "$(_wanted)" ]] && "$python" -c '' 2>/dev/null; then return; fi
     [[ -z $1 ]] && _is_installed test
 }
 
 _is_ours() { # made for this path, and with an interpreter that still runs
-    [[ -f $root/.venv/.root && $(<"$root/.venv/.root") == "$root" ]] &&
+    [[ -f $root/$venv/.root && $(<"$root/$venv/.root") == "$root" ]] &&
         "$python" -m pip --version >/dev/null 2>&1
 }
 
 _install() { # EXTRA PYTHON
-    local extra=$1 base=$2 stamp=$root/.venv/.installed-$1 wanted
+    local extra=$1 base=$2 stamp=$root/$venv/.installed-$1 wanted
     wanted=$(_wanted)
     if ! _is_ours; then
-        echo "Making .venv with $("$base" --version) ..." >&2
+        echo "Making $venv with $("$base" --version) ..." >&2
         # All but the lock file, on which other processes may be waiting.
-        find "$root/.venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} + || return
-        "$base" -m venv "$root/.venv" || return
-        printf '%s\n' "$root" >"$root/.venv/.root"
+        find "$root/$venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} + || return
+        "$base" -m venv "$root/$venv" || return
+        printf '%s\n' "$root" >"$root/$venv/.root"
     fi
-    echo "Installing smartcache${extra:+ with its $extra tools} into .venv ..." >&2
+    echo "Installing smartcache${extra:+ with its $extra tools} into $venv ..." >&2
     rm -f "$stamp"
     (cd -- "$root" && PIP_USER=0 "$python" -m pip install -qq --disable-pip-version-check \
-        -c scripts/constraints.txt -e ".${extra:+[$extra]}") || return
+        -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) || return
     # Under its own name only when complete: others look at it without the lock.
     printf '%s\n' "$wanted" >"$stamp.new" && mv -f "$stamp.new" "$stamp"
 }
@@ -74,18 +86,18 @@ ensure_venv() { # [EXTRA]
     local extra=${1-} base status=0
     if _is_installed "$extra"; then return; fi
     base=$(find_python) || return
-    mkdir -p "$root/.venv" || return
+    mkdir -p "$root/$venv" || return
     # The kernel lock belongs to descriptor 9, which stays open here after that Python has ended.
-    exec 9>>"$root/.venv/.lock" || return
+    exec 9>>"$root/$venv/.lock" || return
     if ! "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
-        echo "Waiting for another process that is making .venv ..." >&2
+        echo "Waiting for another process that is making $venv ..." >&2
         "$base" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || return
     fi
     if ! _is_installed "$extra"; then _install "$extra" "$base" || status=$?; fi
     exec 9>&-
     if ((status)); then
-        echo "Error: .venv could not be made." >&2
-        echo "Hint: the lines above say why; it is safe to run this again, or to remove .venv first." >&2
+        echo "Error: $venv could not be made." >&2
+        echo "Hint: the lines above say why; it is safe to run this again, or to remove $venv first." >&2
     fi
     return "$status"
 }
