@@ -37,6 +37,7 @@ BLOBS = "blobs"
 MOST_MANIFEST = 1 << 28
 """Bytes of a manifest that are read: a million files are some 150 MB."""
 
+_MOST_LISTING = 1 << 29
 _FORMAT = "smartcache-bundle"
 _VERSION = 1
 _LONGEST_NAME = 255
@@ -242,6 +243,8 @@ def _revision(entry: object, blobs: Mapping[str, Content]) -> Revision:
         raise ValueError("a tree listing is not described")
     if listing is not None and blobs[listing].sha256 != listing:
         raise ValueError("a tree listing is not named by its sha256")
+    if listing is not None and blobs[listing].size > _MOST_LISTING:
+        raise ValueError("a tree listing is too large to be one")
     return Revision(files=files, tree=listing)
 
 

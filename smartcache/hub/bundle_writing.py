@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 
 from smartcache.errors import DestinationExistsError, FileChangedError, HubError, NoSpaceError
 from smartcache.hub.bundle import BLOBS, COMPLETE, MANIFEST
+from smartcache.sizes import format_size
 from smartcache.store.blobs import explained
 from smartcache.store.digest import Algorithm, Hasher, Hashes, hash_file
 from smartcache.store.faults import reached
@@ -28,6 +29,8 @@ from smartcache.store.proof import Advance
 _CHUNK = 1 << 20
 _RECORD = 10_240
 """What tar programs pad an archive to."""
+
+WRITING = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 class Sink(Protocol):
@@ -64,8 +67,7 @@ class FolderSink:
         self, sha256: str, source: int, size: int, wanted: tuple[Algorithm, ...], advance: Advance
     ) -> Hashes:
         """Write a blob by reflink or copy, never by hard link: the user may edit a bundle."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-        target = os.open(self._folder / BLOBS / sha256, flags, 0o644)
+        target = os.open(self._folder / BLOBS / sha256, WRITING | os.O_EXCL, 0o644)
         try:
             if self._can_clone and size and clone(source, target):
                 hashes, _ = hash_file(target, wanted, advance=advance)
@@ -162,7 +164,8 @@ def need_room(place: Path, size: int) -> None:
     """Raise NoSpaceError if so many bytes will not fit there."""
     free = free_bytes(place)
     if size > free:
-        message = f"{size} bytes are needed at {place}, but {free} are free; nothing was written"
+        needed, left = format_size(size), format_size(free)
+        message = f"{needed} are needed at {place}, but {left} are free; nothing was written"
         raise NoSpaceError(message, path=place, needed=size, free=free)
 
 
@@ -183,10 +186,21 @@ def check_destination(path: Path, *, is_tar: bool, force: bool) -> None:
     if not force:
         hint = "Choose another name, or replace it with --force."
         raise DestinationExistsError(f"{path} exists already", path=path, hint=hint)
-    if not (stat.S_ISREG(st.st_mode) if is_tar else _is_bundle(path, st)):
-        what = "a plain file" if is_tar else "a bundle, and nothing else"
-        message = f"{path} exists and is not {what}; it is not replaced"
+    if not (_is_tar_bundle(path, st) if is_tar else _is_bundle(path, st)):
+        message = f"{path} exists and is not a bundle alone; it is not replaced"
         raise DestinationExistsError(message, path=path, hint="Choose another name.")
+
+
+def _is_tar_bundle(path: Path, st: os.stat_result) -> bool:
+    """Say whether a file begins as a bundle does."""
+    if not stat.S_ISREG(st.st_mode):
+        return False
+    with open(path, "rb") as file:
+        start = file.read(tarfile.BLOCKSIZE)
+    try:
+        return tarfile.TarInfo.frombuf(start, "ascii", "surrogateescape").name == MANIFEST
+    except tarfile.HeaderError:
+        return False
 
 
 def _is_bundle(path: Path, st: os.stat_result) -> bool:

@@ -43,10 +43,16 @@ class Claims:
         """Whether there is a volume where the files are wanted."""
         return self._near is not None
 
-    def place_known(self, planned: PlannedFile) -> bool:
-        """Place the blob with the announced bytes; False if the store has none that is whole."""
+    def place_known(self, planned: PlannedFile, *, near: bool = False) -> bool:
+        """Place the blob with the announced bytes; False if the store has none that is whole.
+
+        `near`: only a blob that lies on the target's filesystem.
+        """
         ((algorithm, value),) = planned.file.announced.items()
-        blob = self._store.find(algorithm, value)
+        if near:
+            blob = None if self._near is None else self._near.find_here(algorithm, value)
+        else:
+            blob = self._store.find(algorithm, value)
         if blob is None:
             return False
         try:

@@ -9,6 +9,7 @@ that was brought is proven, or it is not visible.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +21,7 @@ from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
+from smartcache.hub.leftovers import prove_all
 from smartcache.hub.plan import DownloadPlan, near_store, plan_download
 from smartcache.hub.records import PlannedFile
 from smartcache.hub.remote import download_file, download_snapshot
@@ -41,13 +43,15 @@ _Batches = list[tuple[Store, Batch]]
 
 def execute(plan: DownloadPlan, progress: Progress | None = None) -> str:
     """Carry out a plan; return the path of the snapshot, the `local_dir` or the one file."""
+    has_moved = False
     for _ in range(_MOST_MOVES):
-        path = _Run(plan, progress).run()
+        path = _Run(plan, progress).run(strict=has_moved)
         if path is not None:
             return str(path)
         _log.info("%s moved on while it was downloaded; once more", plan.revision)
         plan = plan_download(plan.store, plan.request)
-    return str(_Run(plan, progress).run(at_commit=True))
+        has_moved = True
+    return str(_Run(plan, progress).run(strict=True, at_commit=True))
 
 
 class _Run:
@@ -64,11 +68,16 @@ class _Run:
         self._unfinished = Unfinished(plan.store, plan.target.root)
         self._progress = progress
 
-    def run(self, *, at_commit: bool = False) -> Path | None:
-        """Do it; None if the revision stands for another commit by now."""
+    def run(self, *, strict: bool = False, at_commit: bool = False) -> Path | None:
+        """Do it; None if the revision stands for another commit by now.
+
+        `strict`: every file is looked at, as after a download that was killed.
+        """
         left_behind = self._unfinished.left_behind()
-        if self._plan.is_done and not left_behind and self._is_noted():
+        strict = strict or bool(left_behind)
+        if self._plan.is_done and not strict and self._is_noted():
             return self._result()
+        before = self._texts()
         self._prepare()
         with self._unfinished.working():
             if not self._request.force:
@@ -77,9 +86,11 @@ class _Run:
             root = self._hand_over(at_commit=at_commit)
             reached("download: handed over")
             if root is not None and root != self._target.root:
-                self._unfinished.forget(left_behind)
                 return None
-            self._prove_rest(strict=bool(left_behind))
+            self._prove_rest({} if strict else before)
+            if left_behind:
+                proven = {each.file.path for each in self._plan.files}
+                prove_all(self._store, self._target, besides=proven)
         self._unfinished.forget(left_behind)
         self._remember_places()
         return self._result()
@@ -92,6 +103,18 @@ class _Run:
         else:
             for each in self._plan.files:
                 self._target.drop_wrong_pointer(each.file)
+                if each.is_weight and each.found is not None and each.source != "present":
+                    self._prove_present(each)  # known to be wrong: it is set aside
+
+    def _texts(self) -> dict[str, tuple[Path, int, int]]:
+        """Return what the files look like that are no weights: which file, size and time."""
+        seen: dict[str, tuple[Path, int, int]] = {}
+        for each in self._plan.files:
+            path = None if each.is_weight else self._target.found(each.file)
+            if path is not None:
+                st = os.stat(path)
+                seen[each.file.path] = (path, st.st_ino, st.st_mtime_ns)
+        return seen
 
     def _remember_places(self) -> None:
         """Let later downloads know of this HF cache, or of the weights in this `local_dir`."""
@@ -143,12 +166,13 @@ class _Run:
         """Bring a file to its target without the Hub; what fails is fetched after all."""
         if planned.source == "present" and self._prove_present(planned):
             return
-        if self._claims.place_known(planned):
+        if self._claims.place_known(planned, near=True):
             return
         for candidate in planned.candidates:
             if jobs.is_stopping or self._claims.claim(planned, candidate):
                 return
-        jobs.fetch(planned)
+        if not self._claims.place_known(planned):
+            jobs.fetch(planned)
 
     def _prove_present(self, planned: PlannedFile) -> bool:
         path = planned.found
@@ -209,25 +233,25 @@ class _Run:
 
     # the end
 
-    def _prove_rest(self, *, strict: bool) -> None:
-        """Prove what huggingface_hub brought, and what nobody has proven yet.
+    def _prove_rest(self, before: dict[str, tuple[Path, int, int]]) -> None:
+        """Prove what huggingface_hub brought, and the weights that nobody has proven yet.
 
-        Small files that were there before are not looked at (people edit them), unless (`strict`)
-        a download was killed before it could look.
+        Texts that are as they were `before` are not looked at: people edit them.
         """
-        found = {each.file.path: self._target.found(each.file) for each in self._plan.files}
-        large = [each for each in self._plan.files if each.is_large]
-        paths = [path for each in large if (path := found[each.file.path]) is not None]
-        known = (self._near or self._store).known_hashes(paths)
+        now = self._texts()
+        weights = {each.file.path: self._target.found(each.file)
+                   for each in self._plan.files if each.is_weight}  # fmt: skip
+        known = (self._near or self._store).known_hashes(filter(None, weights.values()))
         for each in self._plan.files:
-            path = found[each.file.path]
-            if path is None or not each.file.announced:
-                continue
-            if each.is_large:
-                is_proven = known.get(path, {}).items() >= each.file.announced.items()
+            name = each.file.path
+            if name in now:
+                path: Path | None = now[name][0]
+                is_proven = now[name] == before.get(name)
             else:
-                is_proven = each.source == "present" and not strict and not self._request.force
-            if not is_proven:
+                path = weights.get(name)
+                values = {} if path is None else known.get(path, {})
+                is_proven = values.items() >= each.file.announced.items()
+            if path is not None and each.file.announced and not is_proven:
                 self._arrivals.accept(each, path)
 
 

@@ -8,7 +8,6 @@ returns what the cache has or raises what its users expect.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,20 +15,18 @@ from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import SmartcacheError
 from smartcache.hub import tree
-from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.leftovers import prove_all
 from smartcache.hub.plan import (
     DownloadPlan,
     Listing,
     Look,
     Request,
     fetch_listing,
-    near_store,
     plan_listed,
     target_of,
 )
-from smartcache.hub.records import REPO_TYPES, PlannedFile, RemoteFile, Repo
+from smartcache.hub.records import REPO_TYPES, PlannedFile, Repo
 from smartcache.hub.remote import Access
-from smartcache.hub.targets import CacheTarget
 from smartcache.hub.unfinished import Unfinished
 from smartcache.progress import Progress
 from smartcache.store.store import Store
@@ -144,29 +141,17 @@ def _info(plan: DownloadPlan, planned: PlannedFile) -> DryRunFileInfo:
 
 
 def _prove_left_behind(store: Store, call: Call, path: Path) -> None:
-    """Prove the files of a snapshot that a killed download has left unproven."""
+    """Prove the files of a snapshot or folder that a killed download has left unproven."""
     request = call.request()
-    folder = request.cache_dir / request.repo.folder_name
-    snapshots = folder / "snapshots"
-    if request.local_dir is not None or snapshots not in path.parents:
-        return
-    commit = path.relative_to(snapshots).parts[0]
+    commit = ""
+    if request.local_dir is None:
+        snapshots = request.cache_dir / request.repo.folder_name / "snapshots"
+        if snapshots not in path.parents:
+            return
+        commit = path.relative_to(snapshots).parts[0]
     target = target_of(request, commit)
     unfinished = Unfinished(store, target.root)
     notes = unfinished.left_behind()
-    if not notes or not isinstance(target, CacheTarget):
-        return
-    min_size = store.settings.link_min_size
-    arrivals = Arrivals(store, near_store(store, target.root), target)
-    for name, pointer in tree.pointers(folder, commit):
-        blob = tree.blob_behind(pointer)
-        if blob is None or not os.path.isfile(blob):
-            continue
-        file = RemoteFile(path=name, size=os.stat(blob).st_size, etag=blob.name)
-        if file.announced:
-            planned = PlannedFile(
-                file=file, source="present", is_large=file.is_large(min_size),
-                is_weight=file.is_weight(min_size),
-            )  # fmt: skip
-            arrivals.accept(planned, Path(os.path.realpath(blob)))
-    unfinished.forget(notes)
+    if notes:
+        prove_all(store, target)
+        unfinished.forget(notes)

@@ -100,7 +100,7 @@ class DownloadPlan:
         waiting = (
             each.size
             for each in self.files
-            if (each.source == "present" and each.is_large and not each.is_proven)
+            if (each.source == "present" and not each.is_proven)
             or (each.source in ("claim", "copy") and not each.digest)
         )
         return sum(waiting)
@@ -109,9 +109,7 @@ class DownloadPlan:
     def is_done(self) -> bool:
         """Whether nothing is left to do: every file is there, proven and visible."""
         return all(
-            each.source == "present"
-            and (each.is_proven or not each.is_large)
-            and self.target.is_visible(each.file)
+            each.source == "present" and each.is_proven and self.target.is_visible(each.file)
             for each in self.files
         )
 
@@ -226,14 +224,15 @@ class _Planning:
         found = (
             {} if self._request.force else {file.path: self._target.found(file) for file in files}
         )
-        large = (path for file in files if file.is_large(self._min_size)
-                 and (path := found.get(file.path)) is not None)  # fmt: skip
-        known = (self._near or self._store).known_hashes(large)
+        weights = (path for file in files if file.is_weight(self._min_size)
+                   and (path := found.get(file.path)) is not None)  # fmt: skip
+        known = (self._near or self._store).known_hashes(weights)
         plans = [self._from_target(file, found.get(file.path), known) for file in files]
         is_missing = [each.is_large and each.source == "fetch" for each in plans]
         if self._request.force or not any(is_missing):
             return tuple(plans)
-        plans = [self._from_store(each) for each in plans]
+        if self._near is not None:
+            plans = [self._from_store(each, self._near, "link") for each in plans]
         if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
             look()
         sources = Sources(self._store, self._request.cache_dir, self._target.root)
@@ -242,10 +241,10 @@ class _Planning:
     def _from_target(
         self, file: RemoteFile, found: Path | None, known: dict[Path, dict[Algorithm, str]]
     ) -> PlannedFile:
-        is_large = file.is_large(self._min_size)
+        is_large, is_weight = file.is_large(self._min_size), file.is_weight(self._min_size)
         source: Source = "fetch" if found is None else "present"
-        is_proven = False
-        if found is not None and is_large:
+        is_proven = found is not None  # of texts: people edit them
+        if found is not None and is_weight:
             ((algorithm, wanted),) = file.announced.items()
             value = known.get(found, {}).get(algorithm)
             is_proven = value == wanted
@@ -253,21 +252,18 @@ class _Planning:
                 source = "fetch"  # what is there is known to be wrong
         return PlannedFile(
             file=file, source=source, found=found, is_proven=is_proven, is_large=is_large,
-            is_weight=file.is_weight(self._min_size),
+            is_weight=is_weight,
         )  # fmt: skip
 
-    def _from_store(self, planned: PlannedFile) -> PlannedFile:
+    def _from_store(self, planned: PlannedFile, store: Store, source: Source) -> PlannedFile:
         if not planned.is_large or planned.source != "fetch":
             return planned
         ((algorithm, value),) = planned.file.announced.items()
-        for each in self._store.stores():
-            blob = each.find_here(algorithm, value)
-            if blob is not None:
-                is_near = self._near is not None and each.root == self._near.root
-                return replace(planned, source="link" if is_near else "copy", digest=blob.digest)
-        return planned
+        blob = store.find_here(algorithm, value)
+        return planned if blob is None else replace(planned, source=source, digest=blob.digest)
 
     def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
+        """Plan to take a file of this machine: a near one, a blob of another volume, a far one."""
         if not planned.is_large or planned.source != "fetch":
             return planned
         candidates, left_out = sources.candidates(planned.file)
@@ -276,7 +272,10 @@ class _Planning:
             self.warnings.append(
                 f"{planned.file.path}: {left_out} more files have its size and were left out"
             )
-        if not candidates:
-            return planned
-        source: Source = "copy" if candidates[0].is_far else "claim"
-        return replace(planned, source=source, candidates=candidates)
+        if candidates and not candidates[0].is_far:
+            return replace(planned, source="claim", candidates=candidates)
+        for store in self._store.stores():
+            known = self._from_store(planned, store, "copy")
+            if known.digest:
+                return known
+        return replace(planned, source="copy", candidates=candidates) if candidates else planned

@@ -137,7 +137,8 @@ class PlannedFile:
     found: Path | None = None
     """The file that is at the target already."""
     is_proven: bool = False
-    """What is there is known to be right; else it will be hashed."""
+    """What is there is a weight known to be right, or a text, which people may edit; else it will
+    be hashed."""
     is_large: bool = False
     is_weight: bool = False
 

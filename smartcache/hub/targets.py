@@ -156,9 +156,14 @@ class LocalTarget:
         is_safe = is_weight and effective_user() != 0
         return ("auto",) if is_safe else ("reflink", "copy")
 
+    @property
+    def memory(self) -> Path:
+        """Where huggingface_hub keeps what it knows about this folder."""
+        return self.local_dir / ".cache" / "huggingface"
+
     def unfinished(self) -> Path:
         """Return where huggingface_hub writes what it downloads."""
-        return self.local_dir / ".cache" / "huggingface" / "download"
+        return self.memory / "download"
 
     def settled(self, file: RemoteFile) -> None:
         """Tell huggingface_hub which version was put here; else it would hash or overwrite it."""

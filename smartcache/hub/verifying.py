@@ -162,31 +162,30 @@ def _about(repo: CachedRepo, file: Path, kind: Kind) -> Finding:
 
 def _collect(repo: CachedRepo, checks: dict[Key, _Checked]) -> Iterator[Finding]:
     """Note what is claimed of each file of a repo; yield what is wrong without any hash."""
-    pointed: dict[str, list[tuple[Revision, Pointer]]] = {}
+    pointed: dict[str, list[Finding]] = {}
     for revision in repo.revisions:
         listing = {each.path: each for each in read_listing(repo.folder, revision.commit) or ()}
         for pointer in revision.pointers:
-            pointed.setdefault(pointer.blob, []).append((revision, pointer))
-            yield from _claim_listed(repo, revision, pointer, listing, checks)
+            about = _of_pointer(repo, revision, pointer)
+            pointed.setdefault(pointer.blob, []).append(about)
+            yield from _claim_listed(about, pointer, listing, checks)
         here = {pointer.path for pointer in revision.pointers}
         for path in listing.keys() - here:
             file = revision.folder.joinpath(*path.split("/"))
-            about = replace(_about(repo, file, "missing"), expected=listing[path].etag)
-            yield replace(about, revision=revision.commit, path=path)
+            missing = replace(_about(repo, file, "missing"), expected=listing[path].etag)
+            yield replace(missing, revision=revision.commit, path=path)
     inside = os.path.join(repo.folder, "blobs", "")
     for name in {*repo.blob_names, *(blob for blob in pointed if blob.startswith(inside))}:
         yield from _claim_named(repo, name, pointed.get(name, []), checks)
 
 
 def _claim_listed(
-    repo: CachedRepo,
-    revision: Revision,
+    about: Finding,
     pointer: Pointer,
     listing: dict[str, RemoteFile],
     checks: dict[Key, _Checked],
 ) -> Iterator[Finding]:
     """Compare a file of a snapshot with the listing of its commit, where there is one."""
-    about = _of_pointer(repo, revision, pointer, "extra")
     if pointer.body is None:
         yield replace(about, kind="dangling")
         return
@@ -194,7 +193,7 @@ def _claim_listed(
     listed = listing.get(pointer.path)
     if listed is None:
         if listing:
-            yield about
+            yield replace(about, kind="extra")
         return
     is_symlink = pointer.blob != pointer.name
     if is_symlink and os.path.basename(pointer.blob) == listed.etag:
@@ -207,10 +206,12 @@ def _claim_listed(
         yield replace(about, actual=str(pointer.body.size))
 
 
-def _of_pointer(repo: CachedRepo, revision: Revision, pointer: Pointer, kind: Kind) -> Finding:
+def _of_pointer(repo: CachedRepo, revision: Revision, pointer: Pointer) -> Finding:
+    """Return what is said of a file of a snapshot if its bytes are wrong."""
     is_symlink = pointer.blob != pointer.name
-    return replace(
-        _about(repo, Path(pointer.name), kind), revision=revision.commit, path=pointer.path,
+    return Finding(
+        kind="mismatch", repo=str(repo.repo), cache_dir=repo.cache_dir, file=Path(pointer.name),
+        revision=revision.commit, path=pointer.path,
         blob=os.path.basename(pointer.blob) if is_symlink else None,
     )  # fmt: skip
 
@@ -218,26 +219,25 @@ def _of_pointer(repo: CachedRepo, revision: Revision, pointer: Pointer, kind: Ki
 def _claim_named(
     repo: CachedRepo,
     name: str,
-    pointed: list[tuple[Revision, Pointer]],
+    pointed: list[Finding],
     checks: dict[Key, _Checked],
 ) -> Iterator[Finding]:
     """Note what the name of a blob claims of its bytes, for each file that leads to it."""
     blob = os.path.basename(name)
-    alone = replace(_about(repo, Path(name), "mismatch"), blob=blob)
-    abouts = [_of_pointer(repo, *each, "mismatch") for each in pointed] or [alone]
+    abouts = pointed or [replace(_about(repo, Path(name), "mismatch"), blob=blob)]
     body = repo.body_behind(name)
     if blob.endswith(".incomplete"):
         return
     if body is None or not body.is_file:
         if not pointed:  # else said of each file that leads there
             is_link = name in repo.names and stat.S_ISLNK(repo.names[name].mode)
-            yield replace(alone, kind="dangling" if is_link and body is None else "stray")
+            yield replace(abouts[0], kind="dangling" if is_link and body is None else "stray")
         return
     announced = announced_by(blob)
     if not announced and not pointed:
-        yield replace(alone, kind="stray")
+        yield replace(abouts[0], kind="stray")
         return
-    check = _check(checks, body, alone)
+    check = _check(checks, body, abouts[0])
     for algorithm, expected in announced.items():
         check.claims += [_Claim(algorithm, expected, about) for about in abouts]
 
@@ -245,7 +245,6 @@ def _claim_named(
 def _check(checks: dict[Key, _Checked], body: Body, about: Finding) -> _Checked:
     found = checks.get(body.key)
     if found is None:
-        about = replace(about, kind="mismatch")
         found = checks[body.key] = _Checked(about.file, body, about, [])
     return found
 
