@@ -14,8 +14,10 @@ takes milliseconds. `python -m tests.processes.downloading` is that process.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -57,6 +59,12 @@ class Job:
     """Arguments of downloads; more than one: by as many threads at once."""
     way: Way = "ours"
     die_at: tuple[str, int] | None = None
+    user: int | None = None
+    """As whom, if root starts it."""
+    look: Sequence[tuple[str, bool]] = ()
+    """Folders to look at before: path, and whether the user gave it."""
+    write: tuple[str, str, str, int] | None = None
+    """Let another process change a file: path, how, and at the n-th time of which point."""
     repeat: Sequence[str] = ()
     """Words of a command line that is run again and again for `seconds`, instead of downloads."""
     seconds: float = 0.0
@@ -72,6 +80,8 @@ class Ended:
     errors: list[str] = field(default_factory=list)
     points: list[str] = field(default_factory=list)
     """The fault points that were reached."""
+    is_written: bool = False
+    """Whether the other process could change its file."""
     codes: list[int] = field(default_factory=list)
     """The exit codes of a repeated command line."""
 
@@ -216,14 +226,15 @@ class World:
         **arguments: object,
     ) -> Running:
         """Begin to download; several repos: in several threads of the process."""
-        return self._starter.start(
-            Job(
-                environment=self.environment,
-                calls=[self.call(repo, **arguments) for repo in repos],
-                way=way,
-                die_at=None if die_at is None else (die_at.place, die_at.nth),
-            )
+        calls = [self.call(repo, **arguments) for repo in repos]
+        moment = None if die_at is None else (die_at.place, die_at.nth)
+        return self.begin(
+            Job(environment=self.environment, calls=calls, way=way, die_at=moment)
         )
+
+    def begin(self, job: Job) -> Running:
+        """Start a process for a job."""
+        return self._starter.start(job)
 
     def repeat(self, *words: str | Path, seconds: float) -> Running:
         """Begin to run a command line again and again."""
@@ -328,6 +339,9 @@ def _import_everything() -> None:
     import smartcache.folders.scan
     import smartcache.hub.download
 
+    # Another user may be unable to read modules later.
+    for name in ("_strptime", "ctypes", "encodings.idna", "stringprep"):
+        importlib.import_module(name)
     assert huggingface_hub.snapshot_download is not None
     assert smartcache.snapshot_download is not None
 
@@ -357,13 +371,22 @@ def _tell(connection: socket.socket, words: dict[str, object]) -> None:
 
 def _work(job: Job) -> dict[str, object]:
     os.environ.update(job.environment)
+    if job.user is not None:
+        os.setgroups([job.user])
+        os.setresgid(job.user, job.user, job.user)
+        os.setresuid(job.user, job.user, job.user)
+    if job.look:
+        _look(job.look)
     if job.repeat:
         return {"codes": _repeat(job.repeat, job.seconds)}
     points: list[str] = []
-    if job.die_at is None:
-        faults.hook = points.append
-    else:
+    writer = None if job.write is None else _Writer(*job.write)
+    if job.die_at is not None:
         die_at(Moment(*job.die_at))
+    elif writer is not None:
+        faults.hook = writer.visit
+    else:
+        faults.hook = points.append
     paths: list[str | None] = [None] * len(job.calls)
     errors: list[str] = []
 
@@ -381,7 +404,8 @@ def _work(job: Job) -> dict[str, object]:
     call(0)
     for thread in threads:
         thread.join()
-    return {"paths": paths, "errors": errors, "points": points}
+    is_written = writer is not None and writer.end()
+    return {"paths": paths, "errors": errors, "points": points, "is_written": is_written}
 
 
 def _download(way: Way, arguments: dict[str, object]) -> str:
@@ -393,6 +417,87 @@ def _download(way: Way, arguments: dict[str, object]) -> str:
     name = "hf_hub_download" if "filename" in arguments else "snapshot_download"
     function: Callable[..., str] = getattr(module, name)
     return function(**arguments)
+
+
+def _look(folders: Sequence[tuple[str, bool]]) -> None:
+    from smartcache.folders.records import ModelFolder
+    from smartcache.folders.scan import look
+
+    with Store() as store:
+        look(store, [ModelFolder(path=Path(path), is_given=given) for path, given in folders])
+
+
+class _Writer:
+    """A process that changes a file when this one reaches a point, if the file lets it."""
+
+    def __init__(self, path: str, how: str, place: str, nth: int) -> None:
+        self._place, self._nth = place, nth
+        self._go, self._going = os.pipe()
+        self._ready, self._done = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._going)
+            code = 1
+            try:
+                code = 0 if self._write(path, how) else 2
+            finally:
+                os._exit(code)
+        os.close(self._go)
+        os.close(self._done)
+        os.read(self._ready, 1)  # it has opened what it opens beforehand
+
+    def visit(self, place: str) -> None:
+        """Let it write if this is the moment; it may have to wait for us, so we do not for it."""
+        if place == self._place:
+            self._nth -= 1
+            if self._nth == 0:
+                os.write(self._going, b"g")
+                select.select([self._ready], [], [], 0.05)
+
+    def end(self) -> bool:
+        """Wait for it; say whether it has written."""
+        os.close(self._going)
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        assert code in (0, 2), code
+        return code == 0
+
+    def _write(self, path: str, how: str) -> bool:
+        held = os.open(path, os.O_RDWR) if how == "held" else -1
+        os.write(self._done, b"r")
+        if not os.read(self._go, 1):
+            return False
+        try:
+            write(Path(path), how, held)
+        except PermissionError:  # it is a link to a blob now
+            return False
+        os.write(self._done, b"d")
+        return True
+
+
+WRITES = ("append", "overwrite", "overwrite quietly", "replace", "truncate", "remove", "held")
+
+
+def write(path: Path, how: str, held: int = -1) -> None:
+    """Change a file as some program may do."""
+    if how == "replace":
+        fresh = path.with_name("fresh")
+        fresh.write_bytes(b"fresh" * 10)
+        os.replace(fresh, path)
+    elif how == "remove":
+        path.unlink()
+    elif how == "append":
+        with open(path, "ab") as file:
+            file.write(b"more")
+    elif how == "truncate":
+        path.write_bytes(b"other")
+    elif how == "held":
+        os.pwrite(held, b"held", 1000)
+    else:
+        st = path.stat()
+        with open(path, "r+b") as file:
+            file.write(b"overwritten")
+        if how == "overwrite quietly":
+            os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
 def _repeat(words: Sequence[str], seconds: float) -> list[int]:

@@ -275,3 +275,75 @@ def test_a_kill_while_wrong_bytes_are_set_aside_leaves_nothing_visible(world: Wo
     assert world.download("org/one").path == world.snapshot("org/one")
     assert world.is_right("org/one")
     assert len(in_bad(world)) == 1
+
+
+# Ctrl-C
+
+
+SCRIPT = "import smartcache; print(smartcache.snapshot_download('org/one', max_workers=2))"
+
+
+def library_call(world: World) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env={**os.environ, **world.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("how", [pytest.param("slow", marks=pytest.mark.soak), "stuck"])
+def test_an_interrupted_library_call_ends_soon_and_goes_on_later(how: str, world: World) -> None:
+    files = {f"{number}.safetensors": content(number, 1_000_000) for number in range(4)}
+    world.hub.add("org/one", {"config.json": CONFIG, **files})
+    world.hub.bandwidth = 500_000
+    hold = world.hub.faults.hold("org/one/", after=100_000, times=2 if how == "stuck" else 1)
+    with library_call(world) as process:
+        assert hold.reached.wait(PATIENCE)
+        if how == "slow":
+            hold.release()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == -signal.SIGINT, stderr
+    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "StoppedError" not in stderr
+    assert world.hub.fetched_bytes() < 3_000_000  # it did not download all the rest first
+    with world.store() as store:
+        for file in world.commit("org/one").files.values():
+            assert store.leases.busy(f"hub:{file.etag}") is None
+    world.hub.faults.clear()
+    world.hub.bandwidth = None
+    assert list(finished(world)) == []
+    assert tree.refs_of(world.folder("org/one")) == {"main": world.commit("org/one").sha}
+
+
+# no space
+
+
+def test_a_full_disk_is_a_clear_error_and_nothing_is_half_made(tmp_path: Path) -> None:
+    """The Hub is made in there too: no process is forked beside its threads."""
+
+    def run() -> list[str]:
+        disk = Disk(tmp_path / "disk", 12 << 20)
+        with Hub() as hub, Starter() as starter:
+            files = {f"{number}.safetensors": content(number, 1 << 20) for number in range(4)}
+            hub.add("org/one", {"config.json": CONFIG, **files})
+            world = World(disk.point / "world", hub, starter)
+            with world.store():
+                pass
+            errors = []
+            for free in (128, 400, 700):
+                disk.fill(but=free)
+                ended = world.download("org/one")
+                errors += ended.errors or [f"with {free} free pages it ended well"]
+                disk.clear()
+                assert world.problems() == []
+            assert list(finished(world)) == []
+        return errors
+
+    errors = in_own_namespace(run)
+    assert len(errors) == 3
+    for error in errors:
+        assert "No space left on device" in error
