@@ -114,7 +114,7 @@ def _show(findings: list[Finding], *, as_talk: bool = False) -> None:
 
 def _say(report: RepoVerifyReport, plan: RepairPlan | None, result: RepairResult | None) -> None:
     files, size = counted(report.files, "file"), format_size(report.size)
-    out.line(f"Checked {files} of {counted(report.repos, 'repo')}, {size} on disk.")
+    out.line(f"Checked {files} of {counted(report.repos, 'repo')}: {size}.")
     information = Counter(each.kind for each in report.findings if not each.is_damage)
     for kind, number in sorted(information.items()):
         out.talk(f"{counted(number, 'file' if kind != 'lost ref' else 'ref')}: {MEANINGS[kind]}.")

@@ -33,7 +33,7 @@ def damaged(cache: Path) -> Path:
 
 def test_whole(sc: Here, cache: Path) -> None:
     done = sc("hub", "verify", "--cache-dir", cache)
-    assert done.stdout == "Checked 3 files of 2 repos, 170 KB on disk.\nNo damage was found.\n"
+    assert done.stdout == "Checked 3 files of 2 repos: 170 KB.\nNo damage was found.\n"
     assert sc("hub", "verify", "--cache-dir", cache, "-q").ids == []
 
 

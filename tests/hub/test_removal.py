@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from huggingface_hub import DeleteCacheStrategy
 
+from smartcache.cache import SmartCache
 from smartcache.errors import HubError
+from smartcache.hub.dropin import Call
 from smartcache.hub.removal import RemovalPlan, plan_removal
 from smartcache.hub.removing import RemovalResult
 from smartcache.hub.repos import CachedRepo, scan_caches
@@ -13,7 +17,7 @@ from smartcache.hub.sharing import Census
 from smartcache.store.records import Owner
 from smartcache.store.store import Store
 from tests.hub.caches import blocks_below, commit_of, download, hf, inodes_below, make_repo
-from tests.hub.shared_stores import has_shared_store, make_shared_store
+from tests.hub.shared_stores import make_shared_store
 from tests.hub_server import Hub
 from tests.store.files import OTHER, WEIGHTS, allocated, inode_of, snapshot
 
@@ -337,7 +341,10 @@ class TestWithHuggingfaceHub:
         assert download(hub, "org/name", cache) == folder
         assert hub.fetched_bytes("m.safetensors") == len(WEIGHTS)
 
-    @has_shared_store
+    @pytest.mark.skipif(
+        "cache_dir" not in {each.name for each in fields(DeleteCacheStrategy)},
+        reason="this huggingface_hub has no shared blob store",
+    )
     def test_its_shared_blobs_go_with_their_last_repo(self, cache: Path) -> None:
         from huggingface_hub import scan_cache_dir
 
@@ -364,3 +371,32 @@ class TestWithHuggingfaceHub:
         assert not entry.exists()
         assert scan_cache_dir(cache).repos == frozenset()
         assert len(inodes_below(cache / "blobs")) <= 2
+
+
+class TestWithDownloads:
+    """What `smartcache.snapshot_download` made: its owners, links and blobs."""
+
+    def download(self, hub: Hub, cache: Path, name: str, store: Store) -> None:
+        with SmartCache(settings=store.settings) as smartcache:
+            arguments = {"cache_dir": cache, "endpoint": hub.url}
+            smartcache.download(Call(repo_id=name, arguments=arguments))
+
+    def test_shared_weights_go_with_the_last_repo(
+        self, hub: Hub, cache: Path, store: Store
+    ) -> None:
+        hub.add("org/a", {"config.json": b"{}", "encoder.safetensors": WEIGHTS})
+        hub.add("org/b", {"encoder.safetensors": WEIGHTS, "unet.safetensors": OTHER})
+        for name in ("org/a", "org/b"):
+            self.download(hub, cache, name, store)
+        assert hub.fetched_bytes("encoder.safetensors") == len(WEIGHTS)
+        roots = (cache / "models--org--a", cache / "models--org--b", store.root / "blobs")
+        first = plan(cache, store, name="org/a")
+        assert first.freed_size < len(WEIGHTS)
+        result = remove_measured(first, *roots)
+        assert (result.freed_size, result.blobs_removed) == (first.freed_size, 0)
+        assert len(list(store.blobs())) == 2
+        second = plan(cache, store, name="org/b")
+        result = remove_measured(second, *roots)
+        assert (result.freed_size, result.blobs_removed) == (second.freed_size, 2)
+        assert blocks_below(*roots) == 0
+        assert store.plan_prune().victims == ()
