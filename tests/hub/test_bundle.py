@@ -449,6 +449,10 @@ def test_force_replaces_nothing_but_a_bundle(cache: Path, tmp_path: Path) -> Non
     for write in (plan.write_folder, plan.write_tar):
         with pytest.raises(DestinationExistsError, match="not replaced"):
             write(folder, force=True)
+    (tmp_path / "mine.tar").write_text("all my other work")
+    with pytest.raises(DestinationExistsError, match="not replaced"):
+        plan.write_tar(tmp_path / "mine.tar", force=True)
+    assert (tmp_path / "mine.tar").read_text() == "all my other work"
     plan.write_folder(tmp_path / "bundle")
     (tmp_path / "bundle" / "notes.txt").write_text("mine")
     with pytest.raises(DestinationExistsError, match="not replaced"):
@@ -596,7 +600,7 @@ _REPOS = st.dictionaries(
 
 
 @given(repos=_REPOS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_any_repos_survive_the_way(
     repos: dict[tuple[str, str], list[tuple[Files, bool]]],
 ) -> None:

@@ -481,6 +481,9 @@ BAD: dict[str, Change] = {
     "another size of a content": with_blob(git_sha1(b"{}"), {"size": 2, "sha256": SHA256}),
     "blob is no table": with_blob(SHA256, []),
     "listing is unknown": lambda document: revision(document).update(tree="3" * 64),
+    "listing is huge": lambda document: document["blobs"][revision(document)["tree"]].update(
+        size=1 << 40
+    ),
     "listing is no name": lambda document: revision(document).update(tree=[]),
     "listing named by sha1": lambda document: revision(document).update(tree=git_sha1(b"{}")),
     "file without etag": lambda document: revision(document)["files"].update({"x": {"size": 1}}),
