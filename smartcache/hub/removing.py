@@ -1,8 +1,9 @@
 """Carry out the removal of repos and revisions: name by name, measured, nothing followed.
 
-A ref goes before what it names, and the pointers to a blob right before the blob. Directories go
-last and only if they are empty: what somebody puts there meanwhile stays. Ended at any point, what
-remains can be listed and removed again; blobs of the store whose owner is gone are left to `prune`.
+A ref goes before what it names, and a blob right before the pointers to it: a pointer to nothing
+can be found and removed later, a blob that nothing points to could not. Directories go last and
+only if they are empty: what somebody puts there meanwhile stays. Ended at any point, the same call
+finishes it; blobs of the store whose owner is gone already are left to `prune`.
 """
 
 from __future__ import annotations

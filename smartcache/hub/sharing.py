@@ -142,8 +142,8 @@ def used(repo: CachedRepo) -> dict[Key, Body]:
 def names_of_revisions(repo: CachedRepo, commits: set[str]) -> list[str]:
     """Return the names that only these revisions need: their files, blobs, refs and listings.
 
-    In the order they are removed: a ref before what it names, a pointer right before its blob, so
-    that whenever this ends early, the rest can be found and removed later.
+    In the order they are removed: a ref before what it names, a blob right before its pointers. If
+    that ends early, the rest is found by its pointers; a blob without any would never be found.
     """
     kept = {p.blob for each in repo.revisions if each.commit not in commits for p in each.pointers}
     groups: dict[str, list[str]] = {}
@@ -159,9 +159,9 @@ def names_of_revisions(repo: CachedRepo, commits: set[str]) -> list[str]:
     names: dict[str, None] = dict.fromkeys(refs)
     blobs = os.path.join(repo.folder, "blobs", "")
     for blob, pointers in groups.items():
-        names.update(dict.fromkeys(pointers))
         if blob not in kept and blob.startswith(blobs):
             names[blob] = None
+        names.update(dict.fromkeys(pointers))
     below = [
         os.path.join(repo.folder, kind, commit, "")
         for kind in ("snapshots", ".no_exist")

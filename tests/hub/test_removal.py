@@ -14,11 +14,13 @@ from smartcache.hub.removal import RemovalPlan, plan_removal
 from smartcache.hub.removing import RemovalResult
 from smartcache.hub.repos import CachedRepo, scan_caches
 from smartcache.hub.sharing import Census
+from smartcache.store import faults
 from smartcache.store.records import Owner
 from smartcache.store.store import Store
 from tests.hub.caches import blocks_below, commit_of, download, hf, inodes_below, make_repo
 from tests.hub.shared_stores import make_shared_store
 from tests.hub_server import Hub
+from tests.processes.killing import Moment, die_at, in_child, was_killed
 from tests.store.files import OTHER, WEIGHTS, allocated, inode_of, snapshot
 
 A, B = commit_of(1), commit_of(2)
@@ -159,29 +161,77 @@ class TestRepos:
         made.execute()
         assert again.execute().removed == 0
 
-    @pytest.mark.parametrize("step", range(6))
-    def test_ended_at_any_point_it_can_be_finished_later(
-        self, step: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_folder_of_blobs_that_is_a_symlink_is_not_emptied(
+        self, cache: Path, tmp_path: Path
     ) -> None:
-        make_repo(cache, {"a.bin": WEIGHTS, "b.bin": OTHER, "c.json": b"{}"}, commit=A)
-        make_repo(cache, {"a.bin": WEIGHTS}, commit=B)
-        steps = iter(range(100))
+        make_repo(cache, FILES, commit=A)
+        folder = make_repo(cache, {"x.bin": OTHER}, commit=B)
+        (folder / "blobs").rename(tmp_path / "disk")
+        (folder / "blobs").symlink_to(tmp_path / "disk")
+        before = snapshot(tmp_path / "disk")
+        remove_measured(plan(cache, revision=A), cache)
+        remove_measured(plan(cache), cache)
+        assert os.listdir(cache) == []
+        assert snapshot(tmp_path / "disk") == before
 
-        def end(point: str) -> None:
-            if point == "hub rm: name removed" and next(steps) == step:
-                raise KeyboardInterrupt
+    def test_a_symlink_that_takes_the_place_of_a_folder_is_not_followed(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
+        """Between two names, as somebody could do who may write into the cache."""
+        folder = make_repo(cache, {"a/1.bin": WEIGHTS, "b/2.bin": OTHER}, symlinks=False)
+        mine = make_repo(tmp_path / "mine", {"2.bin": OTHER}, symlinks=False)
+        target = mine / "snapshots" / A
+        made = plan(cache)
 
-        made = plan(cache, revision=A)
-        with monkeypatch.context() as patch:
-            patch.setattr("smartcache.hub.removing.reached", end)
-            if step < sum(len(each.names) for each in made.removals):
-                with pytest.raises(KeyboardInterrupt):
-                    made.execute()
-        plan(cache, revision=A).execute()
-        repo = scan_caches([cache])[0]
-        assert [each.commit for each in repo.revisions] == [B]
-        assert (repo.folder / "snapshots" / B / "a.bin").read_bytes() == WEIGHTS
-        assert not any(p.is_dangling for each in repo.revisions for p in each.pointers)
+        def swap(_: str) -> None:
+            place = folder / "snapshots" / A / "b"
+            if not place.is_symlink():
+                place.rename(tmp_path / "moved")
+                place.symlink_to(target)
+
+        faults.hook = swap
+        try:
+            result = made.execute()
+        finally:
+            faults.hook = None
+        assert (target / "2.bin").read_bytes() == OTHER
+        assert str(folder / "snapshots" / A / "b" / "2.bin") in dict(result.failures)
+
+
+MOMENTS = [
+    *(Moment("hub rm: name removed", nth) for nth in range(1, 6)),
+    Moment("prune: rows removed", 1),
+    Moment("prune: blob removed", 1),
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_killed_at_any_point_it_can_be_finished_later(
+    moment: Moment, cache: Path, tmp_path: Path
+) -> None:
+    files = {"a.safetensors": WEIGHTS, "b.safetensors": OTHER, "c.json": b"{}"}
+    make_repo(cache, files, commit=A, ref="old")
+    folder = make_repo(cache, {"a.safetensors": WEIGHTS}, commit=B)
+    with Store(tmp_path / "store") as store:
+        for commit in (A, B):
+            own(store, folder, commit)
+
+    def remove() -> None:
+        with Store(tmp_path / "store") as store:
+            made = plan(cache, store, revision=A)
+            die_at(moment)
+            made.execute()
+
+    assert was_killed(in_child(remove))
+    with Store(tmp_path / "store") as store:
+        assert not store.verify(full=True).has_damage
+        if (folder / "snapshots" / A).exists():
+            assert plan(cache, store, revision=A).execute().failures == ()
+        store.plan_prune().execute()
+        assert [blob.size for blob in store.blobs()] == [len(WEIGHTS)]
+    (repo,) = scan_caches([cache])
+    assert [each.commit for each in repo.revisions] == [B]
+    assert (folder / "snapshots" / B / "a.safetensors").read_bytes() == WEIGHTS
 
 
 class TestRevisions:
