@@ -129,8 +129,9 @@ def cautions(plan: DownloadPlan) -> list[str]:
     near = near_store(plan.store, plan.target.root)
     if weights and near is None:
         found.append(
-            f"{plan.target.root} is on another filesystem than the store ({plan.store.root}): "
-            "nothing can be linked there, every file takes its own space."
+            f"{from_home(place_of(plan))} is on another filesystem than the store "
+            f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "
+            "space."
         )
     elif weights and isinstance(plan.target, LocalTarget) and effective_user() == 0:
         found.append(
@@ -145,10 +146,11 @@ def _shortage(plan: DownloadPlan) -> list[str]:
     if plan.fetch_size <= free:
         return []
     sizes = f"{format_size(plan.fetch_size)} are to be fetched, but only {format_size(free)} are"
-    return [f"{sizes} free at {from_home(_place(plan))}."]
+    return [f"{sizes} free at {from_home(place_of(plan))}."]
 
 
-def _place(plan: DownloadPlan) -> Path:
+def place_of(plan: DownloadPlan) -> Path:
+    """Return the folder that a download goes to, as the user knows it."""
     return plan.target.root if isinstance(plan.target, LocalTarget) else plan.target.cache_dir
 
 

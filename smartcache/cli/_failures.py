@@ -115,6 +115,7 @@ _SYSTEM: dict[int, tuple[str, str]] = {
     errno.ENOENT: ("No such file", "Check the path; a relative one counts from here."),
     errno.EACCES: ("Permission denied", _PERMISSIONS),
     errno.EPERM: ("Operation not permitted", _PERMISSIONS),
+    errno.ENOTDIR: ("Not a directory", "A part of this path is a file: choose another place."),
     errno.EISDIR: ("Is a directory", "Name the files in it, or add -r where there is one."),
     errno.ENOSPC: _FULL,
     getattr(errno, "EDQUOT", errno.ENOSPC): _FULL,

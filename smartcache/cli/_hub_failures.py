@@ -11,6 +11,8 @@ from collections.abc import Callable
 _LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 _LOG_IN = "'hf auth login' remembers a token, --token or HF_TOKEN gives one"
 _AGAIN = "Run it again: what has arrived is not fetched again."
+_WRONG_SIZE = "Consistency check failed"
+"""How huggingface_hub begins what it says of a file that is longer or shorter than announced."""
 _REFUSED = (401, 403)
 _BUSY = 429
 _BROKEN = 500
@@ -40,6 +42,9 @@ def words_for(error: BaseException) -> tuple[str, str] | None:
     for kind in type(error).__mro__:
         if _library(kind) and kind.__name__ in _WORDS:
             return _WORDS[kind.__name__](error)
+    if type(error) is OSError and str(error).startswith(_WRONG_SIZE):
+        hint = "Run it again; if it repeats, the server is wrong about the size of this file."
+        return first_line(error), hint
     return None
 
 

@@ -1,17 +1,26 @@
-"""What huggingface_hub says while it works goes through `out`; what it fetches is counted."""
+"""While huggingface_hub works: what it says goes through `out`, what it fetches is counted.
+
+And it is stopped by Ctrl-C, which it does not hear while it waits for a server.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self, TextIO
 
+from smartcache.cli._failures import INTERRUPTED
 from smartcache.cli._output import out
 from smartcache.progress import Job, Progress, Unit
+
+_SAID_BY_US = "Not enough free disk space"
+"""How a warning begins that huggingface_hub repeats for every file."""
 
 
 @contextmanager
@@ -20,12 +29,13 @@ def hub_through_out() -> Iterator[None]:
 
     Its own handler would write into a line that a progress bar of ours is on.
     """
+    import huggingface_hub.utils.logging  # makes the handler that is replaced here
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    logger = logging.getLogger("huggingface_hub")
+    logger = logging.getLogger(huggingface_hub.__name__)
     handlers, logger.handlers = logger.handlers, [_Lines()]
     if not out.can_show_status():
         disable_progress_bars()
@@ -37,6 +47,37 @@ def hub_through_out() -> Iterator[None]:
         finally:
             logger.handlers = handlers
             enable_progress_bars()
+
+
+@contextmanager
+def stopping_soon() -> Iterator[None]:
+    """Say that Ctrl-C was heard, and let a second one end the process at once.
+
+    A transfer ends when the server sends something or its time is up, which may take ten seconds.
+    Whatever is cut off at once, the next run sets right, as after SIGKILL.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signal.signal(signal.SIGINT, _end_at_once)
+        out.interrupted("Stopping; this may take some seconds. Ctrl-C again ends it at once.")
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is hear:
+            signal.signal(signal.SIGINT, before)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    out.interrupted("Interrupted; the next run sets right what was left half done.")
+    os._exit(INTERRUPTED)
 
 
 class _Lines(logging.Handler):
@@ -62,7 +103,9 @@ def _show(
     line: str | None = None,
 ) -> None:
     del category, filename, lineno, file, line
-    out.warn(" ".join(str(message).split()))
+    text = " ".join(str(message).split())
+    if not text.startswith(_SAID_BY_US):
+        out.warn(text)
 
 
 class Counting:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import click
 
 from smartcache.cache import SmartCache
 from smartcache.cli._command import FILE, command, never_asks
-from smartcache.cli._downloads import cautions, commit_in, plan_document, show_plan
+from smartcache.cli._downloads import cautions, commit_in, place_of, plan_document, show_plan
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._hub_failures import is_missing_file, is_of_hub, is_refusal, words_for
-from smartcache.cli._hub_output import Counting, hub_through_out
+from smartcache.cli._hub_output import Counting, hub_through_out, stopping_soon
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.errors import HubError
-from smartcache.hub import dropin, remote
+from smartcache.errors import HubError, NoSpaceError, SmartcacheError
+from smartcache.hub import dropin, remote, tree
 from smartcache.hub.dropin import Call
 from smartcache.hub.plan import DownloadPlan
 from smartcache.hub.records import REPO_TYPES, Repo
@@ -101,6 +102,7 @@ def download_command(
     from the Hub ("fetch"). Every large file is compared with the hash that the Hub announces.
     """
     session = ctx.ensure_object(Session)
+    _refuse_files(local_dir=local_dir, cache_dir=cache_dir)
     wanted = _Wanted.read(repo, repo_type, files, include, exclude)
     arguments: dict[str, object] = {
         "repo_type": wanted.repo.type, "revision": revision, "cache_dir": cache_dir,
@@ -116,6 +118,14 @@ def download_command(
             run.answer_from_cache(dry_run=dry_run)
             return
         run.go(plan, verbose=verbose, dry_run=dry_run)
+
+
+def _refuse_files(**folders: Path | None) -> None:
+    for name, path in folders.items():
+        if path is not None and path.exists() and not path.is_dir():
+            option = f"--{name.replace('_', '-')}"
+            hint = f"{option} takes a folder, which is made if there is none."
+            raise BadUsageError(f"{path} is a file, not a folder.", hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +154,10 @@ class _Wanted:
         if files and (include or exclude):
             hint = "Write them all as --include; a folder is --include 'folder/*'."
             raise BadUsageError("FILES exclude --include and --exclude.", hint=hint)
-        if any(not file.strip("/") for file in files):
-            raise BadUsageError("A file has no name.", hint="FILES are paths in the repo.")
+        for file in files:
+            if tree.safe_parts(file.removesuffix("/")) is None:
+                hint = "FILES are names as the Hub shows them, such as vae/config.json."
+                raise BadUsageError(f"{file!r} is no path in a repo.", hint=hint)
         return cls(repo=parsed, files=files, include=include, exclude=exclude)
 
     @property
@@ -241,7 +253,13 @@ class _Run:
         # With --force-download everything is huggingface_hub's work, so its bars are shown.
         is_forced = plan.request.force
         is_watched = out.can_show_status()
-        path = plan.execute(progress=None if is_forced and is_watched else counting)
+        try:
+            with stopping_soon():
+                path = plan.execute(progress=None if is_forced and is_watched else counting)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename or isinstance(error, SmartcacheError):
+                raise
+            raise _no_space(plan) from error
         small = sum(
             each.size for each in plan.files
             if each.source == "fetch" and (is_forced or not each.is_large)
@@ -277,8 +295,10 @@ class _Run:
 
     def _no_such_file(self, missing: list[str]) -> HubError:
         repo, revision = self._wanted.repo, self._call.arguments.get("revision", "main")
-        names = ", ".join(repr(name) for name in missing)
-        message = f"{repo} has no file {names} at {revision}; nothing was downloaded"
+        names = " and no ".join(
+            f"{'folder' if name.endswith('/') else 'file'} {name!r}" for name in missing
+        )
+        message = f"{repo} has no {names} at {revision}; nothing was downloaded"
         if any(sign in name for name in missing for sign in _WILD):
             hint = f"For patterns write --include {missing[0]!r}."
         else:
@@ -309,6 +329,12 @@ class _Run:
             raise
 
 
+def _no_space(plan: DownloadPlan) -> NoSpaceError:
+    hint = "Free some space, or choose another place with --cache-dir or --local-dir. Run again, it"
+    message = f"No space left at {place_of(plan)}; files that are whole stay"
+    return NoSpaceError(message, hint=f"{hint} goes on.")
+
+
 def _planned_path(plan: DownloadPlan) -> Path:
     is_one = plan.request.filename is not None
     return plan.target.visible(plan.files[0].file) if is_one else plan.target.root
@@ -316,15 +342,15 @@ def _planned_path(plan: DownloadPlan) -> Path:
 
 def _nearest(missing: list[str], paths: list[str]) -> str:
     """Return a hint with the names that were most likely meant."""
-    by_name: dict[str, list[str]] = {}
-    for path in paths:
-        by_name.setdefault(path.rpartition("/")[2], []).append(path)
+    folders = {f"{parent}/" for path in paths for parent in PurePosixPath(path).parents[:-1]}
     found: list[str] = []
     for name in missing:
-        last = name.rstrip("/").rpartition("/")[2]
-        found += get_close_matches(name, paths, n=_MOST_NAMED)
-        for each in (last, *get_close_matches(last, by_name, n=_MOST_NAMED)):
-            found += by_name.get(each, [])
+        known = sorted(folders) if name.endswith("/") else paths
+        found += get_close_matches(name, known, n=_MOST_NAMED)
+        last = PurePosixPath(name).name
+        by_last = {path: PurePosixPath(path).name for path in known}
+        close = get_close_matches(last, set(by_last.values()), n=_MOST_NAMED)
+        found += [path for each in close for path in known if by_last[path] == each]
     shown = list(dict.fromkeys(found))[:_MOST_NAMED]
     if shown:
         return f"Did you mean {' or '.join(shown)}?"
