@@ -1,7 +1,7 @@
-"""What smartcache does with the model folders of several programs: run by scripts/demo.
+"""What smartcache does with downloads and with the model folders of several programs.
 
-Everything lies in one temporary folder that plays the home directory, so that `smartcache scan`
-finds the folders of the demo and no others.
+Run by scripts/demo. Everything lies in one temporary folder. Folders in it play the home directory,
+so that smartcache finds what is there and nothing else; the Hub of the tests plays the Hub.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from tests.hub_server import Hub
+
+ROOT = Path(__file__).resolve().parent.parent
 MEGABYTE = 1_000_000
 DAY = 86_400
 NOW = 1_700_000_000
@@ -71,56 +76,93 @@ FILES = {
     "stable-diffusion-webui/models/Lora/linocutting.safetensors": OTHER_LORA,
     ".lmstudio/models/aurora/lumen-3b-GGUF/lumen-3b-Q4.gguf": CHAT,
 }
-REPO = {
-    "vae/diffusion_pytorch_model.safetensors": VAE,
+PIPELINES = {
+    "aurora/dream-xl": Model("Dream XL UNet", 24, 7),
+    "aurora/dream-xl-turbo": Model("Dream XL Turbo UNet", 24, 8),
+}
+"""Two repos of the Hub, each with its own UNet. Text encoder and VAE are the same files."""
+SHARED = {
     "text_encoder/model.safetensors": ENCODER,
+    "vae/diffusion_pytorch_model.safetensors": VAE,
 }
 SMARTCACHE = (sys.executable, "-m", "smartcache")
 State = dict[str, tuple[object, ...]]
 
 
 def main() -> None:
-    """Scan, remove duplicates, report, undo, and prove that every file is what it was."""
+    """Show downloads first, then the folders of programs; remove everything."""
     room = Path(tempfile.mkdtemp(prefix="smartcache-demo-"))
     try:
-        demonstrate(room)
+        show_downloads(room / "downloads")
+        show_folders(room / "folders")
     finally:
         shutil.rmtree(room)
         say(f"Removed {room}: nothing of this demo is left.")
 
 
-def demonstrate(room: Path) -> None:
-    """Run the demo in a folder of its own."""
+def show_downloads(room: Path) -> None:
+    """Download two pipelines that have files in common; the Hub's log is the proof."""
+    sys.path.insert(0, str(ROOT))
+    from tests.hub_server import Hub
+
+    home = room / "home"
+    home.mkdir(parents=True)
+    with Hub() as hub:
+        for name, unet in PIPELINES.items():
+            files = {path: model.data() for path, model in SHARED.items()}
+            files["unet/diffusion_pytorch_model.safetensors"] = unet.data()
+            files["model_index.json"] = json.dumps({"_name_or_path": name}).encode()
+            hub.add(name, files)
+        environment = environment_of(home, room / "store") | hub.environment
+        first, second = PIPELINES
+        say("A Hub on this machine has two pipelines with one text encoder and one VAE.")
+        run(environment, "download", first)
+        hub.clear()
+        say("The second one: what the first has brought is not fetched again.")
+        run(environment, "download", second)
+        show_log(hub, second)
+    run(environment, "hub", "ls")
+
+
+def show_log(hub: Hub, name: str) -> None:
+    """Show what the Hub has sent of the weights of a repo, which must be the UNet alone."""
+    say("The Hub's log of that download, bytes of weights:")
+    for path in (*SHARED, "unet/diffusion_pytorch_model.safetensors"):
+        print(f"  {hub.fetched_bytes(f'{name}/{path}'):>10,}  {path}")
+    print(flush=True)
+    if any(hub.gets(f"{name}/{path}") for path in SHARED):
+        sys.exit("A file that is here was fetched: please report this.")
+
+
+def show_folders(room: Path) -> None:
+    """Scan, remove duplicates, report, undo, and prove that every file is what it was."""
     home = room / "home"
     make(home)
     before = state(home)
     environment = environment_of(home, room / "store")
-
     folders = folders_of(home, environment)
-
-    def run(*words: str) -> None:
-        print(f"$ smartcache {' '.join(words)}", flush=True)
-        subprocess.run([*SMARTCACHE, *words], check=True, env=environment, cwd=home)
-        print(flush=True)
-
-    say(f"Five programs keep their models in {home}. What is there twice?")
-    run("scan", *folders)
-    say("What would be done about it:")
-    run("dedup", "--dry-run", *folders)
-    say("Done, without asking:")
-    run("dedup", "--yes", *folders)
+    say("Five programs keep their models in one home. What is there twice?")
+    run(environment, "scan", *folders)
+    say("Duplicates become one copy, without asking:")
+    run(environment, "dedup", "--yes", *folders)
     if contents(state(home)) != contents(before):
         sys.exit("A file has other bytes than before: please report this.")
-    say("Every path is still there, with the same bytes. A second look reads no file:")
-    run("scan", *folders)
-    run("report", *folders)
+    say("Every path is still there, with the same bytes:")
+    run(environment, "report", *folders)
     say("And everything is taken back: each file gets its own bytes, its mode and its time.")
-    run("undo", "--all", "--yes")
+    run(environment, "undo", "--all", "--yes")
     if state(home) != before:
         sys.exit("The files are not what they were: please report this.")
     count = sum(kind == "file" for kind, *_ in before.values())
     print(f"Compared {count} files with what they were before: every byte, mode, owner and time is")
     print("the same, and so are the links among them.\n")
+
+
+def run(environment: dict[str, str], *words: str) -> None:
+    """Show a command and what it prints."""
+    print(f"$ smartcache {' '.join(words)}", flush=True)
+    subprocess.run([*SMARTCACHE, *words], check=True, env=environment, cwd=environment["HOME"])
+    print(flush=True)
 
 
 def folders_of(home: Path, environment: dict[str, str]) -> list[str]:
@@ -151,7 +193,7 @@ def make(home: Path) -> None:
 def make_repo(folder: Path) -> None:
     """Write a repo as huggingface_hub keeps it: blobs, and symlinks that name them."""
     write(folder / "refs/main", COMMIT.encode(), age=200)
-    for name, model in REPO.items():
+    for name, model in SHARED.items():
         data = model.data()
         blob = folder / "blobs" / hashlib.sha256(data).hexdigest()
         write(blob, data, age=200)
