@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import huggingface_hub
 
@@ -16,6 +18,9 @@ from smartcache.hub.dropin import Call
 from smartcache.hub.plan import DownloadPlan
 from smartcache.store.store import Store
 from tests.hub_server import Hub
+from tests.processes.children import NOBODY, Child
+
+T = TypeVar("T")
 
 SIZE = 100_000
 
@@ -113,8 +118,40 @@ def state_of(path: Path) -> tuple[int, ...]:
 
 def assert_sound(client: Client) -> None:
     """Nothing in the store is damaged, missing, unknown or writable, nor any blob of the cache."""
+    assert_undamaged(client)
+    assert client.store.verify().dead_links == []
+
+
+def assert_undamaged(client: Client) -> None:
+    """The same, where somebody else has removed or replaced links."""
     report = client.store.verify(full=True)
     found = (report.damaged, report.missing, report.unindexed, report.stray, report.writable)
     assert found == ([], [], [], [], [])
-    assert report.dead_links == []
     assert wrong_blobs(client.store, client.cache) == []
+
+
+def as_ordinary_user(work: Callable[[], T]) -> T:
+    """Run a function in a child process that is not root's; it passes `token=False` to the Hub."""
+    _load_everything()
+    with Child(work, user=NOBODY) as child:
+        return child.result()
+
+
+@functools.cache
+def _load_everything() -> None:
+    """Import what downloads import on first use: others may be unable to read the modules."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Hub() as hub,
+        SmartCache(Path(name) / "store") as smart,
+    ):
+        root = Path(name)
+        client = Client(smart, hub, root / "hf")
+        hub.add("org/name", {"a.bin": weights(1), "b.json": b"{}"})
+        smart.scan(root)
+        client.snapshot(token=False)
+        client.file("org/name", "a.bin", token=False)
+        client.snapshot(token=False, local_dir=root / "local")
+        plain_snapshot(hub, root / "plain", token=False)
+        plain_snapshot(hub, root / "plain", token=False, local_dir=root / "other")
+        assert_sound(client)

@@ -14,6 +14,7 @@ from smartcache.cache import SmartCache
 from tests.hub.clients import (
     SIZE,
     Client,
+    as_ordinary_user,
     assert_sound,
     contents,
     plain_snapshot,
@@ -23,7 +24,7 @@ from tests.hub.clients import (
 )
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub
-from tests.processes.children import NOBODY, Child, folder_of
+from tests.processes.children import NOBODY, folder_of
 from tests.store.files import edit, inode_of, link_count, mode_of, write
 
 WANTED = weights(1)
@@ -413,8 +414,7 @@ def test_a_file_that_cannot_be_read_or_belongs_to_somebody_else_is_fetched_or_co
                 assert_sound(client)
                 return first, second
 
-        with Child(work, user=NOBODY) as child:
-            assert child.result() == (WANTED, weights(2))
+        assert as_ordinary_user(work) == (WANTED, weights(2))
         assert len(hub.gets("closed")) == 1
         assert hub.gets("open") == []
         assert (state_of(closed), state_of(readable)) == before
