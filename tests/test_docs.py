@@ -20,6 +20,7 @@ import pytest
 from smartcache.store.journal import Change
 from smartcache.store.layout import Layout
 from smartcache.store.schema import connect
+from tests.hub_server import Hub
 
 if TYPE_CHECKING:
     import click
@@ -75,17 +76,33 @@ def make_files(directory: Path) -> None:
         os.utime(path, (then, then))
 
 
+def make_repos(hub: Hub) -> None:
+    """What the examples may download."""
+    encoder, *unets = (random.Random(seed).randbytes(150_000) for seed in range(3))
+    for name, unet in zip(("org/pipeline", "org/other-pipeline"), unets, strict=True):
+        hub.add(name, {
+            "model_index.json": name.encode(),
+            "text_encoder/model.safetensors": encoder,
+            "unet/diffusion_pytorch_model.safetensors": unet,
+        })  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name
 )
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    """From top to bottom in one namespace, in a folder with the files of `make_files`."""
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, hub: Hub) -> None:
+    """From top to bottom in one namespace, with the files of `make_files` and a Hub of two repos.
+
+    "org/pipeline" and "org/other-pipeline" have the same text encoder.
+    """
     make_files(tmp_path)
+    make_repos(hub)
     runner = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", runner, page.name],
         input=python_of(page),
         cwd=tmp_path,
+        env={**os.environ, **hub.environment, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -35,7 +35,9 @@ def leaves() -> list[str]:
     found = []
     for name in NAMES:
         command, _ = find([name])
-        below = list(command.commands) if isinstance(command, click.Group) else [""]
+        below = [""]
+        if isinstance(command, click.Group):
+            below = command.list_commands(click.Context(command))
         found += [f"{name} {each}".strip() for each in below]
     return found
 
