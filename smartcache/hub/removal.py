@@ -241,10 +241,6 @@ def _warnings(removals: list[Removal], stores: list[Store], *, keep_blobs: bool)
         if each.is_whole and each.commits and not missing and repo.incomplete:
             sizes = sum(repo.names[name].size for name in repo.incomplete)
             warnings.append(f"{format_size(sizes)} of unfinished downloads of {repo.repo} go too")
-        warnings += [
-            f"{path} cannot be read ({error.strerror or error}) and will stay"
-            for path, error in repo.unread
-        ]
     if not keep_blobs and any(store.has_lost_links for store in stores):
         warnings.append(
             "The index was rebuilt from the disk and may lack owners: the store keeps its blobs "

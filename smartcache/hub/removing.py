@@ -53,6 +53,10 @@ class RemovalResult:
 
 def removal_of(repo: CachedRepo, commits: set[str]) -> Removal:
     """Return what goes with some revisions; "" among them, or no other left: the whole repo."""
+    if repo.unread:
+        path, error = repo.unread[0]
+        message = f"{path} cannot be read ({error.strerror or error}): nobody knows what would go"
+        raise HubError(message, hint="Check its owner and mode.", path=path)
     present = {each.commit for each in repo.revisions}
     is_whole = "" in commits or (bool(present) and present <= commits)
     if repo.is_symlink and not is_whole:
@@ -133,13 +137,19 @@ class _Work:
         whole = {""} if planned.is_whole and not arrived else set()
         removal = removal_of(now, set(planned.commits) | whole)
         has_shared = sharedstore.is_usable(now.cache_dir)
+        stuck: set[str] = set()  # blobs; their pointers stay, so that they are found again
         for name in removal.names:
+            before = len(self.failures)
+            if now.targets.get(name) in stuck:
+                continue
             if not self._is_inside(os.path.dirname(name), folder):
                 self.failures.append((name, "its folder was replaced meanwhile"))
             elif has_shared and name in now.targets and _is_in_shared_store(now, name):
                 self._unlink_shared(name, now.cache_dir)
             else:
                 self._unlink(name)
+            if len(self.failures) > before:
+                stuck.add(name)
             reached("hub rm: name removed")
         self._remove_folders(now, removal)
 
@@ -210,7 +220,7 @@ class _Work:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                if not any(name.startswith(f"{path}{os.sep}") for name, _ in self.failures):
+                if not any(Path(name).is_relative_to(repo.folder) for name, _ in self.failures):
                     self.failures.append((path, error.strerror or str(error)))
 
 

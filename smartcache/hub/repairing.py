@@ -70,7 +70,7 @@ def plan_repair(
     pointers: dict[Path, None] = {}
     warnings: dict[str, None] = {}
     for finding in findings:
-        if finding.kind in ("dangling", "wrong blob") and finding.file.is_symlink():
+        if finding.kind == "wrong blob" or (finding.kind == "dangling" and _is_here(finding.file)):
             pointers[finding.file] = None
         if finding.kind != "mismatch":
             continue
@@ -91,6 +91,15 @@ def plan_repair(
     return RepairPlan(
         files=tuple(files.values()), pointers=tuple(pointers), warnings=tuple(warnings)
     )
+
+
+def _is_here(pointer: Path) -> bool:
+    """Say whether the folder a pointer leads to exists: else a drive may be away, not a blob."""
+    try:
+        target = os.path.join(pointer.parent, os.readlink(pointer))
+    except OSError:
+        return False
+    return os.path.isdir(os.path.dirname(target))
 
 
 def _unused(layout: Layout, finding: Finding) -> Path:

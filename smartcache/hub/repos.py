@@ -7,6 +7,7 @@ and counted, never an error: a damaged repo takes room too.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -65,12 +66,12 @@ class Pointer:
     blob: str
     """The name it leads to, in one step; its own name if it is a file."""
     body: Body | None
-    """What it stands for in the end; None: it leads nowhere."""
+    """What it stands for in the end; None: it leads nowhere, or where nobody may look."""
 
     @property
     def is_dangling(self) -> bool:
-        """Whether there is nothing behind it."""
-        return self.body is None
+        """Whether there is surely nothing behind it, as of now."""
+        return self.body is None and leads_nowhere(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +297,17 @@ def _sort_pointers(found: CachedRepo) -> None:
                 commit=commit, folder=folder, pointers=tuple(files), refs=refs, made=made
             )
         )  # fmt: skip
+
+
+def leads_nowhere(name: str | Path) -> bool:
+    """Say whether there is surely nothing behind a symlink; what nobody may look at is not."""
+    try:
+        os.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def find_repo(repos: Iterable[CachedRepo], repo: Repo) -> list[CachedRepo]:

@@ -187,7 +187,7 @@ def _claim_listed(
 ) -> Iterator[Finding]:
     """Compare a file of a snapshot with the listing of its commit, where there is one."""
     if pointer.body is None:
-        yield replace(about, kind="dangling")
+        yield replace(about, kind="dangling" if pointer.is_dangling else "unreadable")
         return
     check = _check(checks, pointer.body, about)
     listed = listing.get(pointer.path)

@@ -127,15 +127,6 @@ class TestOddCaches:
         (tmp_path / "file").touch()
         assert scan_caches([tmp_path / "nowhere", tmp_path / "file"]) == []
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-    def test_a_folder_that_cannot_be_read_is_told(self, cache: Path) -> None:
-        folder = make_repo(cache, FILES)
-        (folder / "blobs").chmod(0)
-        try:
-            assert [path for path, _ in only(cache).unread] == [str(folder / "blobs")]
-        finally:
-            (folder / "blobs").chmod(0o755)
-
 
 class TestRevisionNames:
     def test_branch_commit_or_its_unique_beginning(self, cache: Path) -> None:

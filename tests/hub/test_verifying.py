@@ -155,11 +155,6 @@ class TestDamage:
         ]  # fmt: skip
         assert {each.kind for each in report.damage} == {"bad ref", "dangling"}
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-    def test_a_file_that_cannot_be_read(self, cache: Path, store: Store) -> None:
-        blob_of(make_repo(cache, FILES), "config.json").chmod(0)
-        assert found(verify(store, cache)) == [("unreadable", A, "config.json")]
-
 
 class TestInformation:
     def test_what_is_listed_but_not_downloaded_is_no_damage(
@@ -260,6 +255,19 @@ class TestRepair:
         assert self.repair(store, cache) == 0
         assert os.listdir(folder / "snapshots" / A) == ["b.bin"]
         assert len(os.listdir(folder / "blobs")) == 2
+
+    def test_pointers_to_a_drive_that_is_away_stay(
+        self, cache: Path, store: Store, tmp_path: Path
+    ) -> None:
+        folder = make_repo(cache, FILES)
+        (folder / "blobs").rename(tmp_path / "drive")
+        (folder / "blobs").symlink_to(tmp_path / "drive")
+        assert verify(store, cache).findings == ()
+        (tmp_path / "drive").rename(tmp_path / "away")
+        before = snapshot(cache)
+        assert len(verify(store, cache).damage) == 2
+        assert self.repair(store, cache) == 0
+        assert snapshot(cache) == before
 
     def test_a_file_that_changed_since_stays(self, cache: Path, store: Store) -> None:
         blob = blob_of(make_repo(cache, FILES), "unet/m.safetensors")
