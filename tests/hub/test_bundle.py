@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 import tracemalloc
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ from tests.hub.bundles import (
     two_repos,
 )
 from tests.hub_server import Hub, etag_of
-from tests.hub_server.pipelines import SHARED_WEIGHTS, Models, make_models
+from tests.hub_server.pipelines import SHARED_WEIGHTS, Models
 
 FORMS = ("bundle", "bundle.tar")
 
@@ -631,15 +632,10 @@ def test_a_name_that_could_not_be_imported_is_not_exported(tmp_path: Path) -> No
 # with the real client
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-def run_python(code: str, environment: dict[str, str]) -> str:
+def run_python(code: str, environment: dict[str, str], *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True,
-        text=True, check=False,
+        [sys.executable, "-c", code, *words], env={**os.environ, **environment},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -648,11 +644,10 @@ def run_python(code: str, environment: dict[str, str]) -> str:
 DOWNLOAD = """
 import sys
 from huggingface_hub import snapshot_download
-for repo in ("org/first", "org/second", "org/language"):
+for repo in sys.argv[1:]:
     print(snapshot_download(repo))
 """
 LOAD = """
-import torch
 from diffusers import StableDiffusionPipeline
 from transformers import AutoModel
 for repo in ("org/first", "org/second"):
@@ -664,38 +659,51 @@ print(AutoModel.from_pretrained("org/language").config.model_type)
 """
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_real_client_works_offline_with_what_arrived(
-    form: str, models: Models, tmp_path: Path, there: Path, store: Store
+    form: str, tmp_path: Path, there: Path, store: Store
 ) -> None:
-    cache = tmp_path / "from"
+    cache, repos = tmp_path / "from", ("org/first", "org/second")
     with Hub() as hub:
-        hub.add_folder("org/first", models.first)
-        hub.add_folder("org/second", models.second)
-        hub.add_folder("org/language", models.language)
-        here = {**hub.environment, "HF_HUB_CACHE": str(cache)}
-        before = run_python(DOWNLOAD, here)
-        bundle = export(cache, tmp_path / form)
-        bring(store, bundle, there)
+        hub.add("org/first", FIRST)
+        hub.add("org/second", SECOND)
+        before = run_python(DOWNLOAD, {**hub.environment, "HF_HUB_CACHE": str(cache)}, *repos)
+        bring(store, export(cache, tmp_path / form), there)
+        hub.clear()
+        online = {**hub.environment, "HF_HUB_CACHE": str(there)}
+        offline = {**online, "HF_HUB_OFFLINE": "1"}
+        assert run_python(DOWNLOAD, offline, *repos) == before.replace(str(cache), str(there))
+        assert not hub.requests
+        assert run_python(DOWNLOAD, online, *repos) == before.replace(str(cache), str(there))
+        assert hub.gets("/resolve/") == []
+        hf = Path(sys.executable).with_name("hf")
+        for repo in repos:
+            words = [str(hf), "cache", "verify", repo, "--fail-on-missing-files"]
+            env = {**os.environ, **online}
+            subprocess.run(words, env=env, check=True, capture_output=True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
+def test_pipelines_and_models_load_offline(
+    models: Models, tmp_path: Path, there: Path, store: Store
+) -> None:
+    cache, repos = tmp_path / "from", ("org/first", "org/second", "org/language")
+    with Hub() as hub:
+        for repo, folder in zip(repos, (models.first, models.second, models.language), strict=True):
+            hub.add_folder(repo, folder)
+        run_python(DOWNLOAD, {**hub.environment, "HF_HUB_CACHE": str(cache)}, *repos)
+        bring(store, export(cache, tmp_path / "bundle"), there)
         hub.clear()
         offline = {**hub.environment, "HF_HUB_CACHE": str(there), "HF_HUB_OFFLINE": "1"}
-        assert run_python(DOWNLOAD, offline) == before.replace(str(cache), str(there))
-        if form == FORMS[0]:
-            assert run_python(LOAD, offline).split() == ["1", "1", "bert"]
+        assert run_python(LOAD, offline).split() == ["1", "1", "bert"]
         assert not hub.requests
-        online = {**os.environ, **hub.environment, "HF_HUB_CACHE": str(there)}
-        hf = Path(sys.executable).with_name("hf")
-        for repo in ("org/first", "org/second", "org/language"):
-            words = [str(hf), "cache", "verify", repo, "--fail-on-missing-files"]
-            subprocess.run(words, env=online, check=True, capture_output=True)
-        assert run_python(DOWNLOAD, {**offline, "HF_HUB_OFFLINE": "0"}).split()
-        assert hub.gets(".safetensors") == []
     for name in SHARED_WEIGHTS:
-        files = [
-            there.glob(f"models--org--{repo}/snapshots/*/{name}") for repo in ("first", "second")
-        ]
-        assert os.path.samefile(*(next(each) for each in files))
+        first, second = (
+            next(there.glob(f"{folder}/snapshots/*/{name}"))
+            for folder in ("models--org--first", "models--org--second")
+        )
+        assert os.path.samefile(first, second)
 
 
 def test_the_client_sees_no_damage_in_a_cache_that_is_half_imported(
