@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_called_so_and_never_repaired(place: Path) -> Non
             repos = scan_caches([place / "hub"])
             second = verify_repos(store, repos)
             plan = plan_repair(store, repos, second.damage)
-        kinds = [[each.kind for each in report.findings] for report in (first, second)]
+        kinds = [[str(each.kind) for each in report.findings] for report in (first, second)]
         return kinds[0], kinds[1], plan.is_empty
 
     assert as_ann(work) == (["unreadable"], ["unreadable"] * 3, True)
