@@ -251,8 +251,35 @@ class _Run:
                 path = weights.get(name)
                 values = {} if path is None else known.get(path, {})
                 is_proven = values.items() >= each.file.announced.items()
-            if path is not None and each.file.announced and not is_proven:
+            if path is None:
+                self._prove_contradiction(each)
+            elif each.file.announced and not is_proven:
                 self._arrivals.accept(each, path)
+
+    def _prove_contradiction(self, planned: PlannedFile) -> None:
+        """Prove a file that came under another name or size than the Hub's own listing said.
+
+        The listing counts. The blob stays, without this pointer: another snapshot may want it.
+        """
+        visible = self._target.visible(planned.file)
+        if not planned.file.announced or not os.path.isfile(visible):
+            return
+        path = Path(os.path.realpath(visible))
+        if isinstance(self._target, LocalTarget):
+            self._arrivals.accept(planned, path)
+            return
+        try:
+            self._arrivals.prove(planned, path)
+        except DigestMismatchError as error:
+            self._target.drop_wrong_pointer(planned.file)
+            # huggingface_hub never asks again for a listing that it has on disk.
+            listing = self._target.folder / "trees" / f"{self._plan.commit}.json"
+            listing.unlink(missing_ok=True)
+            message = (
+                f"The Hub lists {planned.file.path} as {planned.file.etag}, but sends other bytes"
+            )
+            hint = "Run the download again; if it repeats, the server is broken."
+            raise DigestMismatchError(message, hint=hint, path=planned.file.path) from error
 
 
 class _Jobs:

@@ -109,8 +109,7 @@ class DownloadPlan:
     def is_done(self) -> bool:
         """Whether nothing is left to do: every file is there, proven and visible."""
         return all(
-            each.source == "present" and each.is_proven and self.target.is_visible(each.file)
-            for each in self.files
+            each.source == "present" and each.is_proven and each.is_visible for each in self.files
         )
 
     def execute(self, *, progress: Progress | None = None) -> str:
@@ -221,13 +220,12 @@ class _Planning:
 
     def plan(self, files: list[RemoteFile], look: Look | None) -> tuple[PlannedFile, ...]:
         """Return the plan of each file, in the Hub's order."""
-        found = (
-            {} if self._request.force else {file.path: self._target.found(file) for file in files}
-        )
-        weights = (path for file in files if file.is_weight(self._min_size)
-                   and (path := found.get(file.path)) is not None)  # fmt: skip
+        seen = {} if self._request.force else self._target.look_all(files)
+        nothing = (None, False)
+        plans = [self._from_target(file, *seen.get(file.path, nothing)) for file in files]
+        weights = [each.found for each in plans if each.found is not None and each.is_weight]
         known = (self._near or self._store).known_hashes(weights)
-        plans = [self._from_target(file, found.get(file.path), known) for file in files]
+        plans = [_compared(each, known) for each in plans]
         is_missing = [each.is_large and each.source == "fetch" for each in plans]
         if self._request.force or not any(is_missing):
             return tuple(plans)
@@ -238,21 +236,12 @@ class _Planning:
         sources = Sources(self._store, self._request.cache_dir, self._target.root)
         return tuple(self._from_machine(each, sources) for each in plans)
 
-    def _from_target(
-        self, file: RemoteFile, found: Path | None, known: dict[Path, dict[Algorithm, str]]
-    ) -> PlannedFile:
-        is_large, is_weight = file.is_large(self._min_size), file.is_weight(self._min_size)
-        source: Source = "fetch" if found is None else "present"
-        is_proven = found is not None  # of texts: people edit them
-        if found is not None and is_weight:
-            ((algorithm, wanted),) = file.announced.items()
-            value = known.get(found, {}).get(algorithm)
-            is_proven = value == wanted
-            if value not in (None, wanted):
-                source = "fetch"  # what is there is known to be wrong
+    def _from_target(self, file: RemoteFile, found: Path | None, is_visible: bool) -> PlannedFile:  # noqa: FBT001
+        is_large = file.is_large(self._min_size)
         return PlannedFile(
-            file=file, source=source, found=found, is_proven=is_proven, is_large=is_large,
-            is_weight=is_weight,
+            file=file, source="fetch" if found is None else "present", found=found,
+            is_proven=found is not None, is_visible=is_visible, is_large=is_large,
+            is_weight=is_large and file.is_weight(self._min_size),
         )  # fmt: skip
 
     def _from_store(self, planned: PlannedFile, store: Store, source: Source) -> PlannedFile:
@@ -279,3 +268,14 @@ class _Planning:
             if known.digest:
                 return known
         return replace(planned, source="copy", candidates=candidates) if candidates else planned
+
+
+def _compared(planned: PlannedFile, known: dict[Path, dict[Algorithm, str]]) -> PlannedFile:
+    """Return the plan of a file that is there after what is known of it; of texts, nothing is."""
+    if planned.found is None or not planned.is_weight:
+        return planned
+    ((algorithm, wanted),) = planned.file.announced.items()
+    value = known.get(planned.found, {}).get(algorithm)
+    is_wrong = value not in (None, wanted)
+    source: Source = "fetch" if is_wrong else "present"
+    return replace(planned, source=source, is_proven=value == wanted)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 from smartcache.errors import ConfigError
@@ -86,7 +87,7 @@ class RemoteFile:
 
     def is_weight(self, min_size: int) -> bool:
         """Whether it may be shared by a link: large, and no kind that programs edit in place."""
-        suffix = PurePosixPath(self.path).suffix.lower()
+        suffix = os.path.splitext(self.path)[1].lower()
         is_whole = suffix in LINKED_SUFFIXES or (self.is_lfs and suffix not in _EDITED)
         return self.is_large(min_size) and is_whole
 
@@ -139,6 +140,8 @@ class PlannedFile:
     is_proven: bool = False
     """What is there is a weight known to be right, or a text, which people may edit; else it will
     be hashed."""
+    is_visible: bool = False
+    """Programs find it at the target."""
     is_large: bool = False
     is_weight: bool = False
 

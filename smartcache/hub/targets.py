@@ -12,6 +12,7 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from smartcache.hub import tree
@@ -21,7 +22,7 @@ from smartcache.store.links import Kind
 from smartcache.store.records import Owner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheTarget:
     """A revision of a repo in an HF cache."""
 
@@ -29,12 +30,12 @@ class CacheTarget:
     repo: Repo
     commit: str
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """The folder of the repo."""
         return self.cache_dir / self.repo.folder_name
 
-    @property
+    @cached_property
     def root(self) -> Path:
         """What the user gets: the snapshot."""
         return self.folder / "snapshots" / self.commit
@@ -58,16 +59,39 @@ class CacheTarget:
 
         A pointer that leads to another blob than the announced one does not count.
         """
-        pointer = self.visible(file)
-        blob = tree.blob_behind(pointer)
-        if blob is None:
+        return self.look(file)[0]
+
+    def look(self, file: RemoteFile) -> tuple[Path | None, bool]:
+        """Return `found`, and whether programs find it too: the pointer leads there.
+
+        A repo may have ten thousand files: plain text, a readlink and a stat for each.
+        """
+        pointer = f"{self._snapshot}{file.path}"
+        found: Path | None = None
+        try:
+            blob = os.path.join(os.path.dirname(pointer), os.readlink(pointer))
+        except OSError:  # no symlink: a file where there are none, or nothing
             found = _file_behind(pointer)
         else:
-            is_right = blob.name == file.etag or not file.announced
-            found = _file_behind(blob) if is_right else None
-        if found is None and file.announced:
-            found = _file_behind(self.spot(file))
-        return found
+            if not file.announced or os.path.basename(blob) == file.etag:
+                found = _file_behind(os.path.normpath(blob))
+        if found is not None or not file.announced:
+            return found, found is not None
+        return _file_behind(f"{self._blobs}{file.etag}"), False
+
+    def look_all(self, files: list[RemoteFile]) -> dict[str, tuple[Path | None, bool]]:
+        """Look at all files, by path; at none if there is nothing of this repo yet."""
+        if not os.path.isdir(self.folder):
+            return {}
+        return {file.path: self.look(file) for file in files}
+
+    @cached_property
+    def _snapshot(self) -> str:
+        return os.path.join(self.root, "")
+
+    @cached_property
+    def _blobs(self) -> str:
+        return os.path.join(self.folder, "blobs", "")
 
     def kinds(self, *, is_weight: bool) -> tuple[Kind, ...]:
         """Return how a blob is placed here: huggingface_hub never writes into a blob in place."""
@@ -81,19 +105,16 @@ class CacheTarget:
         """Take note that a file was put at its spot by us: huggingface_hub makes the pointer."""
         self.drop_wrong_pointer(file)
 
-    def is_visible(self, file: RemoteFile) -> bool:
-        """Say whether programs find the file, and not another one in its place."""
-        return os.path.exists(self.visible(file)) and not self._is_elsewhere(file)
-
     def drop_wrong_pointer(self, file: RemoteFile) -> None:
         """Remove a pointer to other bytes: huggingface_hub would believe it."""
-        if self._is_elsewhere(file):
+        pointer = f"{self._snapshot}{file.path}"
+        try:
+            name = os.path.basename(os.readlink(pointer))
+        except OSError:
+            return
+        if file.announced and name != file.etag:
             with suppress(FileNotFoundError):
-                os.unlink(self.visible(file))
-
-    def _is_elsewhere(self, file: RemoteFile) -> bool:
-        blob = tree.blob_behind(self.visible(file))
-        return blob is not None and blob.name != file.etag and bool(file.announced)
+                os.unlink(pointer)
 
     def hide(self, file: RemoteFile) -> list[Path]:
         """Remove every pointer to a file's blob, in all snapshots of the repo; return them."""
@@ -143,9 +164,10 @@ class LocalTarget:
         is_right = found is not None and file.size in (None, os.stat(found).st_size)
         return found if is_right else None
 
-    def is_visible(self, file: RemoteFile) -> bool:
-        """Say whether programs find the file."""
-        return os.path.exists(self.visible(file))
+    def look_all(self, files: list[RemoteFile]) -> dict[str, tuple[Path | None, bool]]:
+        """Look at all files, by path: what is found is visible."""
+        found = {file.path: self.found(file) for file in files}
+        return {path: (each, each is not None) for path, each in found.items()}
 
     def kinds(self, *, is_weight: bool) -> tuple[Kind, ...]:
         """Return how a blob is placed here.
@@ -211,7 +233,7 @@ class LocalTarget:
 Target = CacheTarget | LocalTarget
 
 
-def _file_behind(path: Path) -> Path | None:
+def _file_behind(path: str | Path) -> Path | None:
     """Return the file that a path leads to; None if there is none."""
     try:
         mode = os.lstat(path).st_mode
@@ -219,4 +241,4 @@ def _file_behind(path: Path) -> Path | None:
         return None
     if stat.S_ISLNK(mode):
         return Path(os.path.realpath(path)) if os.path.isfile(path) else None
-    return path if stat.S_ISREG(mode) else None
+    return Path(path) if stat.S_ISREG(mode) else None
