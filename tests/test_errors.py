@@ -17,6 +17,9 @@ CLASSES = [
 ]
 BUILTINS: dict[str, type[Exception]] = {
     "ConfigError": ValueError,
+    "UnsafeNameError": ValueError,
+    "RepoNotCachedError": LookupError,
+    "BundleError": ValueError,
     "StoreUnwritableError": OSError,
     "BadDigestError": ValueError,
     "BlobNotFoundError": FileNotFoundError,
@@ -112,8 +115,9 @@ def test_the_tree_in_the_docstring_names_it_and_its_builtin(cls: type[Smartcache
 
 
 @every_class
-def test_every_error_but_settings_is_one_of_the_store(cls: type[SmartcacheError]) -> None:
-    assert issubclass(cls, StoreError) == (cls not in (SmartcacheError, errors.ConfigError))
+def test_an_error_is_of_settings_or_of_the_hub_or_of_the_store(cls: type[SmartcacheError]) -> None:
+    layers = (errors.ConfigError, errors.HubError, StoreError)
+    assert [issubclass(cls, each) for each in layers].count(True) == (cls is not SmartcacheError)
 
 
 def test_errors_of_the_operating_system_keep_no_errno_of_ours() -> None:
