@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -358,15 +359,18 @@ def make_comfyui(bench: Bench, folder: Path) -> None:
 def repeated(bench: Bench) -> None:
     """Call once more when everything is there: in a new process, and in the same one."""
     repos = {FIRST: SMALL_FILES + len(WEIGHTS), WIDE: 1 + scaled(REPEATED, bench.scale)}
-    places = {(repo, who): bench.side(who) for repo in repos for who in sides(bench)}
-    for (repo, _), side in places.items():
-        side.__enter__().run(repo, rate=None)
-    time.sleep(YOUNG)
-    for _ in range(_measure.rounds):
-        for (repo, who), side in places.items():
-            bench.note(f"again {repo}", who, side.run(repo, rate=None, calls=CALLS))
-    for side in places.values():
-        side.__exit__()
+    with ExitStack() as stack:
+        places = {
+            (repo, who): stack.enter_context(bench.side(who))
+            for repo in repos
+            for who in sides(bench)
+        }
+        for (repo, _), side in places.items():
+            side.run(repo, rate=None)
+        time.sleep(YOUNG)
+        for _ in range(_measure.rounds):
+            for (repo, who), side in places.items():
+                bench.note(f"again {repo}", who, side.run(repo, rate=None, calls=CALLS))
     for repo, count in repos.items():
         words = f"repeated call, {count} files"
         compare(bench, f"{words}, in a new process", f"again {repo}", aim=1.1)

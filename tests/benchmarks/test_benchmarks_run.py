@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 
@@ -65,6 +67,7 @@ def test_the_dedup_benchmark_uses_a_kept_tree_again_and_refuses_another(tmp_path
     assert "was made with other arguments" in other.stderr
 
 
+@pytest.mark.timeout(400)  # thirty client processes: a busy machine takes its time
 def test_the_hub_benchmark_prints_every_figure_and_fetches_no_known_weight(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "hub.py"), "--json", "--small"]
     done = subprocess.run(
