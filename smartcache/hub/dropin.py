@@ -62,7 +62,7 @@ class Call:
             filename = f"{subfolder}/{filename}"
         return Request(
             repo=Repo.parse(self.repo_id, cast("str | None", a.get("repo_type"))),
-            revision=cast("str", a.get("revision") or "main"),
+            revision=cast("str", "main" if a.get("revision") is None else a["revision"]),
             cache_dir=tree.default_cache_dir() if cache_dir is None else _absolute(cache_dir),
             local_dir=None if local_dir is None else _absolute(local_dir),
             filename=filename,
@@ -99,8 +99,14 @@ def download(
 
 def from_cache(store: Store, call: Call) -> str:
     """Let huggingface_hub answer where the Hub cannot be asked: with what is there, or an error."""
-    path = str(call.delegate())
-    if call.is_plain or call.arguments.get("local_files_only"):
+    is_known = call.is_plain or bool(call.arguments.get("local_files_only"))
+    try:
+        path = str(call.delegate())
+    except Exception:
+        if is_known:
+            _prove_left_behind(store, call, None)
+        raise
+    if is_known:
         _prove_left_behind(store, call, Path(path))
     return path
 
@@ -140,15 +146,25 @@ def _info(plan: DownloadPlan, planned: PlannedFile) -> DryRunFileInfo:
     )
 
 
-def _prove_left_behind(store: Store, call: Call, path: Path) -> None:
-    """Prove the files of a snapshot or folder that a killed download has left unproven."""
+def _prove_left_behind(store: Store, call: Call, path: Path | None) -> None:
+    """Prove the files of a snapshot or folder that a killed download has left unproven.
+
+    `path` is what huggingface_hub returned; None if it raised.
+    """
     request = call.request()
-    commit = ""
+    commit: str | None = ""
     if request.local_dir is None:
-        snapshots = request.cache_dir / request.repo.folder_name / "snapshots"
-        if snapshots not in path.parents:
-            return
-        commit = path.relative_to(snapshots).parts[0]
+        folder = request.cache_dir / request.repo.folder_name
+        if path is None:
+            is_commit = tree.is_commit(request.revision)
+            ref = folder / "refs" / request.revision
+            commit = str(request.revision) if is_commit else tree.read_ref(ref)
+        elif folder / "snapshots" in path.parents:
+            commit = path.relative_to(folder / "snapshots").parts[0]
+        else:
+            commit = None
+    if commit is None:
+        return
     target = target_of(request, commit)
     unfinished = Unfinished(store, target.root)
     notes = unfinished.left_behind()

@@ -46,20 +46,20 @@ class Client:
     def store(self) -> Store:
         return self.smart.store
 
-    def call(self, name: str, filename: str | None = None, **more: object) -> Call:
+    def call(self, name: str, filename: str | None = None, /, **more: object) -> Call:
         arguments = {"cache_dir": self.cache, "endpoint": self.hub.url, **more}
         return Call(repo_id=name, filename=filename, arguments=arguments)
 
-    def snapshot(self, name: str = "org/name", **more: object) -> Path:
+    def snapshot(self, name: str = "org/name", /, **more: object) -> Path:
         return Path(self.smart.download(self.call(name, **more)))
 
-    def file(self, name: str, filename: str, **more: object) -> Path:
+    def file(self, name: str, filename: str, /, **more: object) -> Path:
         return Path(self.smart.download(self.call(name, filename, **more)))
 
-    def plan(self, name: str = "org/name", **more: object) -> DownloadPlan:
+    def plan(self, name: str = "org/name", /, **more: object) -> DownloadPlan:
         return self.smart.plan_download(self.call(name, **more))
 
-    def sources(self, name: str = "org/name", **more: object) -> dict[str, str]:
+    def sources(self, name: str = "org/name", /, **more: object) -> dict[str, str]:
         """Return where each file would come from."""
         return {each.file.path: each.source for each in self.plan(name, **more).files}
 
@@ -70,13 +70,13 @@ class Client:
         return self.store.path_of(found.digest)
 
 
-def plain_snapshot(hub: Hub, cache: Path, name: str = "org/name", **more: object) -> Path:
+def plain_snapshot(hub: Hub, cache: Path, name: str = "org/name", /, **more: object) -> Path:
     """Download with huggingface_hub alone."""
     download = cast("Callable[..., str]", huggingface_hub.snapshot_download)
     return Path(download(name, **{"cache_dir": cache, "endpoint": hub.url, **more}))
 
 
-def plain_file(hub: Hub, cache: Path, name: str, filename: str, **more: object) -> Path:
+def plain_file(hub: Hub, cache: Path, name: str, filename: str, /, **more: object) -> Path:
     """Download one file with huggingface_hub alone."""
     download = cast("Callable[..., str]", huggingface_hub.hf_hub_download)
     return Path(download(name, filename, **{"cache_dir": cache, "endpoint": hub.url, **more}))

@@ -128,9 +128,9 @@ def test_the_cache_is_what_huggingface_hub_makes(
     client: Client, hub: Hub, tmp_path: Path, publish: Publish
 ) -> None:
     for arguments in publish(hub):
-        more: dict[str, object] = {"name": "org/name", **arguments}
-        plain = plain_snapshot(hub, tmp_path / "plain", **more)  # type: ignore[arg-type]
-        ours = client.snapshot(**more)  # type: ignore[arg-type]
+        name = str(arguments.pop("name", "org/name"))
+        plain = plain_snapshot(hub, tmp_path / "plain", name, **arguments)
+        ours = client.snapshot(name, **arguments)
         assert ours.relative_to(client.cache) == plain.relative_to(tmp_path / "plain")
         assert contents(client.cache) == contents(tmp_path / "plain")
     assert_sound(client)

@@ -1,4 +1,4 @@
-"""`local_dir`: a folder of the user's own, where huggingface_hub writes into stale files in place."""
+"""`local_dir`: a folder of the user's own, where huggingface_hub writes into stale files."""
 
 from __future__ import annotations
 
