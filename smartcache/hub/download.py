@@ -204,6 +204,7 @@ class _Run:
             request.options(),
             revision=self._plan.commit if at_commit else request.revision,
             force_download=request.force,
+            tqdm_class=request.tqdm_class if self._progress is None else bars.hidden_class(),
         )
         if request.filename is not None:
             made = download_file(request.repo, request.filename, options)
@@ -212,7 +213,6 @@ class _Run:
             options.update(
                 allow_patterns=request.allow, ignore_patterns=request.ignore,
                 max_workers=request.max_workers,
-                tqdm_class=request.tqdm_class if self._progress is None else bars.hidden_class(),
             )  # fmt: skip
             made = download_snapshot(request.repo, options)
         return made if isinstance(self._target, CacheTarget) else None
