@@ -202,7 +202,9 @@ def downloads(world: World, others: list[Running], seconds: float) -> Iterator[E
 COMMANDS = [
     pytest.param([["prune", "-y"]], id="prune"),
     pytest.param([["dedup", "{cache}", "{models}", "--min-size", "1", "-y"]], id="dedup"),
-    pytest.param([["scan", "{models}", "--min-size", "1"], ["verify", "--full"]], id="scan, verify"),
+    pytest.param(
+        [["scan", "{models}", "--min-size", "1"], ["verify", "--full"]], id="scan, verify"
+    ),
     pytest.param([["verify", "--full", "--repair", "-y"], ["prune", "-y"]], id="repair, prune"),
 ]
 
@@ -215,11 +217,11 @@ def test_a_download_beside_other_commands_is_right(
     models.mkdir()
     (models / "a.safetensors").write_bytes(SHARED[ENCODER])
     (models / "b.safetensors").write_bytes(SHARED[ENCODER])
+    world.cache.mkdir()
     length = seconds(1.5)
     others = [
         world.repeat(*(w.format(cache=world.cache, models=models) for w in words), seconds=length)
         for words in commands
-        if world.cache.mkdir(exist_ok=True) is None
     ]
     for ended in downloads(world, others, length):
         assert ended.errors == []
@@ -235,13 +237,11 @@ def test_a_download_beside_undo_never_gives_a_wrong_file(
     """Undo takes links away that a download has just made: files may be missing, never wrong."""
     length = seconds(2)
     other = world.repeat("undo", "--all", "-y", seconds=length)
-    missing = 0
     for ended in downloads(world, [], length):
-        assert all(error.split(":")[0].endswith("Error") for error in ended.errors), ended.errors
-        missing += sum(not world.is_right(repo) for repo in REPOS)
-        found = [each for each in world.problems() if "leads nowhere" not in each]
-        assert found == []
-    assert set(other.wait().codes) <= {0, 1}
+        assert ended.errors == []
+        found = world.problems_of_cache()
+        assert [each for each in found if "leads nowhere" not in each] == []
+    assert set(other.wait().codes) == {0, 1}  # 1: nothing to undo, or not all of it
     assert world.download(*REPOS).errors == []
     assert all(map(world.is_right, REPOS))
     assert world.problems() == []
@@ -319,7 +319,7 @@ def test_a_file_that_changes_while_it_is_claimed_never_gives_wrong_bytes(
         moments = [(place, 1) for place in dict.fromkeys(ended.points)]
         cases = list(itertools.product(WRITES, moments))
         random.shuffle(cases)
-        for number, (how, moment) in enumerate(cases[: rounds(12)]):
+        for number, (how, moment) in enumerate(cases[: rounds(8)]):
             world = World(folder / str(number), hub, starter)
             ended = claimed(world, given=given, written=(how, *moment))
             case = f"{how} at {moment}"
