@@ -101,9 +101,11 @@ def _remote(repo: Repo, entry: object) -> RemoteFile:
     path, size, lfs = (getattr(entry, name, None) for name in ("path", "size", "lfs"))
     refuse_unsafe(repo, path)
     sha256 = None if lfs is None else lfs.sha256
+    etag = str(sha256 or getattr(entry, "blob_id", ""))
+    _refuse_unsafe_etag(repo, str(path), etag)
     return RemoteFile(
         path=str(path), size=size if lfs is None else lfs.size,
-        etag=str(sha256 or getattr(entry, "blob_id", "")),
+        etag=etag,
         xet=xet_of(getattr(entry, "xet_hash", None)),
     )  # fmt: skip
 
@@ -112,6 +114,13 @@ def refuse_unsafe(repo: Repo, path: object) -> None:
     """Raise if a path of a listing is not a plain relative one."""
     if not isinstance(path, str) or safe_parts(path) is None:
         message = f"{repo} lists a file with an unsafe name: {path!r}; nothing was downloaded"
+        raise UnsafeNameError(message, repo=str(repo), path=path)
+
+
+def _refuse_unsafe_etag(repo: Repo, path: str, etag: str) -> None:
+    """Raise if what names a blob in the HF cache is no plain name: huggingface_hub believes it."""
+    if etag in (".", "..") or any(sign in etag for sign in "/\\\0"):
+        message = f"{repo} announces {path} by an unsafe name: {etag!r}; nothing was downloaded"
         raise UnsafeNameError(message, repo=str(repo), path=path)
 
 
@@ -147,6 +156,7 @@ def announced_file(
     )  # fmt: skip
     if found.etag is None or found.commit_hash is None or not is_commit(found.commit_hash):
         return None
+    _refuse_unsafe_etag(repo, path, found.etag)
     xet = None if found.xet_file_data is None else found.xet_file_data.file_hash
     file = RemoteFile(path=path, size=found.size, etag=found.etag, xet=xet_of(xet))
     return found.commit_hash, file

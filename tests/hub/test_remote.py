@@ -1,0 +1,230 @@
+"""What the Hub says about repos, and how little of it is believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors as hub_errors
+
+from smartcache.errors import HubError, UnsafeNameError
+from smartcache.hub import remote
+from smartcache.hub.records import RemoteFile, Repo
+from smartcache.hub.remote import Access
+from tests.hub.clients import Client, sha256, weights
+from tests.hub_server import Hub, git_sha1
+
+REPO = Repo("model", "org/name")
+FILES = {"config.json": b"{}", "unet/model.safetensors": weights(1), "a b#ü%.bin": weights(2)}
+
+
+@pytest.fixture
+def access(hub: Hub) -> Access:
+    return Access(endpoint=hub.url, token=False)
+
+
+def test_a_commit_costs_one_request_or_none(hub: Hub, access: Access) -> None:
+    commit = hub.add("org/name", FILES, tags=["v1"]).sha
+    other = hub.add("org/name", {}, revision="refs/pr/1").sha
+    assert remote.commit_of(access, REPO, commit) == commit
+    assert list(hub.requests) == []
+    for revision, expected in (("main", commit), ("v1", commit), ("refs/pr/1", other)):
+        hub.clear()
+        assert remote.commit_of(access, REPO, revision) == expected
+        assert len(hub.requests) == 1
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 1000])
+def test_a_listing_has_sizes_and_hashes_of_all_pages(
+    hub: Hub, access: Access, page_size: int
+) -> None:
+    hub.page_size = page_size
+    commit = hub.add("org/name", FILES, xet={"unet/model.safetensors": "d" * 64}).sha
+    found = remote.files_of(access, REPO, commit)
+    assert sorted(found, key=lambda each: each.path) == [
+        RemoteFile(path="a b#ü%.bin", size=100_000, etag=sha256(weights(2))),
+        RemoteFile(path="config.json", size=2, etag=git_sha1(b"{}")),
+        RemoteFile(
+            path="unet/model.safetensors", size=100_000, etag=sha256(weights(1)), xet="d" * 64
+        ),
+    ]
+    assert len(hub.requests) == -(-4 // page_size)  # three files and a folder
+
+
+def test_one_file_costs_one_request(hub: Hub, access: Access) -> None:
+    commit = hub.add("org/name", FILES, tags=["v1"]).sha
+    for path, data in FILES.items():
+        hub.clear()
+        found = remote.announced_file(access, REPO, "v1", path)
+        assert found is not None
+        assert (found[0], found[1].size) == (commit, len(data))
+        assert found[1].etag in (sha256(data), git_sha1(data))
+        assert [each.method for each in hub.requests] == ["HEAD"]
+
+
+def test_one_file_behind_a_redirect_is_announced_by_the_hub(hub: Hub, access: Access) -> None:
+    hub.cdn = True
+    hub.add("org/name", FILES)
+    found = remote.announced_file(access, REPO, "main", "unet/model.safetensors")
+    assert found is not None
+    assert (found[1].etag, found[1].size) == (sha256(weights(1)), 100_000)
+
+
+@pytest.mark.parametrize("repo_type", ["dataset", "space"])
+def test_other_types_of_repos_are_asked_for_by_their_type(
+    hub: Hub, access: Access, repo_type: str
+) -> None:
+    hub.add("org/name", {"x.bin": weights(3)}, repo_type=repo_type)  # type: ignore[arg-type]
+    repo = Repo(repo_type, "org/name")  # type: ignore[arg-type]
+    commit = remote.commit_of(access, repo, "main")
+    assert [each.path for each in remote.files_of(access, repo, commit)] == ["x.bin"]
+    assert remote.announced_file(access, repo, "main", "x.bin") is not None
+    with pytest.raises(hub_errors.RepositoryNotFoundError):
+        remote.commit_of(access, REPO, "main")
+
+
+def test_errors_of_the_hub_pass(hub: Hub, access: Access) -> None:
+    hub.add("org/name", FILES)
+    hub.add("org/gated", FILES, gated=True)
+    with pytest.raises(hub_errors.RevisionNotFoundError):
+        remote.commit_of(access, REPO, "nowhere")
+    with pytest.raises(hub_errors.RevisionNotFoundError):
+        remote.files_of(access, REPO, "1" * 40)
+    with pytest.raises(hub_errors.RepositoryNotFoundError):
+        remote.commit_of(access, Repo("model", "org/none"), "main")
+    with pytest.raises(hub_errors.EntryNotFoundError):
+        remote.announced_file(access, REPO, "main", "none.bin")
+    with pytest.raises(hub_errors.GatedRepoError):
+        remote.announced_file(access, Repo("model", "org/gated"), "main", "config.json")
+
+
+ESCAPES = ["../x.bin", "a/../../x.bin", "/etc/x.bin", "a\\b.bin", "C:/x.bin", "a//b.bin", "a/./b"]
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_a_listing_with_an_unsafe_name_is_refused_whole(
+    hub: Hub, access: Access, path: str
+) -> None:
+    commit = hub.add_raw_listing("org/name", {"good.bin": weights(1), path: weights(2)}).sha
+    with pytest.raises(UnsafeNameError) as caught:
+        remote.files_of(access, REPO, commit)
+    assert repr(path) in str(caught.value)
+    with pytest.raises(UnsafeNameError):
+        remote.announced_file(access, REPO, "main", path)
+
+
+ODD_ENTRIES: list[dict[str, object]] = [
+    {"type": "file", "path": "x.bin", "size": 5},
+    {"type": "file", "oid": "a" * 40, "size": 5},
+    {"type": "file", "path": "x.bin", "oid": "a" * 40},
+    {"type": "file", "path": "x.bin", "oid": "a" * 40, "size": 5, "lfs": {"size": 5}},
+    {"type": "file", "path": None, "oid": "a" * 40, "size": 5},
+    {"type": "file", "path": 7, "oid": "a" * 40, "size": 5},
+]
+
+
+@pytest.mark.parametrize("entry", ODD_ENTRIES)
+def test_a_listing_that_cannot_be_understood_is_an_error_of_ours_or_of_the_client(
+    client: Client, hub: Hub, entry: dict[str, object]
+) -> None:
+    """Never a crash somewhere else, and never a file at a wrong place."""
+    hub.add_raw_listing("org/name", {"good.bin": weights(1)}, [entry])
+    with pytest.raises((HubError, UnsafeNameError, hub_errors.HfHubHTTPError)):
+        client.snapshot()
+    assert not list(client.cache.rglob("*.bin"))
+
+
+ODD_HASHES: list[dict[str, object]] = [
+    {"oid": "x", "size": 5},
+    {"oid": "../../../x", "size": 5},
+    {"oid": "A" * 64, "size": 5},
+    {"oid": "a" * 64, "size": -5},
+    {"oid": "a" * 64, "size": "5"},
+    {"oid": "a" * 64, "size": 1 << 70},
+]
+
+
+@pytest.mark.parametrize("lfs", ODD_HASHES)
+def test_odd_hashes_and_sizes_never_lead_a_file_out_of_the_cache(
+    client: Client, hub: Hub, tmp_path: Path, lfs: dict[str, object]
+) -> None:
+    entry = {
+        "type": "file", "path": "odd.bin", "oid": "a" * 40, "size": lfs["size"],
+        "lfs": {**lfs, "pointerSize": 10},
+    }  # fmt: skip
+    hub.add_raw_listing("org/name", {"good.bin": weights(1)}, [entry])
+    before = {path for path in tmp_path.rglob("*") if client.cache not in path.parents}
+    with pytest.raises(Exception, match=r".+"):
+        client.snapshot()
+    after = {path for path in tmp_path.rglob("*") if client.cache not in path.parents}
+    inside = client.store.root
+    assert {path for path in after - before if inside not in path.parents} <= {client.cache}
+    assert list(client.cache.glob("*/snapshots/*/odd.bin")) == []
+
+
+@pytest.mark.parametrize("etag", ["../../../../evil", "{tmp}/evil", "..", "a/b", "a\\\\b"])
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("is_one", [False, True])
+def test_an_etag_that_is_a_path_leads_nowhere(
+    client: Client, hub: Hub, tmp_path: Path, etag: str, is_local: bool, is_one: bool
+) -> None:
+    """huggingface_hub names blobs by what the server says."""
+    hub.add("org/name", {"m.bin": weights(1)})
+    hub.faults.wrong_sha("m.bin", etag.format(tmp=tmp_path), in_head=True)
+    more = {"local_dir": tmp_path / "local"} if is_local else {}
+    with pytest.raises(UnsafeNameError):
+        if is_one:
+            client.file("org/name", "m.bin", **more)
+        else:
+            client.snapshot(**more)
+    assert [path for path in tmp_path.iterdir() if path != client.store.root] == []
+    assert hub.gets() == []
+
+
+def test_a_wrong_announcement_is_never_believed(client: Client, hub: Hub) -> None:
+    """The listing promises other bytes than the Hub sends."""
+    hub.add("org/name", {"m.bin": weights(1)})
+    hub.faults.wrong_sha("m.bin", sha256(weights(9)), in_head=True)
+    with pytest.raises(Exception, match=r"(?i)sha256|digest|announced"):
+        client.snapshot()
+    assert client.store.find("sha256", sha256(weights(9))) is None
+    assert list(client.cache.rglob("m.bin")) == []
+
+
+def test_a_listing_and_a_header_that_disagree_leave_nothing_wrong(client: Client, hub: Hub) -> None:
+    hub.add("org/name", {"m.bin": weights(1)})
+    hub.faults.wrong_sha("m.bin", sha256(weights(9)))
+    try:
+        path = client.snapshot()
+    except Exception:  # noqa: BLE001 - refusing is right, too
+        assert list(client.cache.rglob("m.bin")) == []
+    else:
+        assert (path / "m.bin").read_bytes() == weights(1)
+    for each in client.cache.glob("*/blobs/*"):
+        if len(each.name) == 64:
+            assert sha256(each.read_bytes()) == each.name
+    assert client.store.find("sha256", sha256(weights(9))) is None
+
+
+@pytest.mark.parametrize(
+    ("allow", "ignore"),
+    [
+        (None, None), ("*.json", None), (["unet/"], None), (None, "*.json"), ([], None), (None, []),
+        (["*"], ["unet/*"]), ("*.JSON", None), (("*.json", "*.bin"), ("a*",)), ("nothing", None),
+    ],
+)  # fmt: skip
+def test_patterns_select_what_huggingface_hub_selects(
+    hub: Hub, access: Access, tmp_path: Path, allow: remote.Patterns, ignore: remote.Patterns
+) -> None:
+    commit = hub.add("org/name", FILES).sha
+    files = remote.files_of(access, REPO, commit)
+    path = Path(
+        huggingface_hub.snapshot_download(
+            "org/name", cache_dir=tmp_path, endpoint=hub.url,
+            allow_patterns=allow if isinstance(allow, str) or allow is None else list(allow),
+            ignore_patterns=ignore if isinstance(ignore, str) or ignore is None else list(ignore),
+        )
+    )  # fmt: skip
+    expected = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()}
+    assert {each.path for each in remote.select(files, allow, ignore)} == expected
