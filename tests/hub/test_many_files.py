@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.hub.clients import Client, contents, plain_snapshot, weights
 from tests.hub_server import Hub
 
@@ -95,6 +97,8 @@ class TestDownload:
     ) -> None:
         hub.add("org/many", files_of(FEWER))
         client.snapshot("org/many")
+        if not (client.cache / "models--org--many" / "trees").is_dir():
+            pytest.skip("this huggingface_hub keeps no listings")
         hub.clear()
         plain_snapshot(hub, client.cache, "org/many")
         plain = requests_of(hub)
