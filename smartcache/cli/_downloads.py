@@ -36,9 +36,9 @@ _SUMS = (
 )
 _MEANING: dict[Source, str] = {
     "present": "there already",
-    "link": "in the store: linked, takes no time and no space",
-    "claim": "same size on this disk: used if its hash is right, else fetched",
-    "copy": "on another disk of this machine: copied if its hash is right",
+    "link": "in the store: linked, no time and no space",
+    "claim": "same size on this disk: taken if the hash is right",
+    "copy": "on another disk: copied if the hash is right",
     "fetch": "not on this machine: comes from the Hub",
 }
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from smartcache.cli._output import out, printable, terminal_width
-from smartcache.cli._tables import shortened
+from smartcache.cli._tables import shortened, text_width
 from smartcache.progress import Job, Progress, Unit, silent
 from smartcache.sizes import format_age, format_size
 
@@ -121,7 +121,10 @@ class Bar:
                 parts += [f"{format_age(left)} left"]
         else:
             parts += [format_age(timedelta(seconds=seconds))]
-        return shortened("  ".join(parts), terminal_width(sys.stderr) - 1)
+        width = terminal_width(sys.stderr) - 1
+        while len(parts) > 1 and text_width("  ".join(parts)) > width:
+            parts.pop()  # what is last matters least
+        return shortened("  ".join(parts), width)
 
     def _amount(self, done: int, rate: float) -> str:
         if self._unit == "bytes":

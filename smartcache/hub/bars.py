@@ -74,6 +74,8 @@ def fetching(
 ) -> AbstractContextManager[Callable[[int], None]]:
     """Show one bar for all files to fetch; the block gets a function that advances it."""
     label = "Fetching 1 file" if count == 1 else f"Fetching {count} files"
+    if not count:
+        label = "Hashing and linking files"
     if progress is not None:
         return _own_bar(label, size, progress)
     return _hub_bar(label, size, tqdm_class)

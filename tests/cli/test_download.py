@@ -1,0 +1,600 @@
+"""`smartcache download`: what it shows, what it makes, and what it says when things go wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from smartcache.cli._downloads import MOST_SHOWN
+from tests.cli.running import PATIENCE, Result, Smartcache, environment
+from tests.hub_server import Commit, Hub
+from tests.hub_server.faults import ALWAYS
+from tests.store.files import inode_of, snapshot, write
+from tests.store.small_disks import Disk, in_own_namespace
+
+ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\r")
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+ENCODER = random.Random(1).randbytes(300_000)
+UNET = random.Random(2).randbytes(500_000)
+OTHER_UNET = random.Random(3).randbytes(400_000)
+ONE = {
+    "config.json": b'{"one": 1}',
+    "text_encoder/model.safetensors": ENCODER,
+    "unet/model.safetensors": UNET,
+}
+TWO = {
+    "config.json": b'{"two": 2}',
+    "text_encoder/model.safetensors": ENCODER,
+    "unet/model.safetensors": OTHER_UNET,
+}
+
+
+class Download:
+    """`download("org/one", "-q")`: the command as a process, with a Hub and an HF cache."""
+
+    def __init__(self, program: Smartcache, hub: Hub, cache: Path) -> None:
+        self._program = program
+        self.hub = hub
+        self.cache = cache
+
+    def env(self) -> dict[str, str]:
+        return {**self.hub.environment, "HF_HUB_CACHE": str(self.cache)}
+
+    def __call__(
+        self, *words: str | Path, code: int = 0, env: dict[str, str] | None = None
+    ) -> Result:
+        return self._program("download", *words, code=code, env={**self.env(), **(env or {})})
+
+    def start(self, *words: str | Path) -> subprocess.Popen[str]:
+        return self._program.start("download", *words, env=self.env())
+
+    def folder(self, name: str) -> Path:
+        return self.cache / f"models--{name.replace('/', '--')}"
+
+    def snapshot(self, commit: Commit) -> Path:
+        return self.folder(commit.repo) / "snapshots" / commit.sha
+
+    def unfinished(self) -> list[str]:
+        return sorted(path.name for path in self.cache.rglob("*.incomplete"))
+
+
+@pytest.fixture
+def download(program: Smartcache, hub: Hub, tmp_path: Path) -> Download:
+    return Download(program, hub, tmp_path / "hf")
+
+
+@pytest.fixture
+def one(hub: Hub) -> Commit:
+    return hub.add("org/one", ONE, tags=["v1"])
+
+
+@pytest.fixture
+def two(hub: Hub) -> Commit:
+    return hub.add("org/two", TWO)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder that programs see, read through all links."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".cache" not in path.parts
+    }
+
+
+@pytest.mark.usefixtures("one")
+class TestPlan:
+    def test_the_path_is_all_that_is_printed_as_data(self, download: Download, one: Commit) -> None:
+        done = download("org/one")
+        assert done.ids == [str(download.snapshot(one))]
+        assert contents(download.snapshot(one)) == ONE
+        assert done.stderr.splitlines() == [
+            f"model/org/one at main ({one.sha[:12]}): 3 files, 800 KB",
+            "SOURCE    SIZE  FILE                            FROM",
+            "fetch   500 KB  unet/model.safetensors          the Hub",
+            "fetch   300 KB  text_encoder/model.safetensors  the Hub",
+            "fetch     10 B  config.json                     the Hub",
+            "",
+            "fetch  3 files  800 KB  not on this machine: comes from the Hub",
+            "800 KB to fetch.",
+            "Fetched 800 KB.",
+        ]
+
+    def test_what_another_repo_brought_is_linked(self, download: Download, two: Commit) -> None:
+        first = download("org/one", "-q").ids[0]
+        download.hub.clear()
+        done = download("org/two")
+        lines = done.stderr.splitlines()
+        assert "link    300 KB  text_encoder/model.safetensors  the store" in lines
+        assert "400 KB to fetch, 300 KB saved." in lines
+        assert lines[-1] == "Fetched 400 KB; 300 KB came from this machine."
+        assert download.hub.gets("text_encoder") == []
+        shared = "text_encoder/model.safetensors"
+        assert inode_of((Path(first) / shared).resolve()) == inode_of(
+            (download.snapshot(two) / shared).resolve()
+        )
+
+    def test_a_file_of_a_known_folder_is_claimed(
+        self, download: Download, program: Smartcache, tmp_path: Path
+    ) -> None:
+        found = write(tmp_path / "mine" / "clip.safetensors", ENCODER)
+        program("folders", "add", found.parent)
+        program("scan", found.parent)
+        done = download("org/one", "--json")
+        (claimed,) = [each for each in done.json["files"] if each["source"] == "claim"]
+        assert claimed["path"] == "text_encoder/model.safetensors"
+        assert claimed["origin"] == str(found)
+        assert claimed["proven"]
+        assert download.hub.gets("text_encoder") == []
+        assert done.json["fetched_size"] == len(UNET) + len(ONE["config.json"])
+
+    def test_again_there_is_nothing_to_do(self, download: Download, one: Commit) -> None:
+        download("org/one")
+        before = snapshot(download.cache)
+        done = download("org/one")
+        assert done.ids == [str(download.snapshot(one))]
+        assert done.stderr == "model/org/one: everything is there already.\n"
+        assert snapshot(download.cache) == before
+
+    def test_json_has_everything(self, download: Download, one: Commit) -> None:
+        done = download("org/one", "--json")
+        assert done.stderr == ""
+        document = done.json
+        files = {each.pop("path"): each for each in document.pop("files")}
+        assert document == {
+            "repo": "org/one",
+            "type": "model",
+            "revision": "main",
+            "commit": one.sha,
+            "path": str(download.snapshot(one)),
+            "present_size": 0,
+            "saved_size": 0,
+            "fetch_size": 800_010,
+            "unproven_size": 0,
+            "fetched_size": 800_010,
+            "dry_run": False,
+            "warnings": [],
+        }
+        assert files.keys() == ONE.keys()
+        unet = files["unet/model.safetensors"]
+        assert unet.pop("digest") == blake3(UNET).hexdigest()
+        assert unet == {
+            "size": len(UNET),
+            "etag": one.etag("unet/model.safetensors"),
+            "source": "fetch",
+            "origin": None,
+            "proven": True,
+        }
+
+    def test_a_dry_run_changes_nothing(self, download: Download) -> None:
+        done = download("org/one", "--dry-run")
+        assert "fetch   500 KB  unet/model.safetensors          the Hub" in done.ids
+        assert done.ids[-1] == "800 KB to fetch."
+        assert done.stderr == "Nothing was changed.\n"
+        assert not download.cache.exists()
+        assert download.hub.gets() == []
+
+    def test_a_dry_run_for_programs(self, download: Download, one: Commit) -> None:
+        assert download("org/one", "-n", "-q").ids == [str(download.snapshot(one))]
+        path = str(download.snapshot(one) / "config.json")
+        assert download("org/one", "config.json", "-n", "-q").ids == [path]
+        document = download("org/one", "-n", "--json").json
+        assert document["dry_run"]
+        assert document["path"] is None
+        assert document["fetched_size"] == 0
+        assert [each["proven"] for each in document["files"]] == [False] * 3
+        assert not download.cache.exists()
+
+    def test_of_many_files_the_largest_are_shown(self, download: Download) -> None:
+        files = {f"part-{number:03}.json": b"x" * (number + 1) for number in range(40)}
+        download.hub.add("org/many", files)
+        done = download("org/many", "--dry-run")
+        shown = [line for line in done.ids if "part-" in line]
+        assert len(shown) == MOST_SHOWN
+        assert shown[0].split() == ["fetch", "40", "B", "part-039.json", "the", "Hub"]
+        assert f"... and {40 - MOST_SHOWN} smaller files, 406 B; -v shows all" in done.ids
+        everything = download("org/many", "--dry-run", "-v")
+        assert sum("part-" in line for line in everything.ids) == len(files)
+
+    @pytest.mark.parametrize("columns", [80, 120])
+    def test_it_fits_into_the_terminal(
+        self, download: Download, program: Smartcache, columns: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        long = {f"{'long/' * 12}{number}/model.safetensors": UNET[number:] for number in range(3)}
+        download.hub.add("org/long", {**long, "text_encoder/model.safetensors": ENCODER})
+        for name, value in download.env().items():
+            monkeypatch.setenv(name, value)
+        download("org/one", "-q")
+        done = program.at_terminal("download", "org/long", columns=columns)
+        assert done.code == 0
+        *lines, path = ESCAPES.sub("", done.stdout).splitlines()
+        assert max(map(len, lines)) <= columns
+        assert Path(path).name == download.hub.repositories["model", "org/long"].branches["main"]
+        assert any(line.startswith("link ") and line.endswith("the store") for line in lines)
+
+
+@pytest.mark.usefixtures("one")
+class TestSelection:
+    def test_one_file_is_printed_itself(self, download: Download, one: Commit) -> None:
+        done = download("org/one", "config.json")
+        assert done.ids == [str(download.snapshot(one) / "config.json")]
+        assert contents(download.snapshot(one)).keys() == {"config.json"}
+
+    def test_files_and_folders(self, download: Download, one: Commit) -> None:
+        done = download("org/one", "config.json", "unet/")
+        assert done.ids == [str(download.snapshot(one))]
+        assert contents(download.snapshot(one)).keys() == {"config.json", "unet/model.safetensors"}
+
+    def test_a_folder_alone(self, download: Download, one: Commit) -> None:
+        assert download("org/one", "unet/").ids == [str(download.snapshot(one))]
+        assert contents(download.snapshot(one)).keys() == {"unet/model.safetensors"}
+
+    def test_files_are_names_and_no_patterns(self, download: Download) -> None:
+        commit = download.hub.add("org/odd", {"a[1].json": b"1", "a1.json": b"2", "b.json": b"3"})
+        download("org/odd", "a[1].json", "b.json")
+        assert contents(download.snapshot(commit)) == {"a[1].json": b"1", "b.json": b"3"}
+
+    def test_patterns(self, download: Download, one: Commit) -> None:
+        words = ("--include", "*.safetensors", "--include", "*.json", "--exclude", "unet/*")
+        download("org/one", *words)
+        assert contents(download.snapshot(one)).keys() == {
+            "config.json", "text_encoder/model.safetensors"
+        }  # fmt: skip
+
+    def test_a_revision(self, download: Download, one: Commit) -> None:
+        download.hub.add("org/one", {"config.json": b"newer"})
+        assert download("org/one", "--revision", "v1", "-q").ids == [str(download.snapshot(one))]
+        assert download("org/one", "--revision", one.sha).ids == [str(download.snapshot(one))]
+
+    @pytest.mark.parametrize(
+        "words",
+        [("datasets/org/data",), ("dataset/org/data",), ("org/data", "--repo-type", "dataset")],
+    )
+    def test_a_dataset(self, download: Download, words: tuple[str, ...]) -> None:
+        download.hub.add("org/data", {"a.csv": b"1,2"}, repo_type="dataset")
+        done = download(*words, "--json").json
+        assert (done["repo"], done["type"]) == ("org/data", "dataset")
+        assert (Path(done["path"]) / "a.csv").read_bytes() == b"1,2"
+
+    def test_everything_again(self, download: Download, one: Commit) -> None:
+        download("org/one")
+        download.hub.clear()
+        done = download("org/one", "--force-download", "--json").json
+        assert done["fetched_size"] == download.hub.fetched_bytes() == 800_010
+        assert contents(download.snapshot(one)) == ONE
+
+    def test_a_token(self, download: Download) -> None:
+        download.hub.add("org/gated", ONE, gated=True)
+        download.hub.tokens = {"hf_good": {"org/gated"}}
+        path = Path(download("org/gated", "--token", "hf_good", "-q").ids[0])
+        assert contents(path) == ONE
+
+    def test_a_token_from_where_huggingface_hub_has_it(self, download: Download) -> None:
+        download.hub.add("org/gated", ONE, gated=True)
+        download.hub.tokens = {"hf_good": {"org/gated"}}
+        more = {"HF_TOKEN": "hf_good", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}
+        assert contents(Path(download("org/gated", "-q", env=more).ids[0])) == ONE
+
+
+@pytest.mark.usefixtures("one")
+class TestLocalDir:
+    def test_plain_files(self, download: Download, tmp_path: Path) -> None:
+        done = download("org/one", "--local-dir", "mine")
+        assert done.ids == [str(tmp_path / "mine")]
+        assert contents(tmp_path / "mine") == ONE
+        assert contents(download.cache).keys() == {"models--org--one/refs/main"}
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="root only")
+    def test_root_hears_that_weights_are_copies(self, download: Download) -> None:
+        assert "Warning: You are root: weights in --local-dir are copies" in (
+            download("org/one", "--local-dir", "mine").stderr
+        )
+        assert "root" not in download("org/one", "--local-dir", "mine").stderr
+
+    def test_another_filesystem_than_the_store(self, download: Download, elsewhere: Path) -> None:
+        done = download("org/one", "--local-dir", elsewhere / "mine", "--json")
+        (warning,) = done.json["warnings"]
+        assert warning.startswith(f"{elsewhere / 'mine'} is on another filesystem than the store")
+        assert contents(elsewhere / "mine") == ONE
+
+
+def one_line(result: Result, *, words: str) -> None:
+    """Check that a failure is one line with these words, one hint, no data and no traceback."""
+    assert words in result.error
+    assert result.hint
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("one")
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("words", "code", "error"),
+        [
+            (("org/none",), 1, "The Hub has no model/org/none, or does not show it to you"),
+            (("org/one", "--revision", "v9"), 1, "model/org/one has no such revision"),
+            (("org/one", "--repo-type", "dataset"), 1, "The Hub has no dataset/org/one"),
+            (("a/b/c",), 1, "Repo id must be in the form"),
+            (("https://huggingface.co/org/one",), 1, "Repo id must be in the form"),
+            (("org/na me",), 1, "Repo id must use alphanumeric chars"),
+            (("datasets/org/one", "--repo-type", "model"), 2, "--repo-type says model"),
+            (("org/one", "a.json", "--include", "*"), 2, "FILES exclude --include"),
+            (("org/one", "../a.json"), 2, "'../a.json' is no path in a repo"),
+            (("org/one", "/etc/passwd"), 2, "'/etc/passwd' is no path in a repo"),
+            (("org/one", ""), 2, "'' is no path in a repo"),
+            (("org/one", "--max-workers", "0"), 2, "--max-workers"),
+            (("org/one", "--include", "*.bin"), 1, "is selected by --include '*.bin'"),
+            (("org/one", "--exclude", "*"), 1, "is selected by --exclude '*'"),
+        ],
+    )
+    def test_in_one_line(
+        self, download: Download, words: tuple[str, ...], code: int, error: str
+    ) -> None:
+        one_line(download(*words, code=code), words=error)
+        assert not download.cache.exists()
+
+    @pytest.mark.parametrize(
+        ("words", "error", "hint"),
+        [
+            (("confg.json",), "no file 'confg.json' at main", "config.json"),
+            (("model.safetensors", "config.json"), "no file 'model.safe", "unet/model.safetensors"),
+            (("vea/", "unett/"), "no folder 'vea/' and no folder 'unett/'", "unet/"),
+            (("*.json",), "no file '*.json'", "For patterns write --include '*.json'"),
+            (("zzzzzz",), "no file 'zzzzzz'", "--dry-run -v"),
+        ],
+    )
+    def test_a_missing_file_names_the_nearest(
+        self, download: Download, words: tuple[str, ...], error: str, hint: str
+    ) -> None:
+        done = download("org/one", *words, code=1)
+        one_line(done, words=error)
+        assert hint in done.hint
+        assert not download.cache.exists()
+
+    def test_gated_without_a_token(self, download: Download) -> None:
+        download.hub.add("org/gated", ONE, gated=True)
+        done = download("org/gated", code=1)
+        one_line(done, words="model/org/gated is gated")
+        assert "hf auth login" in done.hint
+        assert contents(download.cache / "models--org--gated" / "snapshots") == {}
+
+    @pytest.mark.parametrize(
+        ("token", "words"), [((), "does not show it"), (("--token", "hf_bad"), "answers 401")]
+    )
+    def test_private(self, download: Download, token: tuple[str, ...], words: str) -> None:
+        download.hub.add("org/mine", ONE, private=True)
+        download.hub.tokens = {"hf_good": {"org/mine"}}
+        one_line(download("org/mine", *token, code=1), words=words)
+
+    def test_a_token_is_never_shown(self, download: Download) -> None:
+        download.hub.add("org/mine", ONE, private=True)
+        download.hub.tokens = {"hf_good": {"org/mine"}}
+        for token, code in (("hf_secret", 1), ("hf_good", 0)):
+            done = download("org/mine", "--token", token, "--debug", code=code)
+            assert token not in done.stdout + done.stderr
+
+    @pytest.mark.parametrize("option", ["--cache-dir", "--local-dir"])
+    def test_a_file_in_place_of_a_folder(
+        self, download: Download, tmp_path: Path, option: str
+    ) -> None:
+        file = write(tmp_path / "file", b"mine")
+        one_line(download("org/one", option, file, code=2), words=f"{file} is a file")
+        assert file.read_bytes() == b"mine"
+
+    def test_a_local_dir_is_no_answer_for_an_unknown_repo(
+        self, download: Download, tmp_path: Path
+    ) -> None:
+        write(tmp_path / "mine" / "notes.txt", b"mine")
+        one_line(download("org/none", "--local-dir", "mine", code=1), words="has no model/org/none")
+
+    @pytest.mark.parametrize("name", ["../evil.bin", "/etc/evil", "a\\..\\evil", "C:/evil"])
+    def test_a_repo_that_lists_unsafe_names(self, download: Download, name: str) -> None:
+        download.hub.add_raw_listing("org/evil", {name: UNET, "config.json": b"{}"})
+        one_line(download("org/evil", code=1), words="unsafe name")
+        assert not download.cache.exists()
+        assert download.hub.gets() == []
+
+
+class TestNoHub:
+    @pytest.mark.usefixtures("one")
+    @pytest.mark.parametrize("env", [OFFLINE, NOWHERE])
+    def test_what_is_cached_is_the_answer(
+        self, download: Download, one: Commit, env: dict[str, str]
+    ) -> None:
+        download("org/one")
+        done = download("org/one", env=env)
+        assert done.ids == [str(download.snapshot(one))]
+        assert done.stderr.startswith("Warning: ")
+        assert done.stderr.endswith("This is what is here, perhaps not the newest.\n")
+        document = download("org/one", "--json", env=env).json
+        assert (document["commit"], document["path"]) == (one.sha, done.ids[0])
+        assert len(document["warnings"]) == 1
+
+    def test_offline_and_not_cached(self, download: Download) -> None:
+        done = download("org/one", code=1, env=OFFLINE)
+        one_line(done, words="Offline (HF_HUB_OFFLINE is set)")
+        one_line(download("org/one", "-n", code=1, env=OFFLINE), words="Offline")
+
+    def test_no_network_and_not_cached(self, download: Download) -> None:
+        done = download("org/one", code=1, env=NOWHERE)
+        one_line(done, words="The Hub cannot be asked ([Errno 111] Connection refused)")
+
+    @pytest.mark.usefixtures("one")
+    @pytest.mark.parametrize("status", [500, 503])
+    def test_a_server_in_trouble(self, download: Download, status: int) -> None:
+        download.hub.faults.status("/revision/", status, times=ALWAYS)
+        one_line(download("org/one", code=1), words=f"it answers {status}")
+        download.hub.faults.clear()
+        download.hub.faults.status("unet", status, times=ALWAYS)
+        one_line(download("org/one", code=1), words=f"The Hub answers {status}")
+
+    def test_a_listing_that_comes_late(self, download: Download, one: Commit) -> None:
+        download.hub.faults.status("/tree/", 503)
+        done = download("org/one")
+        assert "Warning: Retrying in 1s [Retry 1/5]." in done.stderr
+        assert contents(download.snapshot(one)) == ONE
+
+
+class TestWrong:
+    def test_bytes(self, download: Download, one: Commit, home: Path) -> None:
+        download.hub.faults.wrong_bytes("unet")
+        done = download("org/one", code=1)
+        one_line(done, words="unet/model.safetensors has sha256")
+        (kept,) = (home / "bad").iterdir()
+        assert str(kept) in done.error
+        assert "unet/model.safetensors" not in contents(download.snapshot(one))
+        download("org/one")
+        assert contents(download.snapshot(one)) == ONE
+
+    @pytest.mark.parametrize("by", [1000, -1000])
+    def test_size(self, download: Download, one: Commit, by: int) -> None:
+        download.hub.faults.wrong_size("unet", by=by)
+        one_line(download("org/one", code=1), words=f"should be of size {len(UNET) + by} but has")
+        download.hub.faults.clear()
+        download("org/one")
+        assert contents(download.snapshot(one)) == ONE
+
+    def test_a_missing_size_is_shown_as_such(self, download: Download, one: Commit) -> None:
+        download.hub.faults.no_size("unet")
+        lines = download("org/one").stderr.splitlines()
+        assert "fetch        ?  unet/model.safetensors          the Hub" in lines
+        assert "300 KB to fetch and 1 file of unknown size." in lines
+        assert contents(download.snapshot(one)) == ONE
+
+
+@pytest.mark.usefixtures("one")
+class TestDisk:
+    def test_a_full_disk(self, download: Download, one: Commit, tmp_path: Path) -> None:
+        def work() -> tuple[Result, dict[str, bytes], Result]:
+            disk = Disk(tmp_path / "disk", 1 << 20)
+            disk.fill(but=100)
+            download.cache = disk.point / "hf"
+            first = download("org/one", code=1)
+            seen = contents(download.snapshot(one))
+            disk.clear()
+            return first, seen, download("org/one", "-q")
+
+        full, seen, after = in_own_namespace(work)
+        one_line(full, words=f"No space left at {tmp_path / 'disk' / 'hf'}")
+        assert "Warning: 800 KB are to be fetched, but only 410 KB are free" in full.stderr
+        assert "unet/model.safetensors" not in seen
+        assert ONE.items() >= seen.items()
+        assert after.ids
+
+    def test_a_disk_that_cannot_be_written(self, download: Download, tmp_path: Path) -> None:
+        def work() -> Result:
+            disk = Disk(tmp_path / "disk", 1 << 20)
+            disk.make_read_only()
+            download.cache = disk.point / "hf"
+            return download("org/one", code=1)
+
+        one_line(in_own_namespace(work), words="Read-only filesystem")
+
+    def test_a_store_on_a_full_disk(self, download: Download, tmp_path: Path) -> None:
+        def work() -> tuple[Result, Result]:
+            disk = Disk(tmp_path / "disk", 4 << 20)
+            env = {"SMARTCACHE_HOME": str(disk.point / "store")}
+            download("org/one", "config.json", env=env)
+            disk.fill()
+            first = download("org/one", code=1, env=env)
+            disk.clear()
+            return first, download("org/one", "-q", env=env)
+
+        full, after = in_own_namespace(work)
+        one_line(full, words="No space left")
+        assert after.ids
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize("path", ["unet/model.safetensors", "config.json"])
+    def test_ctrl_c_ends_it_and_the_next_run_goes_on(
+        self, download: Download, one: Commit, path: str
+    ) -> None:
+        hold = download.hub.faults.hold(path, after=1)
+        process = download.start("org/one")
+        assert hold.reached.wait(PATIENCE)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+        hold.release()
+        assert (process.returncode, stdout) == (130, ""), stderr
+        lines = stderr.splitlines()
+        assert "Stopping; this may take some seconds. Ctrl-C again ends it at once." in lines
+        assert lines[-2:] == [
+            "Interrupted; what was finished stays, nothing is left half done.",
+            "Run the same command again to go on: what has arrived is not fetched again.",
+        ]
+        assert ONE.items() >= contents(download.snapshot(one)).items()
+        download.hub.faults.clear()
+        download.hub.clear()
+        assert download("org/one", "-q").ids == [str(download.snapshot(one))]
+        assert contents(download.snapshot(one)) == ONE
+        assert download.hub.gets("text_encoder") == []
+
+    def test_a_second_ctrl_c_ends_it_at_once(self, download: Download, one: Commit) -> None:
+        hold = download.hub.faults.hold("unet", after=1)
+        process = download.start("org/one")
+        assert process.stderr is not None
+        assert hold.reached.wait(PATIENCE)
+        process.send_signal(signal.SIGINT)
+        for line in process.stderr:
+            if line.startswith("Stopping"):
+                break
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+        hold.release()
+        assert (process.returncode, stdout) == (130, "")
+        assert stderr == "Interrupted; the next run sets right what was left half done.\n"
+        download.hub.faults.clear()
+        download("org/one")
+        assert contents(download.snapshot(one)) == ONE
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    def test_what_was_killed_goes_on(
+        self, download: Download, one: Commit, number: signal.Signals
+    ) -> None:
+        hold = download.hub.faults.hold("unet", after=1)
+        process = download.start("org/one")
+        assert hold.reached.wait(PATIENCE)
+        process.send_signal(number)
+        process.communicate(timeout=PATIENCE)
+        hold.release()
+        assert process.returncode == -number
+        assert "unet/model.safetensors" not in contents(download.snapshot(one))
+        download.hub.faults.clear()
+        download("org/one")
+        assert contents(download.snapshot(one)) == ONE
+
+    def test_two_at_a_time_fetch_each_byte_once(self, download: Download, one: Commit) -> None:
+        hold = download.hub.faults.hold("unet", after=1)
+        first = download.start("org/one")
+        assert hold.reached.wait(PATIENCE)
+        second = download.start("org/one", "-q")
+        assert second.stderr is not None
+        waiting = second.stderr.readline()
+        hold.release()
+        paths = [process.communicate(timeout=PATIENCE)[0].strip() for process in (first, second)]
+        assert paths == [str(download.snapshot(one))] * 2
+        assert waiting.startswith("Waiting: ")
+        assert len(download.hub.gets("unet")) == 1
+        assert contents(download.snapshot(one)) == ONE
+
+
+class TestHelp:
+    def test_it_loads_no_huggingface_hub(self, tmp_path: Path) -> None:
+        code = (
+            "import sys\nfrom smartcache.cli import main\n"
+            "try: main(['download', '-h'])\nexcept SystemExit: pass\n"
+            "assert 'huggingface_hub' not in sys.modules"
+        )
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment(None),
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
