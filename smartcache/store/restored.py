@@ -12,6 +12,7 @@ from smartcache.store.journal import Change
 from smartcache.store.kernel import effective_user
 from smartcache.store.memos import hashes_of
 from smartcache.store.proof import checked
+from smartcache.store.records import Link
 from smartcache.store.schema import signed
 from smartcache.store.share import has_shared_blocks
 from smartcache.store.volume import Volume
@@ -107,6 +108,13 @@ def twin_key(change: Change, files: Mapping[tuple[str, int], int]) -> TwinKey:
     return change.filesystem, change.inode, change.digest, number
 
 
+def is_of_a_repo(volume: Volume, link: Link | None) -> bool:
+    """Say whether a link was placed for a revision of a repo."""
+    if link is None or link.owner is None:
+        return False
+    return any(each.id == link.owner and each.kind == "repo" for each in volume.index.owners())
+
+
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:
     """Return what undoing needs: own bytes for replaced, adopted and reflinked files that share."""
     shared = [c for c in changes if c.op == "share" and has_shared_blocks(c)]
@@ -121,6 +129,8 @@ def needed_bytes(volume: Volume, changes: list[Change]) -> int:
             key = twin_key(change, files)
             needed += 0 if key in replaced else change.size
             replaced.add(key)
+        elif change.op == "place" and is_of_a_repo(volume, volume.index.link(change.path)):
+            needed += change.size
         elif change.op == "adopt":
             links = os.lstat(change.path).st_nlink - leaving[change.digest]
             needed += change.size if links > links_with_store(change) else 0
