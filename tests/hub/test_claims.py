@@ -477,6 +477,20 @@ def test_a_file_that_may_become_a_link_is_preferred_to_one_that_is_copied(
     assert (path / foreign.name).read_bytes() == WANTED
 
 
+def test_a_near_file_is_preferred_to_a_blob_on_another_volume(
+    client: Client, hub: Hub, tmp_path: Path, elsewhere: Path
+) -> None:
+    """A copy would be a second one on this filesystem."""
+    volume = client.store.add_volume(elsewhere / "volume")
+    volume.put_stream([WANTED], algorithms=("sha256",))
+    near = in_other_cache(client, tmp_path)
+    hub.add("org/name", {NAME: WANTED})
+    hub.clear()
+    assert client.sources() == {NAME: "claim"}
+    assert os.path.samefile(client.snapshot() / NAME, near)
+    assert hub.gets() == []
+
+
 def test_a_blob_on_another_volume_is_copied(
     client: Client, hub: Hub, tmp_path: Path, elsewhere: Path
 ) -> None:

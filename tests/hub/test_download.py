@@ -34,8 +34,6 @@ MODEL = {
     "unet/diffusion.safetensors": weights(2, 300_000),
     "unet/config.json": b"{}",
 }
-SMALL_TEXTS = {name: data for name, data in MODEL.items() if name != "tokenizer.json"}
-"""Large texts are not blobs: when they are seconds old, their hashes are not remembered yet."""
 ODD = {
     "a b/with spaces.safetensors": weights(3),
     "größe/模型.safetensors": weights(4),
@@ -193,7 +191,7 @@ def files_of(root: Path) -> dict[str, tuple[object, ...]]:
 def test_a_repeated_call_is_one_request_and_writes_nothing(
     client: Client, hub: Hub, tmp_path: Path
 ) -> None:
-    hub.add("org/name", SMALL_TEXTS)
+    hub.add("org/name", MODEL)
     first = client.snapshot()
     hub.clear()
     before, version = files_of(tmp_path), changes_of(client.store.root / "index.sqlite3")
@@ -245,15 +243,15 @@ def test_another_repo_with_known_weights_fetches_none_of_them(client: Client, hu
 def test_a_cache_made_without_smartcache_is_proven_and_shared_by_the_first_call(
     client: Client, hub: Hub, tmp_path: Path
 ) -> None:
-    hub.add("org/name", SMALL_TEXTS)
+    hub.add("org/name", MODEL)
     plain = plain_snapshot(hub, client.cache)
     before = contents(client.cache)
-    inodes = {name: inode_of(os.path.realpath(plain / name)) for name in SMALL_TEXTS}
+    inodes = {name: inode_of(os.path.realpath(plain / name)) for name in MODEL}
     hub.clear()
     assert client.snapshot() == plain
     assert hub.gets() == []
     assert contents(client.cache) == before
-    assert {name: inode_of(os.path.realpath(plain / name)) for name in SMALL_TEXTS} == inodes
+    assert {name: inode_of(os.path.realpath(plain / name)) for name in MODEL} == inodes
     for name in ("model.safetensors", "unet/diffusion.safetensors"):
         assert os.path.samefile(plain / name, client.blob_of(MODEL[name]))
     hub.clear()
@@ -265,21 +263,7 @@ def test_a_cache_made_without_smartcache_is_proven_and_shared_by_the_first_call(
     assert_sound(client)
 
 
-def test_a_large_text_of_a_cache_made_without_smartcache_is_hashed_once(
-    client: Client, hub: Hub, tmp_path: Path, pass_time: Callable[[float], None]
-) -> None:
-    """It is not linked, so the memory of its hash is all that proves it the next time."""
-    hub.add("org/name", {"tokenizer.json": MODEL["tokenizer.json"]})
-    plain_snapshot(hub, client.cache)
-    pass_time(10)
-    client.snapshot()
-    version = changes_of(client.store.root / "index.sqlite3")
-    number = version()
-    client.snapshot()
-    assert version() == number
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "unet/diffusion.safetensors"])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_damaged_blob_of_the_cache_is_set_aside_and_fetched_again(
     client: Client, hub: Hub, name: str, is_known: bool
@@ -299,13 +283,17 @@ def test_a_damaged_blob_of_the_cache_is_set_aside_and_fetched_again(
     assert_sound(client)
 
 
-def test_a_damaged_small_file_is_left_to_its_owner(client: Client, hub: Hub) -> None:
-    """People edit config files in their caches; huggingface_hub keeps such edits too."""
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_an_edited_text_is_left_to_its_owner(client: Client, hub: Hub, name: str) -> None:
+    """People edit texts in their caches; huggingface_hub keeps such edits too."""
     hub.add("org/name", MODEL)
     path = client.snapshot()
-    (path / "config.json").write_bytes(b'{"a": 2}')
+    edit(os.path.realpath(path / name), b"[")
+    edited = (path / name).read_bytes()
+    hub.clear()
     client.snapshot()
-    assert (path / "config.json").read_bytes() == b'{"a": 2}'
+    assert (path / name).read_bytes() == edited != MODEL[name]
+    assert hub.gets() == []
 
 
 def test_a_pointer_to_another_blob_is_set_right(client: Client, hub: Hub) -> None:
@@ -435,17 +423,17 @@ def test_huggingface_hubs_force_downloads_are_shared_again(client: Client, hub: 
 def test_a_branch_that_moves_while_its_files_are_fetched_is_followed(
     client: Client, hub: Hub, tmp_path: Path
 ) -> None:
-    hub.add("org/name", SMALL_TEXTS)
+    hub.add("org/name", MODEL)
     hold = hub.faults.hold("org/name/model.safetensors", after=1000)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.snapshot)
         assert hold.reached.wait(60)
-        moved = hub.add("org/name", {**SMALL_TEXTS, "config.json": b"{}", "new.bin": weights(30)})
+        moved = hub.add("org/name", {**MODEL, "config.json": b"{}", "new.bin": weights(30)})
         hold.release()
         path = waiting.result(60)
     assert path.name == moved.sha
     assert {name: (path / name).read_bytes() for name in moved.files} == {
-        **SMALL_TEXTS, "config.json": b"{}", "new.bin": weights(30)
+        **MODEL, "config.json": b"{}", "new.bin": weights(30)
     }  # fmt: skip
     assert (client.cache / "models--org--name/refs/main").read_text() == moved.sha
     hub.clear()

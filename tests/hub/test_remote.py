@@ -173,11 +173,9 @@ def test_an_etag_that_is_a_path_leads_nowhere(
     hub.add("org/name", {"m.bin": weights(1)})
     hub.faults.wrong_sha("m.bin", etag.format(tmp=tmp_path), in_head=True)
     more = {"local_dir": tmp_path / "local"} if is_local else {}
+    call = client.call("org/name", "m.bin" if is_one else None, **more)
     with pytest.raises(UnsafeNameError):
-        if is_one:
-            client.file("org/name", "m.bin", **more)
-        else:
-            client.snapshot(**more)
+        client.smart.download(call)
     assert [path for path in tmp_path.iterdir() if path != client.store.root] == []
     assert hub.gets() == []
 
