@@ -25,7 +25,7 @@ from smartcache.hub.plan import (
     plan_listed,
     target_of,
 )
-from smartcache.hub.records import REPO_TYPES, PlannedFile, Repo
+from smartcache.hub.records import REPO_TYPES, PlannedFile, Repo, RepoType
 from smartcache.hub.remote import Access
 from smartcache.hub.unfinished import Unfinished
 from smartcache.progress import Progress
@@ -61,7 +61,7 @@ class Call:
         if filename is not None and subfolder is not None:
             filename = f"{subfolder}/{filename}"
         return Request(
-            repo=Repo.parse(self.repo_id, cast("str | None", a.get("repo_type"))),
+            repo=Repo(cast("RepoType", a.get("repo_type") or "model"), self.repo_id),
             revision=cast("str", "main" if a.get("revision") is None else a["revision"]),
             cache_dir=tree.default_cache_dir() if cache_dir is None else _absolute(cache_dir),
             local_dir=None if local_dir is None else _absolute(local_dir),
