@@ -115,7 +115,8 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
         files = tuple(each for each in plan.files if each.source == source)
         if files:
             size = format_size(sum(each.size for each in files))
-            rows.append([source, counted(len(files), "file"), size, meaning])
+            words = "fetched again, as you asked" if plan.request.force else meaning
+            rows.append([source, counted(len(files), "file"), size, words])
     return rows
 
 

@@ -31,22 +31,25 @@ def hub_through_out() -> Iterator[None]:
     """
     import huggingface_hub.utils.logging  # makes the handler that is replaced here
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
     logger = logging.getLogger(huggingface_hub.__name__)
     handlers, logger.handlers = logger.handlers, [_Lines()]
-    if not out.can_show_status():
-        disable_progress_bars()
     with warnings.catch_warnings():
         warnings.filterwarnings("default", module="huggingface_hub")
+        warnings.filterwarnings("ignore", "Cannot disable progress bars")
         warnings.showwarning = _show
+        was_shown = not are_progress_bars_disabled()
+        disable_progress_bars()
         try:
             yield
         finally:
             logger.handlers = handlers
-            enable_progress_bars()
+            if was_shown:
+                enable_progress_bars()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
@@ -250,12 +251,12 @@ class _Run:
         """Carry out a plan; return the bytes that came from the Hub, and the path."""
         self._session.how_far = _how_to_go_on
         counting = Counting(bars)
-        # With --force-download everything is huggingface_hub's work, so its bars are shown.
         is_forced = plan.request.force
-        is_watched = out.can_show_status()
+        # Then all is huggingface_hub's work, which tells nobody how far it is: the time is shown.
+        watch = bars("Fetching everything again") if is_forced else nullcontext()
         try:
-            with stopping_soon():
-                path = plan.execute(progress=None if is_forced and is_watched else counting)
+            with stopping_soon(), watch:
+                path = plan.execute(progress=counting)
         except OSError as error:
             if error.errno != errno.ENOSPC or error.filename or isinstance(error, SmartcacheError):
                 raise
