@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from smartcache.errors import DigestMismatchError, FileSkippedError, StoreError
-from smartcache.hub.records import PlannedFile
+from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.targets import CacheTarget, Target
 from smartcache.store.digest import Algorithm, Hashes
 from smartcache.store.faults import reached
@@ -47,12 +47,28 @@ class Arrivals:
                 _log.debug("%s is not shared: %s", path, error)
         return self._only_compare(planned, path, followed)
 
-    def accept(self, planned: PlannedFile, path: Path, followed: Hashes | None = None) -> None:
-        """Prove a file that was downloaded; wrong bytes are set aside, and raised."""
+    def accept(
+        self,
+        planned: PlannedFile,
+        path: Path,
+        followed: Hashes | None = None,
+        *,
+        is_leased: bool = False,
+    ) -> None:
+        """Prove a file that was downloaded; wrong bytes are set aside, and raised.
+
+        `is_leased`: the caller has the lease on this content.
+        """
         try:
             self.prove(planned, path, followed)
         except DigestMismatchError as error:
-            kept = self.set_aside(planned, path)
+            if is_leased:
+                kept = self._set_aside(planned, path)
+            else:
+                found = self.set_aside(planned, path)
+                if found is None and os.path.exists(path):
+                    return
+                kept = found or Path(self._store.volume.layout.bad)
             ((name, wanted),) = planned.file.announced.items()
             message = (
                 f"{planned.file.path} has {name} {getattr(error, 'found', 'unknown')}, "
@@ -63,8 +79,25 @@ class Arrivals:
                 message, hint=hint, path=planned.file.path, kept=kept
             ) from error
 
-    def set_aside(self, planned: PlannedFile, path: Path) -> Path:
-        """Move a file with wrong bytes to `bad/`; no pointer to it remains. Return where it is."""
+    def set_aside(self, planned: PlannedFile, path: Path) -> Path | None:
+        """Move a file with wrong bytes to `bad/`; no pointer to it remains. Return where it is.
+
+        None: another process was faster; it may have brought the right bytes since. The lease on
+        the content keeps its right file from being taken for the wrong one.
+        """
+        reached("download: wrong")
+        with self._store.leases.hold(
+            lease_on(planned.file), what="set wrong bytes aside", on_wait=self._store.volume.on_wait
+        ):
+            try:
+                self.prove(planned, path)
+            except FileNotFoundError:
+                return None
+            except DigestMismatchError:
+                return self._set_aside(planned, path)
+            return None
+
+    def _set_aside(self, planned: PlannedFile, path: Path) -> Path:
         self._target.hide(planned.file)
         reached("download: hidden")
         store = self._near or self._store
@@ -132,6 +165,11 @@ class Arrivals:
         if not _agrees(hashes, announced):
             raise mismatch(planned, hashes)
         return hashes.digest
+
+
+def lease_on(file: RemoteFile) -> str:
+    """Return the key of the lease that one process at a time has on a content."""
+    return f"hub:{file.etag}"
 
 
 def _agrees(hashes: Hashes, announced: dict[Algorithm, str]) -> bool:

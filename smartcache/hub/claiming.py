@@ -15,8 +15,8 @@ from pathlib import Path
 from smartcache.errors import (
     CannotLinkError,
     DestinationExistsError,
-    DigestMismatchError,
     FileSkippedError,
+    NoSpaceError,
     StoreError,
 )
 from smartcache.hub.arrivals import Arrivals
@@ -60,7 +60,7 @@ class Claims:
         except FileNotFoundError:  # it was pruned, or is gone
             return False
         except StoreError as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            if _is_full(error):
                 raise
             _log.debug("blob %s is not used: %s", blob.digest, error)
             return False
@@ -80,7 +80,9 @@ class Claims:
                 self._bring_in(self._near, candidate, hashes.digest)
                 self._near.add_aliases(hashes.digest, {algorithm: wanted})
                 self._place(planned, hashes.digest)
-        except (FileSkippedError, FileNotFoundError, PermissionError, DigestMismatchError) as error:
+        except (StoreError, OSError) as error:  # it changed, went away, or its disk is broken
+            if _is_full(error):
+                raise
             _log.debug("%s is not used for %s: %s", path, planned.file.path, error)
             return False
         return True
@@ -139,3 +141,9 @@ class Claims:
             os.close(descriptor)
             temporary.unlink(missing_ok=True)
         self._target.settled(planned.file)
+
+
+def _is_full(error: Exception) -> bool:
+    """Say whether an error means that there is no space left where the file is wanted."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, NoSpaceError) or getattr(error, "errno", None) in codes

@@ -184,7 +184,8 @@ class _Run:
             return False
         except DigestMismatchError as error:
             if isinstance(self._target, CacheTarget):
-                self._arrivals.set_aside(planned, path)
+                if self._arrivals.set_aside(planned, path) is None:
+                    return os.path.exists(path)
                 _log.warning("%s; it is fetched again", error)
             return False  # in a local_dir: another version, which is replaced
         if isinstance(self._target, LocalTarget):

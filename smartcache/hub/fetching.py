@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.arrivals import Arrivals, lease_on
 from smartcache.hub.bars import StoppedError
 from smartcache.hub.claiming import Claims
 from smartcache.hub.following import Follower
@@ -42,7 +42,7 @@ class Fetching:
         """Fetch a file, prove it and share it, unless somebody else has brought it meanwhile."""
         store = self._plan.store
         what = f"download of {self._plan.repo} {planned.file.path}"
-        with store.leases.hold(f"hub:{planned.file.etag}", what=what, on_wait=store.volume.on_wait):
+        with store.leases.hold(lease_on(planned.file), what=what, on_wait=store.volume.on_wait):
             reached("download: leased")
             if self._is_stopping.is_set():
                 raise StoppedError
@@ -75,5 +75,5 @@ class Fetching:
         finally:
             self._follower.forget(followed)
         if path is not None:
-            self._arrivals.accept(planned, path, hashes)
+            self._arrivals.accept(planned, path, hashes, is_leased=True)
             plan.target.settled(file)

@@ -13,6 +13,7 @@ takes milliseconds. `python -m tests.processes.downloading` is that process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -59,6 +60,8 @@ class Job:
     """Arguments of downloads; more than one: by as many threads at once."""
     way: Way = "ours"
     die_at: tuple[str, int] | None = None
+    stop_at: tuple[str, int] | None = None
+    """It stops there, as Ctrl-Z would stop it, until it gets SIGCONT."""
     user: int | None = None
     """As whom, if root starts it."""
     look: Sequence[tuple[str, bool]] = ()
@@ -129,6 +132,17 @@ class Running:
             os.kill(self.pid, signal.SIGKILL)
         return self.wait()
 
+    def wait_until_stopped(self) -> None:
+        """Wait until it has stopped itself."""
+        deadline = time.monotonic() + PATIENCE
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def go_on(self) -> None:
+        """Let it go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def _read(self) -> dict[str, object]:
         line = self._lines.readline()
         if not line:
@@ -188,6 +202,10 @@ class Starter:
         self.close()
 
 
+def _pair(moment: Moment | None) -> tuple[str, int] | None:
+    return None if moment is None else (moment.place, moment.nth)
+
+
 def _environment() -> dict[str, str]:
     """Return the variables that libraries read when they are imported."""
     found = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}
@@ -227,12 +245,20 @@ class World:
         *repos: str,
         way: Way = "ours",
         die_at: Moment | None = None,
+        stop_at: Moment | None = None,
         **arguments: object,
     ) -> Running:
         """Begin to download; several repos: in several threads of the process."""
         calls = [self.call(repo, **arguments) for repo in repos]
-        moment = None if die_at is None else (die_at.place, die_at.nth)
-        return self.begin(Job(environment=self.environment, calls=calls, way=way, die_at=moment))
+        return self.begin(
+            Job(
+                environment=self.environment,
+                calls=calls,
+                way=way,
+                die_at=_pair(die_at),
+                stop_at=_pair(stop_at),
+            )
+        )
 
     def begin(self, job: Job) -> Running:
         """Start a process for a job."""
@@ -395,11 +421,20 @@ def _work(job: Job) -> dict[str, object]:
     writer = None if job.write is None else _Writer(*job.write)
     if job.die_at is not None:
         die_at(Moment(*job.die_at))
+    elif job.stop_at is not None:
+        faults.hook = functools.partial(_stop_at, list(job.stop_at))
     else:
         faults.hook = points.append if writer is None else writer.visit
     paths, errors = _download_all(job)
     is_written = writer is not None and writer.end()
     return {"paths": paths, "errors": errors, "points": points, "is_written": is_written}
+
+
+def _stop_at(moment: list[str | int], place: str) -> None:
+    if place == moment[0]:
+        moment[1] = int(moment[1]) - 1
+        if moment[1] == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _download_all(job: Job) -> tuple[list[str | None], list[str]]:

@@ -36,6 +36,7 @@ from tests.processes.downloading import (
     content,
     write,
 )
+from tests.processes.killing import Moment
 
 SIZE = 400_000
 ENCODER, UNET = "text_encoder/model.safetensors", "unet/model.safetensors"
@@ -167,6 +168,29 @@ def test_wrong_bytes_are_an_error_for_one_and_nobody_else_gets_them(
         assert world.is_right(repo)
 
 
+@pytest.mark.parametrize("place", ["download: wrong", "download: hidden", "download: fetched"])
+def test_wrong_bytes_that_were_there_are_set_aside_once_whoever_comes_first(
+    place: str, world: World
+) -> None:
+    """One process stops in the middle of it while another does all of it."""
+    spot = world.folder("org/one") / "blobs" / world.commit("org/one").etag(ENCODER)
+    spot.parent.mkdir(parents=True)
+    spot.write_bytes(content(99, SIZE))
+    first = world.start("org/one", stop_at=Moment(place, 1), max_workers=1)
+    first.wait_until_stopped()
+    second = world.start("org/one", cache_dir=str(world.cache))
+    if place == "download: wrong":
+        assert second.wait().path == world.snapshot("org/one")
+    first.go_on()
+    assert first.wait().path == world.snapshot("org/one")
+    assert second.wait().path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+    assert world.problems() == []
+    with world.store() as store:
+        bad = [path.read_bytes() for path in store.volume.layout.bad.iterdir()]
+    assert bad == [content(99, SIZE)]
+
+
 def test_huggingface_hub_alone_on_the_same_cache_does_no_harm(
     world: World, rounds: Callable[[int], int]
 ) -> None:
@@ -182,6 +206,28 @@ def test_huggingface_hub_alone_on_the_same_cache_does_no_harm(
         assert world.problems() == []
         shutil.rmtree(world.cache)
         shutil.rmtree(world.home)
+
+
+def test_processes_killed_at_random_leave_nothing_wrong_for_the_others(
+    world: World, rounds: Callable[[int], int]
+) -> None:
+    world.hub.bandwidth = 8e6
+    chance = random.Random()
+    for number in range(rounds(2)):
+        seed = chance.randrange(1 << 30)
+        chance.seed(seed)
+        victims = [world.start(chance.choice(list(REPOS))) for _ in range(2)]
+        others = [world.start(repo) for repo in REPOS]
+        for victim in victims:
+            time.sleep(chance.random() * 0.4)
+            victim.kill()
+        for other in others:
+            assert other.wait().errors == [], seed
+        assert all(map(world.is_right, REPOS)), seed
+        assert world.problems() == [], seed
+        if number % 2:
+            shutil.rmtree(world.home)
+        shutil.rmtree(world.cache)
 
 
 # beside other commands
