@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from smartcache.errors import DigestMismatchError
+from smartcache.errors import DigestMismatchError, HubError
 from smartcache.hub import bars, tree
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
@@ -93,6 +93,7 @@ class _Run:
                 prove_all(self._store, self._target, besides=proven)
         self._unfinished.forget(left_behind)
         self._remember_places()
+        self._refuse_missing()
         return self._result()
 
     def _prepare(self) -> None:
@@ -256,6 +257,16 @@ class _Run:
                 self._prove_contradiction(each)
             elif each.file.announced and not is_proven:
                 self._arrivals.accept(each, path)
+
+    def _refuse_missing(self) -> None:
+        """Raise if a file is not there: huggingface_hub returns what it has when the Hub fails."""
+        visible = {each.file.path: self._target.visible(each.file) for each in self._plan.files}
+        missing = [name for name, path in visible.items() if not os.path.isfile(path)]
+        if missing:
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")  # noqa: PLR2004
+            message = f"Missing after the download of {self._plan.repo}: {some}"
+            hint = "The Hub failed on the way. Run the download again; what came is kept."
+            raise HubError(message, hint=hint, repo=str(self._plan.repo), missing=missing)
 
     def _prove_contradiction(self, planned: PlannedFile) -> None:
         """Prove a file that came under another name or size than the Hub's own listing said.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from smartcache.cache import SmartCache
-from smartcache.errors import DigestMismatchError
+from smartcache.errors import DigestMismatchError, HubError
 from tests.hub.clients import (
     Client,
     assert_sound,
@@ -495,6 +497,47 @@ def test_a_server_that_names_no_size_is_served_all_the_same(client: Client, hub:
             plain_snapshot(hub, client.cache.with_name("plain"))
     else:
         assert (path / "model.safetensors").read_bytes() == weights(1)
+
+
+FAILING = ["/api/models/org/name/revision", "/api/models/org/name/tree", "org/name/config.json"]
+
+
+@pytest.mark.parametrize("part", FAILING)
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_hub_that_fails_on_the_way_never_leaves_half_a_repo_as_the_result(
+    client: Client,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    is_begun: bool,
+    is_local: bool,
+) -> None:
+    """huggingface_hub then returns what it has; with our weights there it has a snapshot."""
+    sleep = time.sleep  # it waits seconds between attempts
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    hub.add("org/name", MODEL)
+    more = {"local_dir": tmp_path / "local"} if is_local else {}
+    if is_begun:
+        client.snapshot(allow_patterns=["unet/config.json"], **more)
+    plan = client.plan(**more)
+    hub.faults.status(part, 500, times=1 << 30, method="")
+    try:
+        path = Path(plan.execute())
+    except (HubError, HfHubHTTPError, LocalEntryNotFoundError):
+        hub.faults.clear()
+        path = client.snapshot(**more)
+    assert {name: (path / name).read_bytes() for name in MODEL} == MODEL
+    assert_sound(client)
+
+
+def test_a_directory_in_the_place_of_a_blob_is_no_file(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    blobs = client.cache / "models--org--name" / "blobs"
+    (blobs / sha256(MODEL["model.safetensors"])).mkdir(parents=True)
+    with pytest.raises((HubError, OSError)):
+        client.snapshot()
 
 
 # places
