@@ -25,7 +25,8 @@ from smartcache.folders.records import ModelFolder
 from smartcache.folders.scan import look
 from smartcache.hub import tree
 from tests.hub_server import Hub
-from tests.processes.downloading import PATIENCE, ROOT, Starter, World, content
+from tests.processes.children import NOBODY, folder_of
+from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, World, content
 from tests.processes.killing import Moment
 from tests.store.small_disks import Disk, in_own_namespace
 
@@ -88,7 +89,7 @@ def moments_of(points: list[str], *, last_too: bool) -> list[Moment]:
     ]
 
 
-def finished(world: World, repo: str = "org/one") -> Iterator[str]:
+def finished(world: World, repo: str = "org/one", *, is_shared: bool = True) -> Iterator[str]:
     """Yield what is wrong after a killed download, and after the next one."""
     yield from world.problems()
     complete = world.complete(repo)
@@ -103,7 +104,8 @@ def finished(world: World, repo: str = "org/one") -> Iterator[str]:
         if request.file is not None and request.file.removeprefix(f"{repo}/") in complete:
             yield f"{request.file} was complete, and fetched again"
     yield from world.problems()
-    yield from unowned(world, repo)
+    if is_shared:
+        yield from unowned(world, repo)
     world.hub.clear()
     if world.download(repo).errors or world.hub.gets():
         yield "a third run fetched something"
@@ -139,6 +141,85 @@ def test_a_kill_at_any_fault_point_leaves_nothing_half_made(
         problems += [f"killed at {moment}: {problem}" for problem in finished(world)]
     if problems:
         pytest.fail("\n".join(problems), pytrace=False)
+
+
+def some(moments: list[Moment], number: int) -> list[Moment]:
+    """Return some of them, by chance."""
+    return random.sample(moments, min(number, len(moments)))
+
+
+def test_a_kill_leaves_nothing_half_made_in_a_cache_on_another_filesystem(
+    tmp_path: Path, hub: Hub, starter: Starter, elsewhere: Path, rounds: Callable[[int], int]
+) -> None:
+    hub.add("org/one", FILES)
+
+    def made(name: str) -> World:
+        world = World(tmp_path / name, hub, starter)
+        world.cache = elsewhere / name
+        prepare(world)
+        return world
+
+    ended = made("whole").download("org/one")
+    assert ended.errors == []
+    for number, moment in enumerate(some(moments_of(ended.points, last_too=True), rounds(4))):
+        world = made(str(number))
+        assert world.start("org/one", die_at=moment).wait().is_killed
+        assert list(finished(world, is_shared=False)) == [], f"killed at {moment}"
+
+
+@pytest.mark.parametrize("user", [None, NOBODY], ids=["me", "nobody"])
+def test_a_kill_leaves_nothing_half_made_in_a_local_dir(
+    user: int | None, hub: Hub, starter: Starter, rounds: Callable[[int], int]
+) -> None:
+    """Root gets files with own bytes there, everybody else links."""
+    if user is not None and os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    hub.add("org/one", FILES)
+    with folder_of(user) as folder:
+        ended = into_local_dir(World(folder / "whole", hub, starter), user)
+        assert ended.errors == []
+        for number, moment in enumerate(some(moments_of(ended.points, last_too=True), rounds(4))):
+            world = World(folder / str(number), hub, starter)
+            assert into_local_dir(world, user, moment).is_killed
+            # What has a name of ours is removed when the store is opened next.
+            there = {path: data for path, data in local_files(world).items()
+                     if not path.endswith(".smartcache")}  # fmt: skip
+            assert [path for path, data in there.items() if data != FILES[path]] == [], moment
+            hub.clear()
+            assert into_local_dir(world, user).errors == [], moment
+            assert local_files(world) == FILES, moment
+            assert [each for each in there if hub.gets(each)] == [], moment
+            assert world.problems() == [], moment
+
+
+def into_local_dir(world: World, user: int | None, die_at: Moment | None = None) -> Ended:
+    """Download to a folder beside two others that have some of the files."""
+    local = world.directory / "local"
+    places = {"given": CLAIMED, "found": COPIED}
+    if not local.exists():
+        local.mkdir()
+        for name, path in places.items():
+            (world.directory / name).mkdir()
+            (world.directory / name / "weights.safetensors").write_bytes(FILES[path])
+        for each in (world.directory, *world.directory.rglob("*")) if user is not None else ():
+            os.chown(each, user or 0, user or 0)
+    job = Job(
+        environment=world.environment,
+        calls=[world.call("org/one", local_dir=str(local))],
+        user=user,
+        look=[(str(world.directory / name), name == "given") for name in places],
+        die_at=None if die_at is None else (die_at.place, die_at.nth),
+    )
+    return world.begin(job).wait()
+
+
+def local_files(world: World) -> dict[str, bytes]:
+    local = world.directory / "local"
+    return {
+        path.relative_to(local).as_posix(): path.read_bytes()
+        for path in local.rglob("*")
+        if path.is_file() and ".cache" not in path.parts
+    }
 
 
 def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(
