@@ -6,6 +6,7 @@ in all its versions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 _LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
@@ -13,6 +14,13 @@ _LOG_IN = "'hf auth login' remembers a token, --token or HF_TOKEN gives one"
 _AGAIN = "Run it again: what has arrived is not fetched again."
 _WRONG_SIZE = "Consistency check failed"
 """How huggingface_hub begins what it says of a file that is longer or shorter than announced."""
+_FINAL = {
+    "RevisionNotFoundError", "RemoteEntryNotFoundError", "HFValidationError", "BadRequestError",
+    "DisabledRepoError",
+}  # fmt: skip
+_IN_ADDRESS = re.compile(
+    r"/((api/)?(?P<kind>models|datasets|spaces|kernels)/)?(?P<name>[^/]+/[^/]+)/(resolve|revision|tree)/"
+)
 _REFUSED = (401, 403)
 _BUSY = 429
 _BROKEN = 500
@@ -25,16 +33,17 @@ def is_of_hub(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Say whether the Hub has answered, and the answer is no: it would be no again."""
-    names = {kind.__name__ for kind in type(error).__mro__ if _library(kind)}
-    is_no = {"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"}
-    return bool(names & {*is_no, "HFValidationError", "BadRequestError", "DisabledRepoError"}) or (
-        _status(error) in _REFUSED
-    )
+    return is_denial(error) or bool(_names(error) & _FINAL)
+
+
+def is_denial(error: BaseException) -> bool:
+    """Say whether the Hub does not show the repo: it is unknown, private or gated."""
+    return "RepositoryNotFoundError" in _names(error) or _status(error) in _REFUSED
 
 
 def is_missing_file(error: BaseException) -> bool:
     """Say whether the Hub has the revision, but not the file that was asked for."""
-    return any(kind.__name__ == "RemoteEntryNotFoundError" for kind in type(error).__mro__)
+    return "RemoteEntryNotFoundError" in _names(error)
 
 
 def words_for(error: BaseException) -> tuple[str, str] | None:
@@ -54,6 +63,10 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+def _names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__ if _library(kind)}
+
+
 def _library(kind: type) -> bool:
     return kind.__module__.partition(".")[0].rstrip("0123456789") in _LIBRARIES
 
@@ -64,11 +77,11 @@ def _status(error: BaseException) -> int | None:
 
 
 def _which(error: BaseException) -> str:
-    """Return the repo that an error is about, or else the address that was asked."""
+    """Return the repo that an error is about; older versions say only which address was asked."""
     name, kind = (getattr(error, key, None) for key in ("repo_id", "repo_type"))
-    if name:
-        return f"{kind or 'model'}/{name}"
-    return _address(error) or "this repo"
+    if not name and (found := _IN_ADDRESS.search(_address(error))) is not None:
+        name, kind = found["name"], (found["kind"] or "models").removesuffix("s")
+    return f"{kind or 'model'}/{name}" if name else "this repo"
 
 
 def _address(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +15,13 @@ from smartcache.cache import SmartCache
 from smartcache.cli._command import FILE, command, never_asks
 from smartcache.cli._downloads import cautions, commit_in, place_of, plan_document, show_plan
 from smartcache.cli._failures import BadUsageError
-from smartcache.cli._hub_failures import is_missing_file, is_of_hub, is_refusal, words_for
+from smartcache.cli._hub_failures import (
+    is_denial,
+    is_missing_file,
+    is_of_hub,
+    is_refusal,
+    words_for,
+)
 from smartcache.cli._hub_output import Counting, hub_through_out, stopping_soon
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -209,7 +215,8 @@ class _Run:
         except Exception as error:
             if is_missing_file(error):
                 raise self._no_such_file(list(self._wanted.files)) from error
-            is_final = is_refusal(error) and "local_dir" in self._call.arguments
+            has_no_say = "local_dir" in self._call.arguments or not is_denial(error)
+            is_final = is_refusal(error) and has_no_say
             if not is_of_hub(error) or is_final:
                 raise
             self._error = error
@@ -278,7 +285,13 @@ class _Run:
         assert error is not None  # noqa: S101 - for the type checker
         if dry_run:
             raise error
-        path = dropin.from_cache(self._cache.store, call)
+        arguments = {**call.arguments, "force_download": False, "local_files_only": True}
+        try:
+            path = dropin.from_cache(self._cache.store, replace(call, arguments=arguments))
+        except Exception as missing:
+            if is_refusal(error):
+                raise error from None
+            raise missing from error
         words = words_for(error)
         note = (
             f"{error if words is None else words[0]}. This is what is here, perhaps not the newest."

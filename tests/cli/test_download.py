@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from blake3 import blake3
 
 from smartcache.cli._downloads import MOST_SHOWN
+from smartcache.hub.sources import MOST_UNKNOWN
 from tests.cli.running import PATIENCE, Result, Smartcache, environment
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
@@ -136,6 +138,17 @@ class TestPlan:
         assert claimed["proven"]
         assert download.hub.gets("text_encoder") == []
         assert done.json["fetched_size"] == len(UNET) + len(ONE["config.json"])
+
+    def test_files_that_were_not_looked_at_are_named(
+        self, download: Download, program: Smartcache, tmp_path: Path
+    ) -> None:
+        for number in range(MOST_UNKNOWN + 3):
+            data = number.to_bytes(4, "little") + ENCODER[4:]
+            write(tmp_path / "mine" / f"{number}.safetensors", data)
+        program("folders", "add", tmp_path / "mine")
+        program("scan", tmp_path / "mine")
+        (warning,) = download("org/one", "--dry-run", "--json").json["warnings"]
+        assert warning.startswith("text_encoder/model.safetensors: 3 more files have its size")
 
     def test_again_there_is_nothing_to_do(self, download: Download, one: Commit) -> None:
         download("org/one")
@@ -423,9 +436,25 @@ class TestNoHub:
         one_line(done, words="Offline (HF_HUB_OFFLINE is set)")
         one_line(download("org/one", "-n", code=1, env=OFFLINE), words="Offline")
 
-    def test_no_network_and_not_cached(self, download: Download) -> None:
-        done = download("org/one", code=1, env=NOWHERE)
+    @pytest.mark.parametrize("files", [(), ("config.json",)])
+    def test_no_network_and_not_cached(self, download: Download, files: tuple[str, ...]) -> None:
+        done = download("org/one", *files, code=1, env=NOWHERE)
         one_line(done, words="The Hub cannot be asked ([Errno 111] Connection refused)")
+
+    def test_nothing_is_fetched_behind_our_back(self, download: Download, one: Commit) -> None:
+        """A Hub that fails once is asked again by the user, not by a call that proves nothing."""
+        download.hub.faults.status("/revision/", 500)
+        one_line(download("org/one", code=1), words="it answers 500")
+        assert download.hub.gets() == []
+        assert download("org/one", "-q").ids == [str(download.snapshot(one))]
+
+    @pytest.mark.usefixtures("one")
+    def test_a_repo_that_became_private_is_still_here(self, download: Download) -> None:
+        path = download("org/one", "-q").ids
+        download.hub.add("org/one", ONE, private=True)
+        done = download("org/one")
+        assert done.ids == path
+        assert "does not show it to you. This is what is here" in done.stderr
 
     @pytest.mark.usefixtures("one")
     @pytest.mark.parametrize("status", [500, 503])
@@ -436,6 +465,7 @@ class TestNoHub:
         download.hub.faults.status("unet", status, times=ALWAYS)
         one_line(download("org/one", code=1), words=f"The Hub answers {status}")
 
+    @pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="1.x asks for a listing once")
     def test_a_listing_that_comes_late(self, download: Download, one: Commit) -> None:
         download.hub.faults.status("/tree/", 503)
         done = download("org/one")
