@@ -76,7 +76,8 @@ _install() { # EXTRA PYTHON
     fi
     echo "Installing smartcache${extra:+ with its $extra tools} into $venv ..." >&2
     rm -f "$stamp"
-    (cd -- "$root" && PIP_USER=0 "$python" -m pip install -qq --disable-pip-version-check \
+    # --upgrade: "the newest 1.x" is not what an older one, asked for before, has left there.
+    (cd -- "$root" && PIP_USER=0 "$python" -m pip install -qq ${requirements[@]+--upgrade} --disable-pip-version-check \
         -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) || return
     # Under its own name only when complete: others look at it without the lock.
     printf '%s\n' "$wanted" >"$stamp.new" && mv -f "$stamp.new" "$stamp"
