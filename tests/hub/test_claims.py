@@ -275,6 +275,19 @@ def test_an_unfinished_file_is_no_candidate(client: Client, hub: Hub, tmp_path: 
     assert client.sources() == {NAME: "fetch"}
 
 
+def test_a_blob_of_another_cache_is_not_believed_by_its_name(
+    client: Client, hub: Hub, tmp_path: Path
+) -> None:
+    found = in_other_cache(client, tmp_path)
+    edit(found, b"DAMAGE", offset=5)
+    before = state_of(found)
+    hub.add("org/name", {NAME: WANTED})
+    hub.clear()
+    assert (client.snapshot() / NAME).read_bytes() == WANTED
+    assert len(hub.gets()) == 1
+    assert state_of(found) == before
+
+
 # texts
 
 

@@ -17,7 +17,9 @@ from smartcache.cache import SmartCache
 from smartcache.errors import DigestMismatchError, HubError
 from tests.hub.clients import (
     Client,
+    as_ordinary_user,
     assert_sound,
+    assert_undamaged,
     contents,
     plain_file,
     plain_snapshot,
@@ -25,7 +27,9 @@ from tests.hub.clients import (
     weights,
     wrong_blobs,
 )
+from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub
+from tests.processes.children import NOBODY, folder_of
 from tests.store.files import edit, inode_of, link_count, mode_of
 from tests.store.files import snapshot as snapshot_of
 
@@ -612,3 +616,137 @@ def test_one_worker_is_enough(client: Client, hub: Hub) -> None:
     hub.add("org/name", MODEL)
     path = client.snapshot(max_workers=1)
     assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+
+
+# what others do to the cache and the store between two calls
+
+
+def test_what_is_left_in_the_store_is_not_fetched_again(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    client.snapshot()
+    shutil.rmtree(client.cache)
+    hub.clear()
+    path = client.snapshot()
+    assert hub.gets("safetensors") == []
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+    assert_sound(client)
+
+
+def test_what_was_pruned_is_fetched_again(client: Client, hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    client.snapshot()
+    shutil.rmtree(client.cache / "models--org--name")
+    client.store.plan_prune().execute()
+    hub.clear()
+    path = client.snapshot()
+    assert len(hub.gets()) == len(MODEL)
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+    assert_sound(client)
+
+
+def test_a_lost_index_costs_no_download(tmp_path: Path, hub: Hub) -> None:
+    hub.add("org/one", MODEL)
+    hub.add("org/two", MODEL)
+    with SmartCache(tmp_path / "store") as smart:
+        Client(smart, hub, tmp_path / "hf").snapshot("org/one")
+    for file in (tmp_path / "store").glob("index.sqlite3*"):
+        file.unlink()
+    hub.clear()
+    with SmartCache(tmp_path / "store") as smart:
+        client = Client(smart, hub, tmp_path / "hf")
+        one, two = client.snapshot("org/one"), client.snapshot("org/two")
+        assert hub.gets("safetensors") == []
+        assert os.path.samefile(one / "model.safetensors", two / "model.safetensors")
+        assert_sound(client)
+
+
+@pytest.mark.parametrize("order", [("org/one", "org/two"), ("org/two", "org/one")])
+def test_damage_that_links_spread_is_set_right_in_every_repo(
+    client: Client, hub: Hub, order: tuple[str, str]
+) -> None:
+    hub.add("org/one", {"a.bin": weights(1)})
+    hub.add("org/two", {"b.bin": weights(1)})
+    one, two = client.snapshot("org/one") / "a.bin", client.snapshot("org/two") / "b.bin"
+    edit(os.path.realpath(one), b"DAMAGE", offset=100)
+    hub.clear()
+    for name in order:
+        client.snapshot(name)
+    assert one.read_bytes() == two.read_bytes() == weights(1)
+    assert os.path.samefile(one, two)
+    assert len(hub.gets()) == 1
+    assert_undamaged(client)
+
+
+def test_a_blob_in_huggingface_hubs_shared_store_is_shared_and_set_right(
+    client: Client, hub: Hub
+) -> None:
+    """There the blob of a repo is a symlink to an entry."""
+    hub.add("org/name", {"a.bin": weights(1)})
+    pointer = plain_snapshot(hub, client.cache) / "a.bin"
+    blob = Path(os.path.realpath(pointer))
+    make_shared_store(client.cache)
+    entry = add_entry(client.cache, "c" * 64, weights(1))
+    blob.unlink()
+    blob.symlink_to(os.path.relpath(entry, blob.parent))
+    hub.clear()
+    client.snapshot()
+    assert hub.gets() == []
+    assert os.path.samefile(client.blob_of(weights(1)), entry)
+    edit(entry, b"DAMAGE", offset=7)
+    client.snapshot()
+    assert pointer.read_bytes() == weights(1)
+    assert_undamaged(client)
+
+
+def test_a_damaged_file_of_a_snapshot_without_symlinks_is_set_right(
+    client: Client, hub: Hub
+) -> None:
+    hub.add("org/name", {"a.bin": weights(1)})
+    pointer = plain_snapshot(hub, client.cache) / "a.bin"
+    Path(os.path.realpath(pointer)).unlink()
+    pointer.unlink()
+    pointer.write_bytes(weights(1)[:-1] + b"?")
+    client.snapshot()
+    assert pointer.read_bytes() == weights(1)
+    assert_undamaged(client)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_cache_that_may_only_be_read_is_used_as_it_is(hub: Hub) -> None:
+    hub.add("org/name", MODEL)
+    hub.add("org/two", {"b.bin": MODEL["model.safetensors"]})
+    with folder_of(NOBODY) as folder:
+        path = plain_snapshot(hub, folder / "theirs")
+        before = files_of(folder / "theirs")
+        hub.clear()
+
+        def work() -> list[Path]:
+            with SmartCache(folder / "store") as smart:
+                client = Client(smart, hub, folder / "theirs")
+                found = [client.snapshot(token=False) for _ in range(2)]
+                two = client.snapshot("org/two", cache_dir=folder / "hf", token=False)
+                assert (two / "b.bin").read_bytes() == MODEL["model.safetensors"]
+                return found
+
+        assert as_ordinary_user(work) == [path, path]
+        assert hub.gets() == []
+        assert files_of(folder / "theirs") == before
+
+
+def test_bytes_behind_a_redirect_are_fetched_once(client: Client, hub: Hub) -> None:
+    hub.cdn = True
+    hub.add("org/name", MODEL)
+    path = client.snapshot()
+    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+    assert hub.fetched_bytes() == sum(map(len, MODEL.values()))
+
+
+def test_undo_of_everything_leaves_no_wrong_file(client: Client, hub: Hub, tmp_path: Path) -> None:
+    hub.add("org/name", MODEL)
+    paths = [client.snapshot(), client.snapshot(local_dir=tmp_path / "local")]
+    client.store.plan_undo().execute()
+    left = [(path / name, data) for path in paths for name, data in MODEL.items()]
+    assert [path for path, data in left if path.exists() and path.read_bytes() != data] == []
+    assert [client.snapshot(), client.snapshot(local_dir=tmp_path / "local")] == paths
+    assert [path for path, data in left if path.read_bytes() != data] == []
+    assert_undamaged(client)

@@ -147,6 +147,27 @@ def test_results_are_huggingface_hubs(
     assert kind == "str"
 
 
+@pytest.mark.parametrize("words", [("dataset/foo",), ("model/foo", "x.bin"), ("kernel/foo",)])
+def test_an_organisation_may_be_called_like_a_type_of_repos(
+    both: Both, hub: Hub, words: tuple[str, ...]
+) -> None:
+    hub.add(words[0], {"x.bin": weights(1)})
+    assert both.check(*words)[0] == "str"
+
+
+def test_a_symlinked_cache_dir_is_named_as_huggingface_hub_names_it(
+    both: Both, hub: Hub, tmp_path: Path
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for words in (("org/name",), ("org/name", "config.json")):
+        values = [
+            function(*words, cache_dir=tmp_path / "link", endpoint=hub.url)
+            for function in (functions(each)[len(words) - 1] for each in both.roots)
+        ]
+        assert values[0] == values[1]
+
+
 ERRORS: list[tuple[tuple[str, ...], dict[str, object]]] = [
     (("org/missing",), {}),
     (("org/missing", "config.json"), {}),
@@ -162,6 +183,8 @@ ERRORS: list[tuple[tuple[str, ...], dict[str, object]]] = [
     (("org/name", "x"), {"repo_type": "nonsense"}),
     (("org/na me",), {}),
     (("a/b/c",), {}),
+    (("datasets/org/data",), {}),
+    (("models/org/name", "config.json"), {}),
     (("a/b/c", "x"), {}),
     (("org/name",), {"local_files_only": True}),
     (("org/name", "config.json"), {"local_files_only": True}),
