@@ -8,6 +8,7 @@ returns what the cache has or raises what its users expect.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ from smartcache.store.store import Store
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
+_CLOCKS = 1.0
+"""Seconds by which the times of files may be behind the clock."""
 _log = logging.getLogger(__name__)
 
 
@@ -100,14 +103,15 @@ def download(
 def from_cache(store: Store, call: Call) -> str:
     """Let huggingface_hub answer where the Hub cannot be asked: with what is there, or an error."""
     is_known = call.is_plain or bool(call.arguments.get("local_files_only"))
+    began = time.time() - _CLOCKS
     try:
         path = str(call.delegate())
     except Exception:
         if is_known:
-            _prove_left_behind(store, call, None)
+            _prove_left_behind(store, call, None, began)
         raise
     if is_known:
-        _prove_left_behind(store, call, Path(path))
+        _prove_left_behind(store, call, Path(path), began)
     return path
 
 
@@ -146,10 +150,11 @@ def _info(plan: DownloadPlan, planned: PlannedFile) -> DryRunFileInfo:
     )
 
 
-def _prove_left_behind(store: Store, call: Call, path: Path | None) -> None:
+def _prove_left_behind(store: Store, call: Call, path: Path | None, began: float) -> None:
     """Prove the files of a snapshot or folder that a killed download has left unproven.
 
-    `path` is what huggingface_hub returned; None if it raised.
+    And those that came since this call `began`: a Hub that did not answer us may have answered
+    huggingface_hub a moment later. `path` is what huggingface_hub returned; None if it raised.
     """
     request = call.request()
     commit: str | None = ""
@@ -168,6 +173,5 @@ def _prove_left_behind(store: Store, call: Call, path: Path | None) -> None:
     target = target_of(request, commit)
     unfinished = Unfinished(store, target.root)
     notes = unfinished.left_behind()
-    if notes:
-        prove_all(store, target)
-        unfinished.forget(notes)
+    prove_all(store, target, since=0 if notes else began)
+    unfinished.forget(notes)

@@ -20,12 +20,18 @@ from smartcache.store.store import Store
 _MOST_NOTE = 4096
 
 
-def prove_all(store: Store, target: Target, *, besides: Collection[str] = ()) -> None:
-    """Prove the files at a target, besides those named; wrong bytes are set aside, and raised."""
+def prove_all(
+    store: Store, target: Target, *, besides: Collection[str] = (), since: float = 0
+) -> None:
+    """Prove the files at a target, besides those named; wrong bytes are set aside, and raised.
+
+    With `since`, only files that came or were changed after that time.
+    """
     min_size = store.settings.link_min_size
     arrivals = Arrivals(store, near_store(store, target.root), target)
     for file, path in _files_at(target):
-        if file.announced and file.path not in besides:
+        is_wanted = file.path not in besides and os.stat(path).st_ctime >= since
+        if file.announced and is_wanted:
             planned = PlannedFile(
                 file=file, source="present", is_large=file.is_large(min_size),
                 is_weight=file.is_weight(min_size),

@@ -205,6 +205,16 @@ class TestNoAnswer:
         ours.snapshot()
         assert ours.visible() == FILES
 
+    def test_what_huggingface_hub_fetched_after_all_is_proven(self, ours: Client, hub: Hub) -> None:
+        """The Hub fails when we ask, and answers when huggingface_hub does, with wrong bytes."""
+        hub.faults.status("/revision/", 500)
+        hub.faults.wrong_bytes(UNET)
+        with pytest.raises(DigestMismatchError, match=UNET):
+            ours.snapshot()
+        assert UNET not in ours.visible()
+        ours.snapshot()
+        assert ours.visible() == FILES
+
     def test_a_cut_transfer_is_tried_again(self, ours: Client, hub: Hub) -> None:
         hub.faults.cut(UNET, after=100_000)
         ours.snapshot()
