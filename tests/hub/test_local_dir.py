@@ -330,16 +330,15 @@ def test_huggingface_hub_of_an_ordinary_user_never_damages_a_blob(
 
 
 @only_root
-@pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("wanted", ["old", "new"])
-def test_an_ordinary_users_file_is_never_written_through(is_cached: bool, wanted: str) -> None:
+def test_an_ordinary_users_file_is_never_written_through(wanted: str) -> None:
     def work() -> None:
         for number, state in enumerate(STATES):
             place = folder / str(number)
             place.mkdir()
             with Hub() as hub, SmartCache(place / "store") as smart:
                 client = Client(smart, hub, place / "hf")
-                check_states(client, place / "local", state, is_cached=is_cached, wanted=wanted)
+                check_states(client, place / "local", state, is_cached=True, wanted=wanted)
 
     with folder_of(NOBODY) as folder:
         as_ordinary_user(work)
