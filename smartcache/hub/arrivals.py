@@ -43,7 +43,7 @@ class Arrivals:
                 return known
             try:
                 return self._adopt(self._near, planned, path, followed)
-            except FileSkippedError as error:
+            except (FileSkippedError, FileNotFoundError) as error:  # or undone in this moment
                 _log.debug("%s is not shared: %s", path, error)
         return self._only_compare(planned, path, followed)
 

@@ -280,11 +280,12 @@ def test_a_download_beside_other_commands_is_right(
 def test_a_download_beside_undo_never_gives_a_wrong_file(
     world: World, seconds: Callable[[float], float]
 ) -> None:
-    """Undo takes links away that a download has just made: files may be missing, never wrong."""
+    """Undo takes links away that a download has just made: files may be missing, not wrong."""
     length = seconds(2)
     other = world.repeat("undo", "--all", "-y", seconds=length)
     for ended in downloads(world, [], length):
-        assert ended.errors == []
+        others = [each for each in ended.errors if "Missing after the download" not in each]
+        assert others == []
         found = world.problems_of_cache()
         assert [each for each in found if "leads nowhere" not in each] == []
     assert set(other.wait().codes) == {0, 1}  # 1: nothing to undo, or not all of it
