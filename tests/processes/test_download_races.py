@@ -57,7 +57,16 @@ def starter() -> Iterator[Starter]:
 def world(tmp_path: Path, hub: Hub, starter: Starter) -> World:
     for name, files in REPOS.items():
         hub.add(name, files)
-    return World(tmp_path / "world", hub, starter)
+    world = World(tmp_path / "world", hub, starter)
+    world.store().close()
+    return world
+
+
+def begin_anew(world: World) -> None:
+    """Remove the store and the HF cache, and make an empty store."""
+    shutil.rmtree(world.home)
+    shutil.rmtree(world.cache)
+    world.store().close()
 
 
 def fetched(hub: Hub) -> dict[str, int]:
@@ -105,8 +114,7 @@ def test_each_byte_of_a_weight_is_fetched_once_by_all_together(
         assert all(map(world.is_right, wanted))
         assert fetched(world.hub) == contents(world, *wanted)
         assert world.problems() == []
-        shutil.rmtree(world.cache)
-        shutil.rmtree(world.home)
+        begin_anew(world)
         world.hub.clear()
 
 
@@ -204,8 +212,7 @@ def test_huggingface_hub_alone_on_the_same_cache_does_no_harm(
             assert process.wait().errors == []
         assert all(map(world.is_right, REPOS))
         assert world.problems() == []
-        shutil.rmtree(world.cache)
-        shutil.rmtree(world.home)
+        begin_anew(world)
 
 
 def test_processes_killed_at_random_leave_nothing_wrong_for_the_others(
@@ -226,8 +233,9 @@ def test_processes_killed_at_random_leave_nothing_wrong_for_the_others(
         assert all(map(world.is_right, REPOS)), seed
         assert world.problems() == [], seed
         if number % 2:
-            shutil.rmtree(world.home)
-        shutil.rmtree(world.cache)
+            begin_anew(world)
+        else:
+            shutil.rmtree(world.cache)
 
 
 # beside other commands
