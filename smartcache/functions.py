@@ -6,6 +6,7 @@ that the import is all that changes in a program.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from smartcache.cache import SmartCache
 from smartcache.config import Settings, load_settings
+from smartcache.errors import NoSpaceError, StoreUnwritableError
 from smartcache.hub.dropin import Call
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
 
+_log = logging.getLogger(__name__)
 _gate = threading.Lock()
 _open: dict[tuple[int, Settings], tuple[SmartCache, tuple[int, int] | None]] = {}
 
@@ -102,7 +105,7 @@ def snapshot_download(
     if dry_run:
         call = Call(repo_id=repo_id, arguments={**arguments, "dry_run": True})
         return shared().dry_run(call)
-    return shared().download(Call(repo_id=repo_id, arguments=arguments))
+    return _download(Call(repo_id=repo_id, arguments=arguments))
 
 
 @overload
@@ -132,7 +135,17 @@ def hf_hub_download(
     if dry_run:
         dry = {**arguments, "dry_run": True}
         return shared().dry_run(Call(repo_id=repo_id, filename=filename, arguments=dry))[0]
-    return shared().download(Call(repo_id=repo_id, filename=filename, arguments=arguments))
+    return _download(Call(repo_id=repo_id, filename=filename, arguments=arguments))
+
+
+def _download(call: Call) -> str:
+    """Answer a call; where no store can be used, huggingface_hub does, as without smartcache."""
+    try:
+        cache = shared()
+    except (StoreUnwritableError, NoSpaceError) as error:
+        _log.warning("smartcache is not used: %s", error)
+        return str(call.delegate())
+    return cache.download(call)
 
 
 def plan_download(repo_id: str, **options: Unpack[SnapshotOptions]) -> DownloadPlan:

@@ -37,7 +37,8 @@ class Arrivals:
         Raises DigestMismatchError, with nothing changed, if it has others. `followed` are hashes
         from the time of the download, if there are any.
         """
-        if self._near is not None and planned.is_weight and self._may_adopt():
+        is_ours = planned.is_weight and self._target.holds(planned.file, path)
+        if self._near is not None and is_ours and self._may_adopt():
             known = self._prove_blob(self._near, planned, path)
             if known is not None:
                 return known
@@ -72,7 +73,7 @@ class Arrivals:
             ((name, wanted),) = planned.file.announced.items()
             message = (
                 f"{planned.file.path} has {name} {getattr(error, 'found', 'unknown')}, "
-                f"but {wanted} was announced; what came was moved to {kept}"
+                f"but {wanted} was announced; what came is kept as {kept}"
             )
             hint = "Run the download again; if it repeats, the file on the Hub is damaged."
             raise DigestMismatchError(
@@ -98,18 +99,30 @@ class Arrivals:
             return None
 
     def _set_aside(self, planned: PlannedFile, path: Path) -> Path:
+        try:
+            kept = self._take_away(planned, path)
+        except OSError as error:
+            message = f"{planned.file.path} has wrong bytes and cannot be removed: {error}"
+            hint = "Ask the owner of the folder, or download to another one."
+            raise DigestMismatchError(message, hint=hint, path=planned.file.path) from error
+        _log.warning("%s has wrong bytes; it is kept as %s", planned.file.path, kept)
+        return kept
+
+    def _take_away(self, planned: PlannedFile, path: Path) -> Path:
+        is_ours = self._target.holds(planned.file, path)
         self._target.hide(planned.file)
         reached("download: hidden")
-        store = self._near or self._store
-        kept = store.volume.layout.new_bad(planned.file.etag)
-        try:
-            os.rename(path, kept)
-        except OSError:  # another filesystem
-            shutil.move(path, kept)
+        kept = path
+        if is_ours:
+            store = self._near or self._store
+            kept = store.volume.layout.new_bad(planned.file.etag)
+            try:
+                os.rename(path, kept)
+            except OSError:  # another filesystem
+                shutil.move(path, kept)
         spot = self._target.spot(planned.file)
-        if os.path.islink(spot):  # it led to huggingface_hub's shared store
+        if os.path.islink(spot):  # to huggingface_hub's shared store, or to somebody's own file
             os.unlink(spot)
-        _log.warning("%s has wrong bytes; it was moved to %s", planned.file.path, kept)
         return kept
 
     def _may_adopt(self) -> bool:

@@ -25,6 +25,7 @@ from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.store.copies import copy_hashed
 from smartcache.store.kernel import link_fd, open_unnamed
 from smartcache.store.store import Store
+from smartcache.store.swap import beside
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class Claims:
             hashes = self._store.digest_of(path, ("blake3", algorithm))
             if hashes.get(algorithm) != wanted:
                 return False
-            if self._near is None:
+            if _is_at(path, self._target.spot(planned.file)):
+                self._target.settled(planned.file)  # another process has brought it meanwhile
+            elif self._near is None:
                 self._copy(planned, path, hashes.digest)
             else:
                 self._bring_in(self._near, candidate, hashes.digest)
@@ -100,12 +103,13 @@ class Claims:
     def _place(self, planned: PlannedFile, digest: str) -> None:
         spot = self._target.spot(planned.file)
         spot.parent.mkdir(parents=True, exist_ok=True)
-        is_local = isinstance(self._target, LocalTarget)
+        leads_nowhere = os.path.islink(spot) and not os.path.exists(spot)
+        may_replace = leads_nowhere or isinstance(self._target, LocalTarget)
         kinds = self._target.kinds(is_weight=planned.is_weight)
         for number, kind in enumerate(kinds, 1):
             try:
                 link = self._store.place(
-                    digest, spot, kind=kind, whole=planned.is_weight, overwrite=is_local,
+                    digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
                     owner=self._target.owner,
                 )  # fmt: skip
                 break
@@ -124,11 +128,11 @@ class Claims:
         """Copy a file to the target, hashed once more on the way; no half copy is ever visible."""
         spot = self._target.spot(planned.file)
         spot.parent.mkdir(parents=True, exist_ok=True)
-        temporary = spot.with_name(f".{spot.name}.{os.getpid()}.smartcache")
+        temporary = beside(spot)
         descriptor = open_unnamed(spot.parent, 0o666)
         is_unnamed = descriptor is not None
         if descriptor is None:
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with open(path, "rb") as source:
                 if copy_hashed(source, descriptor) != digest:
@@ -141,6 +145,13 @@ class Claims:
             os.close(descriptor)
             temporary.unlink(missing_ok=True)
         self._target.settled(planned.file)
+
+
+def _is_at(path: Path, spot: Path) -> bool:
+    try:
+        return os.path.samefile(path, spot)
+    except FileNotFoundError:
+        return False
 
 
 def _is_full(error: Exception) -> bool:

@@ -9,11 +9,14 @@ that was brought is proven, or it is not visible.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
 from smartcache.hub import bars, tree
@@ -21,7 +24,7 @@ from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
-from smartcache.hub.leftovers import prove_all
+from smartcache.hub.leftovers import prove_noted
 from smartcache.hub.plan import DownloadPlan, near_store, plan_download
 from smartcache.hub.records import PlannedFile
 from smartcache.hub.remote import download_file, download_snapshot
@@ -43,15 +46,25 @@ _Batches = list[tuple[Store, Batch]]
 
 def execute(plan: DownloadPlan, progress: Progress | None = None) -> str:
     """Carry out a plan; return the path of the snapshot, the `local_dir` or the one file."""
-    has_moved = False
+    began = math.inf
     for _ in range(_MOST_MOVES):
-        path = _Run(plan, progress).run(strict=has_moved)
+        started = time.time()
+        path = _Run(plan, progress).run(since=began)
         if path is not None:
             return str(path)
         _log.info("%s moved on while it was downloaded; once more", plan.revision)
         plan = plan_download(plan.store, plan.request)
-        has_moved = True
-    return str(_Run(plan, progress).run(strict=True, at_commit=True))
+        began = min(began, started)
+    return str(_Run(plan, progress).run(since=began, at_commit=True))
+
+
+class _Look(NamedTuple):
+    """Which file a text is, and since when."""
+
+    path: Path
+    inode: int
+    mtime_ns: int
+    ctime: float
 
 
 class _Run:
@@ -67,19 +80,22 @@ class _Run:
         self._claims = Claims(plan.store, self._near, plan.target)
         self._unfinished = Unfinished(plan.store, plan.target.root)
         self._progress = progress
+        self._right_elsewhere: set[str] = set()
 
-    def run(self, *, strict: bool = False, at_commit: bool = False) -> Path | None:
+    def run(self, *, since: float = math.inf, at_commit: bool = False) -> Path | None:
         """Do it; None if the revision stands for another commit by now.
 
-        `strict`: every file is looked at, as after a download that was killed.
+        `since` is when an attempt at another commit began, which may have brought files.
         """
         left_behind = self._unfinished.left_behind()
-        strict = strict or bool(left_behind)
-        if self._plan.is_done and not strict and self._is_noted():
+        is_first = since == math.inf and not left_behind
+        if self._plan.is_done and is_first and self._is_noted() and self._is_there():
             return self._result()
-        before = self._texts()
+        noted = {name for files in left_behind.values() for name in files}
+        before = {name: seen for name, seen in self._texts().items()
+                  if name not in noted and seen.ctime < since}  # fmt: skip
         self._prepare()
-        with self._unfinished.working():
+        with self._unfinished.working(self._to_be_brought()):
             if not self._request.force:
                 self._bring_large_files()
             reached("download: large files there")
@@ -87,34 +103,56 @@ class _Run:
             reached("download: handed over")
             if root is not None and root != self._target.root:
                 return None
-            self._prove_rest({} if strict else before)
-            if left_behind:
-                proven = {each.file.path for each in self._plan.files}
-                prove_all(self._store, self._target, besides=proven)
+            self._prove_rest(before)
+            proven = {each.file.path for each in self._plan.files}
+            prove_noted(self._store, self._target, left_behind, besides=proven)
         self._unfinished.forget(left_behind)
         self._remember_places()
         self._refuse_missing()
         return self._result()
 
-    def _prepare(self) -> None:
-        if isinstance(self._target, LocalTarget):
-            for each in self._plan.files:
-                if not each.is_proven:
-                    self._target.detach(each.file)
-        else:
-            for each in self._plan.files:
-                self._target.drop_wrong_pointer(each.file)
-                if each.is_weight and each.found is not None and each.source != "present":
-                    self._prove_present(each)  # known to be wrong: it is set aside
+    def _to_be_brought(self) -> dict[str, str]:
+        """Return the files that are not there and proven, with their announced hashes."""
+        return {
+            each.file.path: each.file.etag
+            for each in self._plan.files
+            if self._request.force or each.source != "present" or not each.is_proven
+        }
 
-    def _texts(self) -> dict[str, tuple[Path, int, int]]:
-        """Return what the files look like that are no weights: which file, size and time."""
-        seen: dict[str, tuple[Path, int, int]] = {}
+    def _prepare(self) -> None:
+        """Make sure that huggingface_hub neither believes wrong files nor writes through links."""
+        for each in self._plan.files:
+            if isinstance(self._target, LocalTarget):
+                is_current = each.source == "present" and each.is_visible
+                if not each.is_weight and not is_current:
+                    self._target.detach(each.file)
+                elif each.source == "present" and each.is_proven and not is_current:
+                    self._target.settled(each.file)
+            elif each.is_weight and each.found is not None and each.source != "present":
+                self._prove_present(each)  # known to be wrong: it is set aside
+            elif each.source != "present" or not each.is_visible:
+                self._judge_pointer(each, self._target)
+
+    def _judge_pointer(self, planned: PlannedFile, target: CacheTarget) -> None:
+        """Remove a pointer to a blob of another name, unless that has the announced bytes."""
+        path = target.elsewhere(planned.file)
+        if path is None:
+            return
+        try:
+            self._arrivals.prove(planned, path)
+        except (DigestMismatchError, FileNotFoundError):
+            target.drop_wrong_pointer(planned.file)
+        else:
+            self._right_elsewhere.add(planned.file.path)
+
+    def _texts(self) -> dict[str, _Look]:
+        """Return what the files look like that are no weights."""
+        seen: dict[str, _Look] = {}
         for each in self._plan.files:
             path = None if each.is_weight else self._target.found(each.file)
             if path is not None:
                 st = os.stat(path)
-                seen[each.file.path] = (path, st.st_ino, st.st_mtime_ns)
+                seen[each.file.path] = _Look(path, st.st_ino, st.st_mtime_ns, st.st_ctime)
         return seen
 
     def _remember_places(self) -> None:
@@ -132,15 +170,19 @@ class _Run:
     # large files
 
     def _bring_large_files(self) -> None:
-        large = [each for each in self._plan.files if each.is_large]
-        waiting = [each for each in large if not (each.source == "present" and each.is_proven)]
+        # Files with the same bytes have one spot in the HF cache: one job.
+        large = {self._target.spot(each.file): each for each in self._plan.files
+                 if each.is_large and each.file.path not in self._right_elsewhere}  # fmt: skip
+        waiting = [
+            each for each in large.values() if not (each.source == "present" and each.is_proven)
+        ]
         if not waiting:
             return
         fetched = [each for each in waiting if each.source == "fetch"]
         threads = self._store.settings.threads
-        workers = Workers({"local": threads, "fetch": max(1, self._request.max_workers)})
         size = sum(each.size for each in fetched)
         with (
+            Workers({"local": threads, "fetch": max(1, self._request.max_workers)}) as workers,
             ExitStack() as stack,
             bars.fetching(len(fetched), size, self._progress, self._request.tqdm_class) as advance,
             Follower() as follower,
@@ -219,6 +261,11 @@ class _Run:
             made = download_snapshot(request.repo, options)
         return made if isinstance(self._target, CacheTarget) else None
 
+    def _is_there(self) -> bool:
+        """Say whether every file is visible now: the plan may be of yesterday."""
+        root = os.path.join(self._target.root, "")
+        return all(os.path.isfile(f"{root}{each.file.path}") for each in self._plan.files)
+
     def _is_noted(self) -> bool:
         """Say whether the HF cache knows the listing, and that the revision is this commit."""
         if not self._plan.is_listed or isinstance(self._target, LocalTarget):
@@ -235,7 +282,7 @@ class _Run:
 
     # the end
 
-    def _prove_rest(self, before: dict[str, tuple[Path, int, int]]) -> None:
+    def _prove_rest(self, before: dict[str, _Look]) -> None:
         """Prove what huggingface_hub brought, and the weights that nobody has proven yet.
 
         Texts that are as they were `before` are not looked at: people edit them.
@@ -247,8 +294,8 @@ class _Run:
         for each in self._plan.files:
             name = each.file.path
             if name in now:
-                path: Path | None = now[name][0]
-                is_proven = now[name] == before.get(name)
+                path: Path | None = now[name].path
+                is_proven = name in before and now[name][:3] == before[name][:3]
             else:
                 path = weights.get(name)
                 values = {} if path is None else known.get(path, {})

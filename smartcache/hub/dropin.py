@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import SmartcacheError
 from smartcache.hub import tree
-from smartcache.hub.leftovers import prove_all
+from smartcache.hub.leftovers import prove_noted, prove_since
 from smartcache.hub.plan import (
     DownloadPlan,
     Listing,
@@ -150,6 +150,12 @@ def _info(plan: DownloadPlan, planned: PlannedFile) -> DryRunFileInfo:
     )
 
 
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
 def _prove_left_behind(store: Store, call: Call, path: Path | None, began: float) -> None:
     """Prove the files of a snapshot or folder that a killed download has left unproven.
 
@@ -173,5 +179,7 @@ def _prove_left_behind(store: Store, call: Call, path: Path | None, began: float
     target = target_of(request, commit)
     unfinished = Unfinished(store, target.root)
     notes = unfinished.left_behind()
-    prove_all(store, target, since=0 if notes else began)
+    if call.is_plain and not _is_offline():
+        prove_since(store, target, began, only=request.filename)
+    prove_noted(store, target, notes)
     unfinished.forget(notes)

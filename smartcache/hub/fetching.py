@@ -67,6 +67,7 @@ class Fetching:
         followed = self._follower.follow(
             plan.target.unfinished(), file.etag, ("blake3", *file.announced), file.size
         )
+        plan.target.release(file)
         try:
             download_file(plan.repo, file.path, options)
             reached("download: fetched")

@@ -1,13 +1,13 @@
-"""Prove everything a killed download may have brought, from what is on the disk alone.
+"""Prove files that a download has brought which did not come to its end.
 
-In the HF cache a blob is named by its announced hash. In a `local_dir` huggingface_hub writes that
-hash beside each file it has finished. What neither says, a remembered listing may.
+What was to be brought, and with which hash, its note says. Of what huggingface_hub has brought by
+itself the names of blobs tell, and in a `local_dir` what it has written about each file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from smartcache.hub import tree
@@ -17,66 +17,61 @@ from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.store.store import Store
 
-_MOST_NOTE = 4096
 
-
-def prove_all(
-    store: Store, target: Target, *, besides: Collection[str] = (), since: float = 0
+def prove_noted(
+    store: Store,
+    target: Target,
+    notes: Mapping[str, Mapping[str, str]],
+    *,
+    besides: Collection[str] = (),
 ) -> None:
-    """Prove the files at a target, besides those named; wrong bytes are set aside, and raised.
+    """Prove what killed downloads were to bring; wrong bytes are set aside, and raised."""
+    for files in notes.values():
+        for name, etag in files.items():
+            if name not in besides and tree.safe_parts(name) is not None:
+                _prove(store, target, name, etag)
 
-    With `since`, only files that came or were changed after that time.
-    """
+
+def prove_since(store: Store, target: Target, since: float, *, only: str | None = None) -> None:
+    """Prove the files that came or were changed after a time; or one of them."""
+    for name, etag in _files_at(target):
+        if only not in (None, name):
+            continue
+        found = target.found(RemoteFile(path=name, size=None, etag=etag))
+        if found is not None and os.stat(found).st_ctime >= since:
+            _prove(store, target, name, etag)
+
+
+def _prove(store: Store, target: Target, name: str, etag: str) -> None:
+    file = RemoteFile(path=name, size=None, etag=etag)
+    if isinstance(target, LocalTarget):
+        # Another download may have brought another version since.
+        file = RemoteFile(path=name, size=None, etag=target.noted_etag(file) or etag)
+    path = target.found(file)
+    if path is None or not file.announced:
+        return
+    file = RemoteFile(path=name, size=os.stat(path).st_size, etag=file.etag)
     min_size = store.settings.link_min_size
-    arrivals = Arrivals(store, near_store(store, target.root), target)
-    for file, path in _files_at(target):
-        is_wanted = file.path not in besides and os.stat(path).st_ctime >= since
-        if file.announced and is_wanted:
-            planned = PlannedFile(
-                file=file, source="present", is_large=file.is_large(min_size),
-                is_weight=file.is_weight(min_size),
-            )  # fmt: skip
-            arrivals.accept(planned, path)
+    planned = PlannedFile(
+        file=file, source="present", is_large=file.is_large(min_size),
+        is_weight=file.is_weight(min_size),
+    )  # fmt: skip
+    Arrivals(store, near_store(store, target.root), target).accept(planned, path)
 
 
-def _files_at(target: Target) -> Iterator[tuple[RemoteFile, Path]]:
-    names: Iterator[tuple[str, str]]
+def _files_at(target: Target) -> Iterator[tuple[str, str]]:
+    """Go through the files at a target and the hashes they must have, as far as that is known."""
     if isinstance(target, CacheTarget):
-        listed = _listed(target.folder, target.commit)
-        found = tree.pointers(target.folder, target.commit)
-        names = ((name, _blob_name(path)) for name, path in found)
-    else:
-        listed = {}
-        for listing in (target.memory / "trees").glob("*.json"):
-            listed |= _listed(target.memory, listing.stem)
-        names = _noted(target)
-    for name, etag in names:
-        file = RemoteFile(path=name, size=None, etag=etag or listed.get(name, ""))
-        path = target.found(file) if tree.safe_parts(name) else None
-        if path is not None:
-            yield RemoteFile(path=name, size=os.stat(path).st_size, etag=file.etag), path
-
-
-def _blob_name(pointer: Path) -> str:
-    blob = tree.blob_behind(pointer)
-    return "" if blob is None else blob.name
-
-
-def _listed(folder: Path, commit: str) -> dict[str, str]:
-    return {file.path: file.etag for file in tree.read_listing(folder, commit) or ()}
-
-
-def _noted(target: LocalTarget) -> Iterator[tuple[str, str]]:
-    """Go through the files of a `local_dir`, with the hash that huggingface_hub noted for each."""
-    for directory, below, names in os.walk(target.root):
-        if Path(directory) == target.root and ".cache" in below:
-            below.remove(".cache")
-        for name in names:
-            path = Path(directory, name).relative_to(target.root)
-            note = target.unfinished() / path.parent / f"{path.name}.metadata"
-            try:
-                with open(note, "rb") as file:
-                    lines = file.read(_MOST_NOTE).decode("ascii", "replace").splitlines()
-            except OSError:
-                lines = []
-            yield path.as_posix(), lines[1].strip() if len(lines) > 1 else ""
+        for name, pointer in tree.pointers(target.folder, target.commit):
+            blob = tree.blob_behind(pointer)
+            if blob is not None:
+                yield name, blob.name
+        return
+    for directory, _, names in os.walk(target.unfinished()):
+        for note in names:
+            if note.endswith(".metadata"):
+                path = Path(directory, note.removesuffix(".metadata"))
+                name = path.relative_to(target.unfinished()).as_posix()
+                etag = target.noted_etag(RemoteFile(path=name, size=None, etag=""))
+                if etag:
+                    yield name, etag

@@ -220,12 +220,14 @@ class _Planning:
 
     def plan(self, files: list[RemoteFile], look: Look | None) -> tuple[PlannedFile, ...]:
         """Return the plan of each file, in the Hub's order."""
-        seen = {} if self._request.force else self._target.look_all(files)
+        seen = {} if self._request.force else self._target.look_all(files, self._min_size)
         nothing = (None, False)
         plans = [self._from_target(file, *seen.get(file.path, nothing)) for file in files]
         weights = [each.found for each in plans if each.found is not None and each.is_weight]
         known = (self._near or self._store).known_hashes(weights)
         plans = [_compared(each, known) for each in plans]
+        if seen and isinstance(self._target, CacheTarget):
+            plans = self._from_elsewhere(plans, self._target)
         is_missing = [each.is_large and each.source == "fetch" for each in plans]
         if self._request.force or not any(is_missing):
             return tuple(plans)
@@ -243,6 +245,27 @@ class _Planning:
             is_proven=found is not None, is_visible=is_visible, is_large=is_large,
             is_weight=is_large and file.is_weight(self._min_size),
         )  # fmt: skip
+
+    def _from_elsewhere(self, plans: list[PlannedFile], target: CacheTarget) -> list[PlannedFile]:
+        """Believe pointers to blobs of another name whose bytes are known to be right.
+
+        Behind some mirrors a blob is not named by the hash that the listing has.
+        """
+        others = {
+            each.file.path: path
+            for each in plans
+            if each.found is None and (path := target.elsewhere(each.file)) is not None
+        }
+        known = (self._near or self._store).known_hashes(others.values()) if others else {}
+
+        def judged(each: PlannedFile) -> PlannedFile:
+            path = others.get(each.file.path)
+            values = {} if path is None else known.get(path, {})
+            if not values or not values.items() >= each.file.announced.items():
+                return each
+            return replace(each, source="present", found=path, is_proven=True, is_visible=True)
+
+        return [judged(each) for each in plans]
 
     def _from_store(self, planned: PlannedFile, store: Store, source: Source) -> PlannedFile:
         if not planned.is_large or planned.source != "fetch":

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 Patterns = Sequence[str] | str | None
+_MOST_SIZE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,8 @@ def files_of(access: Access, repo: Repo, commit: str) -> list[RemoteFile]:
     except (KeyError, TypeError) as error:
         message = f"The Hub's listing of {repo} cannot be understood: {error!r}"
         raise HubError(message, hint="The server is broken, or not a Hub.") from error
-    return [_remote(repo, entry) for entry in listed]
+    files = {file.path: file for file in (_remote(repo, entry) for entry in listed)}
+    return list(files.values())  # of a path that is listed twice the last counts, as for the client
 
 
 def _remote(repo: Repo, entry: object) -> RemoteFile:
@@ -103,8 +105,11 @@ def _remote(repo: Repo, entry: object) -> RemoteFile:
     sha256 = None if lfs is None else lfs.sha256
     etag = str(sha256 or getattr(entry, "blob_id", ""))
     _refuse_unsafe_etag(repo, str(path), etag)
+    size = size if lfs is None else lfs.size
+    if size is not None and (not isinstance(size, int) or not 0 <= size < _MOST_SIZE):
+        raise HubError(f"{repo} lists {path} with an impossible size: {size!r}")
     return RemoteFile(
-        path=str(path), size=size if lfs is None else lfs.size,
+        path=str(path), size=size,
         etag=etag,
         xet=xet_of(getattr(entry, "xet_hash", None)),
     )  # fmt: skip

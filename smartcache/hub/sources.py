@@ -9,12 +9,12 @@ another is no candidate any more, so a wrong guess costs one hash, once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 from smartcache.hub import sharedstore, tree
-from smartcache.hub.records import Candidate, RemoteFile
+from smartcache.hub.records import Candidate, RemoteFile, Repo
 from smartcache.store.hold import INCOMPLETE_SUFFIXES
 from smartcache.store.store import Store
 
@@ -33,9 +33,8 @@ class Sources:
         self._device = _device(destination)
         folders = store.folders()
         known = [each.path for each in folders if each.program == HUGGING_FACE]
-        self._caches = list(dict.fromkeys((cache_dir, *map(_real, known))))
-        given = [_real(each.path) for each in folders if each.is_given]
-        self._may_link = {_real(path) for path in (*self._caches, *given)}
+        self._caches = list(dict.fromkeys(map(_real, (cache_dir, *known))))
+        self._given = {_real(each.path) for each in folders if each.is_given}
         self._inside = os.path.join(os.path.realpath(store.root), "")
 
     def candidates(self, file: RemoteFile) -> tuple[tuple[Candidate, ...], int]:
@@ -68,7 +67,7 @@ class Sources:
 
     def _likely(self, file: RemoteFile) -> Iterator[Path]:
         """Go through the files to look at: by name, then by size, those of the same name first."""
-        yield from self._named.get(file.etag, ())
+        yield from (_real(Path(each, file.etag)) for each in self._named.get(file.etag, ()))
         if file.xet is not None and file.size is not None:
             shared = sharedstore.find(self._caches, file.xet, file.size)
             if shared is not None:
@@ -88,24 +87,39 @@ class Sources:
         return st if is_whole and is_outside and st.st_size == file.size else None
 
     def _is_ours(self, path: Path) -> bool:
-        return any(parent in self._may_link for parent in path.parents)
+        """Say whether a file was given to smartcache, or is huggingface_hub's own in an HF cache.
+
+        What else lies below the folder of an HF cache may be anybody's.
+        """
+        if any(parent in self._given for parent in path.parents):
+            return True
+        return any(_is_of_cache(path, cache) for cache in self._caches if cache in path.parents)
 
     @cached_property
-    def _named(self) -> dict[str, list[Path]]:
-        """The blobs of all HF caches by name."""
-        found: dict[str, list[Path]] = {}
+    def _named(self) -> dict[str, list[str]]:
+        """The blobs of all HF caches: in which directories there is one of a name."""
+        found: dict[str, list[str]] = {}
         for cache in self._caches:
             for _, folder in tree.repos_in(cache):
-                for path in _entries(folder / "blobs"):
-                    found.setdefault(path.name, []).append(_real(path))
+                directory = os.path.join(folder, "blobs")
+                for name in _names(directory):
+                    found.setdefault(name, []).append(directory)
         return found
 
 
-def _entries(directory: Path) -> Iterable[Path]:
+def _is_of_cache(path: Path, cache: Path) -> bool:
+    first, *rest = path.relative_to(cache).parts
+    if not rest:  # as transformers kept them before there were repo folders
+        return os.path.isfile(f"{path}.json")
+    is_shared = first == "blobs" and sharedstore.is_usable(cache)
+    return is_shared or Repo.of_folder(first) is not None
+
+
+def _names(directory: str) -> list[str]:
     try:
-        return [directory / name for name in os.listdir(directory)]
+        return os.listdir(directory)
     except OSError:
-        return ()
+        return []
 
 
 def _real(path: Path) -> Path:

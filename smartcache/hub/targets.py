@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from smartcache.hub import tree
+from smartcache.hub import sharedstore, tree
 from smartcache.hub.records import RemoteFile, Repo
 from smartcache.store.kernel import effective_user
 from smartcache.store.links import Kind
 from smartcache.store.records import Owner
+from smartcache.store.swap import beside
+
+_MOST_NOTE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,11 @@ class CacheTarget:
             return found, found is not None
         return _file_behind(f"{self._blobs}{file.etag}"), False
 
-    def look_all(self, files: list[RemoteFile]) -> dict[str, tuple[Path | None, bool]]:
+    def look_all(
+        self, files: list[RemoteFile], min_size: int
+    ) -> dict[str, tuple[Path | None, bool]]:
         """Look at all files, by path; at none if there is nothing of this repo yet."""
+        del min_size
         if not os.path.isdir(self.folder):
             return {}
         return {file.path: self.look(file) for file in files}
@@ -105,16 +111,36 @@ class CacheTarget:
         """Take note that a file was put at its spot by us: huggingface_hub makes the pointer."""
         self.drop_wrong_pointer(file)
 
-    def drop_wrong_pointer(self, file: RemoteFile) -> None:
-        """Remove a pointer to other bytes: huggingface_hub would believe it."""
+    def release(self, file: RemoteFile) -> None:
+        """Do nothing: huggingface_hub replaces blobs as a whole."""
+
+    def elsewhere(self, file: RemoteFile) -> Path | None:
+        """Return what the pointer leads to, if that is not named as the Hub announced."""
         pointer = f"{self._snapshot}{file.path}"
         try:
-            name = os.path.basename(os.readlink(pointer))
+            blob = os.path.join(os.path.dirname(pointer), os.readlink(pointer))
         except OSError:
-            return
-        if file.announced and name != file.etag:
+            return None
+        is_other = bool(file.announced) and os.path.basename(blob) != file.etag
+        return _file_behind(os.path.normpath(blob)) if is_other else None
+
+    def drop_wrong_pointer(self, file: RemoteFile) -> None:
+        """Remove a pointer to other bytes: huggingface_hub would believe it."""
+        if self.elsewhere(file) is not None:
             with suppress(FileNotFoundError):
-                os.unlink(pointer)
+                os.unlink(f"{self._snapshot}{file.path}")
+
+    def holds(self, file: RemoteFile, path: Path) -> bool:
+        """Say whether a file is this repo's own: only then may it become a blob or be moved.
+
+        Somebody may have put a symlink to a file of theirs in its place.
+        """
+        del file
+        real = os.path.realpath(path)
+        if real.startswith(os.path.join(os.path.realpath(self.folder), "")):
+            return True
+        shared = os.path.join(os.path.realpath(self.cache_dir), "blobs", "")
+        return real.startswith(shared) and sharedstore.is_usable(self.cache_dir)
 
     def hide(self, file: RemoteFile) -> list[Path]:
         """Remove every pointer to a file's blob, in all snapshots of the repo; return them."""
@@ -123,7 +149,8 @@ class CacheTarget:
             for _, pointer in tree.pointers(self.folder, commit):
                 blob = tree.blob_behind(pointer)
                 if blob is not None and blob.name == file.etag:
-                    os.unlink(pointer)
+                    with suppress(FileNotFoundError):
+                        os.unlink(pointer)
                     removed.append(pointer)
         return removed
 
@@ -143,9 +170,11 @@ class LocalTarget:
         return self.local_dir
 
     @property
-    def owner(self) -> Owner | None:
-        """Nobody: a link keeps its bytes by itself."""
-        return None
+    def owner(self) -> Owner:
+        """Who keeps the blobs alive: this folder, through its links."""
+        where = os.fsencode(self.local_dir).decode("utf-8", "backslashreplace")
+        name = f"{self.repo}@{self.commit} in {where}"
+        return Owner(kind="repo", name=name, path=self.local_dir, root=self.local_dir.parent)
 
     def spot(self, file: RemoteFile) -> Path:
         """Return where the bytes of a file are to be."""
@@ -164,10 +193,35 @@ class LocalTarget:
         is_right = found is not None and file.size in (None, os.stat(found).st_size)
         return found if is_right else None
 
-    def look_all(self, files: list[RemoteFile]) -> dict[str, tuple[Path | None, bool]]:
-        """Look at all files, by path: what is found is visible."""
-        found = {file.path: self.found(file) for file in files}
-        return {path: (each, each is not None) for path, each in found.items()}
+    def look_all(
+        self, files: list[RemoteFile], min_size: int
+    ) -> dict[str, tuple[Path | None, bool]]:
+        """Look at all files, by path; of texts only those that huggingface_hub calls current."""
+        seen: dict[str, tuple[Path | None, bool]] = {}
+        for file in files:
+            found = self.found(file)
+            is_current = self.noted_etag(file) == file.etag
+            if found is not None and (is_current or file.is_weight(min_size)):
+                seen[file.path] = found, is_current
+        return seen
+
+    def noted_etag(self, file: RemoteFile) -> str:
+        """Return which version huggingface_hub believes the file to be; "" if it does not know.
+
+        As it does, nothing is believed of a file that was changed after that was written.
+        """
+        try:
+            with open(self._note(file), "rb") as note:
+                lines = note.read(_MOST_NOTE).decode("ascii", "replace").split("\n")
+            is_newer = os.stat(self.spot(file)).st_mtime - 1 > float(lines[2])
+        except (OSError, ValueError, IndexError):
+            return ""
+        return "" if is_newer else lines[1].strip()
+
+    def holds(self, file: RemoteFile, path: Path) -> bool:
+        """Say whether a file lies in this folder: only then may it become a blob or be moved."""
+        inside = os.path.join(os.path.realpath(self.local_dir), "")
+        return os.path.realpath(path).startswith(inside) and not os.path.islink(self.spot(file))
 
     def kinds(self, *, is_weight: bool) -> tuple[Kind, ...]:
         """Return how a blob is placed here.
@@ -191,7 +245,7 @@ class LocalTarget:
         """Tell huggingface_hub which version was put here; else it would hash or overwrite it."""
         note = self._note(file)
         note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_name(f"{note.name}.{os.getpid()}.tmp")
+        temporary = beside(note)
         temporary.write_text(f"{self.commit}\n{file.etag}\n{time.time()}\n", encoding="ascii")
         os.replace(temporary, note)
 
@@ -200,6 +254,19 @@ class LocalTarget:
         with suppress(FileNotFoundError):
             os.unlink(self._note(file))
         return []
+
+    def release(self, file: RemoteFile) -> None:
+        """Take the name off a stale file that has others, or is behind a symlink.
+
+        huggingface_hub is about to bring another one, and might write through a link.
+        """
+        spot = self.spot(file)
+        try:
+            st = os.lstat(spot)
+        except FileNotFoundError:
+            return
+        if stat.S_ISLNK(st.st_mode) or (stat.S_ISREG(st.st_mode) and st.st_nlink > 1):
+            os.unlink(spot)
 
     def detach(self, file: RemoteFile) -> None:
         """Give a file that shares its inode, or is a symlink, bytes of its own.
@@ -216,7 +283,7 @@ class LocalTarget:
         if not os.path.isfile(spot):
             os.unlink(spot)  # a symlink to nothing
             return
-        temporary = spot.with_name(f".{spot.name}.{os.getpid()}.smartcache")
+        temporary = beside(spot)
         try:
             shutil.copyfile(spot, temporary)
             mode = os.stat(spot).st_mode & 0o777

@@ -40,10 +40,18 @@ def is_commit(text: str) -> bool:
 def safe_parts(path: str) -> tuple[str, ...] | None:
     """Return the parts of a path in a repo; None if it is no plain relative path anywhere."""
     parts = tuple(path.split("/"))
-    is_plain = all(part not in ("", ".", "..") for part in parts)
+    is_plain = _is_text(path) and all(part not in ("", ".", "..") for part in parts)
     if not is_plain or "\\" in path or "\0" in path or re.match(r"[A-Za-z]:", path):
         return None
     return parts
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def repos_in(cache_dir: Path) -> Iterator[tuple[Repo, Path]]:
@@ -109,7 +117,7 @@ def read_listing(folder: Path, commit: str) -> list[RemoteFile] | None:
 
 def _listed(path: str, entry: dict[str, object]) -> RemoteFile:
     sha256, size = entry.get("lfs_sha256"), entry["size"]
-    if safe_parts(path) is None or not isinstance(size, int):
+    if safe_parts(path) is None or not isinstance(size, int) or not 0 <= size < 1 << 62:
         raise ValueError(path)
     return RemoteFile(
         path=path, size=size, etag=str(sha256 or entry["blob_id"]),

@@ -1,15 +1,16 @@
 """Which downloads were killed before they could look at everything they brought.
 
-A download writes a note before it begins and takes it back when every file is proven. The note of
-a process that is no more is found by the next download to the same place, which then proves all
-files, small ones too.
+A download writes a note of the files it is going to bring, and takes it back when they are proven.
+The note of a process that is no more is found by the next download to the same place, which proves
+those files, small ones too, and no others: what was there before may be edited, or somebody else's.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,21 +27,33 @@ class Unfinished:
         self._leases = store.leases
         self._beginning = f"download:{blake3(os.fsencode(root)).hexdigest()[:32]}:"
 
-    def left_behind(self) -> list[str]:
-        """Return the notes of downloads that ended without taking them back."""
-        notes = self._index.notes(self._beginning)
-        return [note for note in notes if self._leases.busy(note) is None]
+    def left_behind(self) -> dict[str, dict[str, str]]:
+        """Return the notes of downloads that ended without taking them back.
+
+        Of each the files it was to bring, and the hashes announced for them.
+        """
+        keys = self._index.notes(self._beginning)
+        dead = [key for key in keys if self._leases.busy(key) is None]
+        return {key: _files(self._index.note(key)) for key in dead}
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Have a note while the block runs; it stays behind if the block does not end well."""
-        note = f"{self._beginning}{secrets.token_hex(8)}"
-        with self._leases.hold(note, what="download"):
-            self._index.set_note(note, "")
+    def working(self, files: Mapping[str, str]) -> Iterator[None]:
+        """Have a note while the block brings files; it stays behind if that does not end well."""
+        key = f"{self._beginning}{secrets.token_hex(8)}"
+        with self._leases.hold(key, what="download"):
+            self._index.set_note(key, json.dumps(dict(files), separators=(",", ":")))
             yield
-            self._index.set_note(note, None)
+            self._index.set_note(key, None)
 
-    def forget(self, notes: list[str]) -> None:
+    def forget(self, keys: Iterable[str]) -> None:
         """Take back notes, after everything they are about was proven."""
-        for note in notes:
-            self._index.set_note(note, None)
+        for key in keys:
+            self._index.set_note(key, None)
+
+
+def _files(note: str | None) -> dict[str, str]:
+    try:
+        found = json.loads(note or "{}")
+    except ValueError:
+        return {}
+    return {str(path): str(etag) for path, etag in found.items()} if isinstance(found, dict) else {}

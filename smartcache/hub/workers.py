@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 Kind = Literal["local", "fetch"]
 _PATIENCE = 5.0
@@ -32,23 +33,29 @@ class Workers:
         with self._changed:
             self._waiting[kind].append(job)
             if self._running[kind] < self._most[kind]:
-                self._running[kind] += 1
                 threading.Thread(target=self._run, args=(kind,), daemon=True).start()
+                self._running[kind] += 1  # it waits for this lock before it looks
 
-    def wait(self) -> None:
-        """Return when all jobs are done; or raise the first error, after those that were running.
+    def __enter__(self) -> Self:
+        return self
 
-        An interruption is passed on at once; running jobs are told, and get a moment to end.
-        """
-        try:
-            with self._changed:
-                self._changed.wait_for(self._is_idle)
-        except BaseException:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """After an interruption tell the running jobs, and give them a moment to end."""
+        if error is not None:
             self.is_stopping.set()
             with self._changed:
                 self._drop_waiting()
                 self._changed.wait_for(self._is_idle, timeout=_PATIENCE)
-            raise
+
+    def wait(self) -> None:
+        """Return when all jobs are done; or raise the first error, after those then running."""
+        with self._changed:
+            self._changed.wait_for(self._is_idle)
         if self._error is not None:
             raise self._error
 

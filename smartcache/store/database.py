@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from smartcache.errors import StoreError
-from smartcache.store.schema import connect, translated
+from smartcache.store.schema import connect, make_or_connect, translated
 
 _TRIES = 8
 _PAUSE = 0.01
@@ -31,14 +31,13 @@ class Database:
 
     def __init__(self, path: Path, *, wal: bool) -> None:
         self.path = path
-        # An empty file is what a crashed filesystem leaves of an index.
-        self.is_new = not path.exists() or path.stat().st_size == 0
         self._wal = wal
         self._gate = threading.RLock()
         self._depth = 0
         self._is_open = True
         self._is_stranded = False
-        self._connection: sqlite3.Connection | None = connect(path, wal=wal, create=True)
+        self._connection: sqlite3.Connection | None
+        self._connection, self.is_new = make_or_connect(path, wal=wal, create=True)
         self._streams: set[sqlite3.Connection] = set()
         _databases.add(self)
 

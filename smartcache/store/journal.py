@@ -33,7 +33,8 @@ Op = Literal["adopt", "move", "place", "replace", "share", "forget", "pin", "unp
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""
 UNDOABLE = frozenset(("adopt", "move", "place", "replace", "share", "forget"))
 State = Literal["begun", "done", "back", "undone", "gone"]
-_OPTIONAL = ("kind", "mode", "uid", "gid", "mtime_ns", "inode", "links", "filesystem", "xattrs")
+_OPTIONAL = ("kind", "mode", "uid", "gid", "mtime_ns", "inode", "links", "filesystem", "xattrs",
+             "keep")  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class Change:
     `batch` and `n` are set once, when the change is written to the journal.
 
     `temporary` is the name beside `path` that a replacement uses while it runs. `xattrs` are
-    extended attributes, name -> hexadecimal bytes; None: there were none.
+    extended attributes, name -> hexadecimal bytes; None: there were none. `keep`: of a placed file
+    others know, as of a repo; undo gives it bytes of its own in place of removing it.
     """
 
     op: Op
@@ -63,6 +65,7 @@ class Change:
     links: int | None = None
     filesystem: str | None = None
     xattrs: dict[str, str] | None = None
+    keep: bool | None = None
 
     @classmethod
     def before(

@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from smartcache.errors import NoSpaceError, StoreError, StoreFormatError, StoreUnwritableError
@@ -122,6 +123,14 @@ class Layout:
             message = f"{self.root} has format {text[:20]!r}; this smartcache reads up to {FORMAT}"
             raise StoreFormatError(message, root=self.root)
 
+    def has_blobs(self) -> bool:
+        """Say whether there is anything in `blobs/`; quick, however much there is."""
+        for directory in os.listdir(self.blobs):
+            with suppress(OSError), os.scandir(self.blobs / directory) as entries:
+                if any(is_digest(entry.name) for entry in entries):
+                    return True
+        return False
+
     def is_complete(self) -> bool:
         """Say whether every directory of the tree is there."""
         return all((self.root / name).is_dir() for name in _SUBDIRECTORIES)
@@ -137,7 +146,8 @@ class Layout:
     def _refuse_foreign_directory(self) -> None:
         # A process killed while it made the store leaves at most a half-written "format".
         foreign = [name for name in os.listdir(self.root) if not name.startswith(".format-")]
-        if foreign and not set(foreign) <= {*_SUBDIRECTORIES, "CACHEDIR.TAG", "moved-to"}:
+        is_foreign = bool(set(foreign) - {*_SUBDIRECTORIES, "CACHEDIR.TAG", "moved-to"})
+        if is_foreign and not self.format.exists():  # another process may have made the store now
             message = f"{self.root} is not empty and is no smartcache store"
             hint = "Set SMARTCACHE_HOME to a new or empty directory."
             raise StoreFormatError(message, hint=hint, root=self.root)

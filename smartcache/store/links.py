@@ -75,12 +75,16 @@ def is_linkable(path: Path, size: int, min_size: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Where a blob is wanted, and how. `whole`: it is a weight file whatever its name is."""
+    """Where a blob is wanted, and how. `whole`: it is a weight file whatever its name is.
+
+    `keep`: others know of the file, so that undo must not remove it.
+    """
 
     path: Path
     kind: Kind = "auto"
     overwrite: bool = False
     whole: bool = False
+    keep: bool = False
     owner: int | None = None
 
 
@@ -133,8 +137,9 @@ def _place_as(
 ) -> Link:
     path, digest = request.path, blob.digest
     change = Change(
-        op="place", path=path, digest=digest, size=blob.size, kind=kind, temporary=beside(path)
-    )
+        op="place", path=path, digest=digest, size=blob.size, kind=kind, temporary=beside(path),
+        keep=request.keep or None,
+    )  # fmt: skip
     (change,) = batch.begin([change], sync=request.overwrite or kind == "symlink")
     reached("place: journaled")
     try:

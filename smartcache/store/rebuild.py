@@ -75,7 +75,7 @@ def replace_damaged_index(root: Path, settings: Settings) -> Volume:
 
 def rebuild_if_lost(volume: Volume) -> None:
     """Rebuild an index that was made new although there are blobs or a journal: it was lost."""
-    if volume.index.is_new and (volume.layout.journal.exists() or _names(volume)):
+    if volume.index.is_new and volume.had_content:
         _log.warning("the index of %s was missing; making it again from the blobs", volume.root)
         rebuild(volume)
 

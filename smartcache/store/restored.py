@@ -12,7 +12,6 @@ from smartcache.store.journal import Change
 from smartcache.store.kernel import effective_user
 from smartcache.store.memos import hashes_of
 from smartcache.store.proof import checked
-from smartcache.store.records import Link
 from smartcache.store.schema import signed
 from smartcache.store.share import has_shared_blocks
 from smartcache.store.volume import Volume
@@ -108,13 +107,6 @@ def twin_key(change: Change, files: Mapping[tuple[str, int], int]) -> TwinKey:
     return change.filesystem, change.inode, change.digest, number
 
 
-def is_of_a_repo(volume: Volume, link: Link | None) -> bool:
-    """Say whether a link was placed for a revision of a repo."""
-    if link is None or link.owner is None:
-        return False
-    return any(each.id == link.owner and each.kind == "repo" for each in volume.index.owners())
-
-
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:
     """Return what undoing needs: own bytes for replaced, adopted and reflinked files that share."""
     shared = [c for c in changes if c.op == "share" and has_shared_blocks(c)]
@@ -129,7 +121,7 @@ def needed_bytes(volume: Volume, changes: list[Change]) -> int:
             key = twin_key(change, files)
             needed += 0 if key in replaced else change.size
             replaced.add(key)
-        elif change.op == "place" and is_of_a_repo(volume, volume.index.link(change.path)):
+        elif change.op == "place" and change.keep:
             needed += change.size
         elif change.op == "adopt":
             links = os.lstat(change.path).st_nlink - leaving[change.digest]

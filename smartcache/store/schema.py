@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
@@ -24,6 +25,7 @@ from smartcache.store.filesystems import free_bytes
 from smartcache.store.flock import open_to_directory_writers
 
 BUSY_SECONDS = 60.0
+_PAUSE = 0.01
 _SCARCE = 1 << 20
 """With less free than this, an I/O error means that SQLite found no room for its shared memory."""
 
@@ -179,6 +181,11 @@ def signed(inode: int) -> int:
 
 def connect(path: Path, *, wal: bool, create: bool) -> sqlite3.Connection:
     """Open the index, bring its schema up to date, and set what every connection needs."""
+    return make_or_connect(path, wal=wal, create=create)[0]
+
+
+def make_or_connect(path: Path, *, wal: bool, create: bool) -> tuple[sqlite3.Connection, bool]:
+    """Open the index as `connect` does; and say whether this call has made its tables."""
     # A path may hold any byte; percent-encoding carries it through the URI.
     uri = f"file:{quote_from_bytes(os.fsencode(path))}?mode=rw"
     try:
@@ -194,17 +201,35 @@ def connect(path: Path, *, wal: bool, create: bool) -> sqlite3.Connection:
         )
         # WAL needs shared memory, which network filesystems do not have: rollback journal there.
         mode = "WAL" if wal else "DELETE"
-        if str(connection.execute("PRAGMA journal_mode").fetchone()[0]).upper() != mode:
-            connection.execute(f"PRAGMA journal_mode = {mode}")
+        _set_journal_mode(connection, mode)
         # NORMAL: after power loss the last rows may be missing: an unindexed blob, not a lie.
         # Removal asks for FULL (see `write`), because a missing deletion would be one.
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA cache_size = -16000")
-        migrate(connection, path)
+        is_made = migrate(connection, path)
     except sqlite3.Error as error:
         raise translated(error, path) from error
-    return connection
+    return connection, is_made
+
+
+def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
+    """Switch the journal, once for all connections.
+
+    SQLite does not wait here while another connection switches it in the same moment: it says
+    "locked" at once.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            if str(connection.execute("PRAGMA journal_mode").fetchone()[0]).upper() != mode:
+                connection.execute(f"PRAGMA journal_mode = {mode}")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not is_busy or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE)
 
 
 def _make_file(path: Path) -> None:
@@ -222,8 +247,12 @@ def _make_file(path: Path) -> None:
     os.close(descriptor)
 
 
-def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Apply the migrations this index lacks; two processes at once apply each once."""
+def migrate(connection: sqlite3.Connection, path: Path) -> bool:
+    """Apply the migrations this index lacks; two processes at once apply each once.
+
+    Returns whether this call has made the first tables.
+    """
+    is_made = False
     while (version := _version(connection)) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -231,6 +260,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
                 for statement in _statements(MIGRATIONS[version]):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {version + 1}")
+                is_made |= version == 0
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:  # a full disk has rolled it back already
@@ -239,6 +269,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
     if version > VERSION:
         message = f"{path} has schema {version}; this smartcache reads up to {VERSION}"
         raise StoreFormatError(message, path=path)
+    return is_made
 
 
 def translated(error: sqlite3.Error, path: Path) -> StoreError:

@@ -191,8 +191,9 @@ class Store(StoreReader):
         holder = self._holder_for(digest, target)
         owner_id = None if owner is None else holder.record_owner(owner)
         size = holder.get(digest).size
+        keep = owner is not None and owner.kind == "repo"
         request = _links.Request(
-            path=target, kind=kind, overwrite=overwrite, whole=whole, owner=owner_id
+            path=target, kind=kind, overwrite=overwrite, whole=whole, keep=keep, owner=owner_id
         )
         with holder.batch("link") as batch, progress(target.name, size, "bytes") as job:
             return _links.place(holder.volume, digest, request, batch=batch, advance=job.advance)

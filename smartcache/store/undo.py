@@ -36,7 +36,6 @@ from smartcache.store.owners import (
 from smartcache.store.proof import checked
 from smartcache.store.restored import (
     TwinKey,
-    is_of_a_repo,
     is_our_link,
     is_restored,
     links_with_store,
@@ -341,7 +340,7 @@ def _release_pin(volume: Volume, change: Change, batch: Batch) -> None:
 def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
     """Remove a link that was placed, if it still is that link and the store has its bytes.
 
-    A file of a repo was asked for as a file: it gets bytes of its own instead.
+    A file of a repo gets bytes of its own instead.
     """
     source = volume.layout.blob(change.digest)
     link = volume.index.link(change.path)
@@ -358,14 +357,14 @@ def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
     checked(volume, change.digest)  # the bytes must be safe in the store before a name goes
     if not _is_as_placed(volume, change, source):
         return _LEFT_ALONE
-    if not is_of_a_repo(volume, link):
+    if not change.keep:
         (note,) = batch.begin([replace(change, op="own", temporary=None)], sync=False)
         with own_unlink(volume, change.digest):
             os.unlink(change.path)
             reached("undo: link removed")
             volume.index.drop_link(change.path)
         batch.end(note, "done")
-    else:  # snapshots of the HF cache point at it
+    else:  # snapshots point at it, or the user has it in a folder
         if change.kind in ("hardlink", "symlink"):
             give_own_copy(volume, change, batch)
         volume.index.drop_link(change.path)

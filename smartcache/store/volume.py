@@ -57,6 +57,8 @@ class Volume:
         blobs = os.stat(self.layout.blobs)
         self._is_sticky = bool(blobs.st_mode & stat.S_ISVTX)
         self._owner = blobs.st_uid
+        # Before the tables are made: what is put in afterwards is no sign of a lost index.
+        self.had_content = self.layout.journal.exists() or self.layout.has_blobs()
         self.index = self._open_index(wal=not on_network)
         self.make_reserve()
 

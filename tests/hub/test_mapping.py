@@ -500,6 +500,7 @@ class Model:
         elif verb == "append":
             path.write_bytes(self.files[path][0] + b"!")
             self.files[path] = self.files[path][0] + b"!", False
+            see(self.store, self.folder)
         elif verb == "remove":
             path.unlink()
             del self.files[path]

@@ -53,7 +53,7 @@ class TestSchema:
         connection.close()
         index = Index(path, wal=True)
         try:
-            assert not index.is_new
+            assert index.is_new == (old == 0)
             blob = index.add_blob(A, stat_of(), aliases={"sha256": B})
             assert index.aliases_of(blob) == {"sha256": B}
             assert index.is_sound()
