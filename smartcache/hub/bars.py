@@ -18,44 +18,60 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class StoppedError(Exception):
-    """The download was interrupted; it never leaves this package."""
+class StoppedError(KeyboardInterrupt):
+    """The download was interrupted; it never leaves this package.
+
+    For huggingface_hub it is a Ctrl-C in the thread that downloads: it ends Xet transfers.
+    """
+
+
+class _Part:
+    """What huggingface_hub takes as the progress bar of one file."""
+
+    advance: Callable[[int], None]
+    is_stopping: threading.Event
+
+    def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
+        del args, options
+        self.n = 0
+        self.total: int | None = None
+        if initial:
+            self.update(initial)
+
+    def update(self, n: float | None = 1) -> None:
+        """Count bytes that were written."""
+        self.update_transfer()
+        self.n += int(n or 0)
+        self.advance(int(n or 0))
+
+    def update_transfer(self, n: float | None = 1) -> None:
+        """Hear of bytes that came (Xet), which are not counted a second time."""
+        del n
+        if self.is_stopping.is_set():
+            raise StoppedError
+
+    def close(self) -> None:
+        """Do nothing: the bar of all files goes on."""
+
+    refresh = reset = close
+
+    def set_postfix_str(self, *args: object, **options: object) -> None:
+        """Show nothing of a single file."""
+
+    set_description = set_description_str = set_postfix = set_postfix_str
+    set_transfer_postfix_str = set_postfix_str
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
 
 
 def bar_class(advance: Callable[[int], None], is_stopping: threading.Event) -> type:
     """Return a class that huggingface_hub takes as a progress bar for one file."""
-
-    class Part:
-        def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
-            del args, options
-            self.n = 0
-            self.total: int | None = None
-            if initial:
-                self.update(initial)
-
-        def update(self, n: float | None = 1) -> None:
-            if is_stopping.is_set():
-                raise StoppedError
-            self.n += int(n or 0)
-            advance(int(n or 0))
-
-        def close(self) -> None:
-            pass
-
-        refresh = reset = close
-
-        def set_postfix_str(self, *args: object, **options: object) -> None:
-            pass
-
-        set_description = set_description_str = set_postfix = set_postfix_str
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *exc: object) -> None:
-            pass
-
-    return Part
+    members = {"advance": staticmethod(advance), "is_stopping": is_stopping}
+    return type("Part", (_Part,), members)
 
 
 def hidden_class() -> type:

@@ -26,7 +26,7 @@ from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
 from smartcache.hub.leftovers import prove_noted
 from smartcache.hub.plan import DownloadPlan, near_store, plan_download
-from smartcache.hub.records import PlannedFile
+from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.remote import download_file, download_snapshot
 from smartcache.hub.sources import HUGGING_FACE
 from smartcache.hub.targets import CacheTarget, LocalTarget
@@ -87,15 +87,15 @@ class _Run:
 
         `since` is when an attempt at another commit began, which may have brought files.
         """
-        left_behind = self._unfinished.left_behind()
-        is_first = since == math.inf and not left_behind
-        if self._plan.is_done and is_first and self._is_noted() and self._is_there():
+        notes = self._unfinished.notes()
+        noted = {name for note in notes for name in note.brought(self._target)}
+        is_looked_at = since == math.inf and not noted
+        if self._plan.is_done and is_looked_at and self._is_noted() and self._is_there():
             return self._result()
-        noted = {name for files in left_behind.values() for name in files}
         before = {name: seen for name, seen in self._texts().items()
                   if name not in noted and seen.ctime < since}  # fmt: skip
         self._prepare()
-        with self._unfinished.working(self._to_be_brought()):
+        with self._unfinished.working(self._target, self._to_be_brought()):
             if not self._request.force:
                 self._bring_large_files()
             reached("download: large files there")
@@ -105,19 +105,19 @@ class _Run:
                 return None
             self._prove_rest(before)
             proven = {each.file.path for each in self._plan.files}
-            prove_noted(self._store, self._target, left_behind, besides=proven)
-        self._unfinished.forget(left_behind)
+            prove_noted(self._store, self._target, notes, besides=proven)
+        self._unfinished.forget(notes)
         self._remember_places()
         self._refuse_missing()
         return self._result()
 
-    def _to_be_brought(self) -> dict[str, str]:
-        """Return the files that are not there and proven, with their announced hashes."""
-        return {
-            each.file.path: each.file.etag
+    def _to_be_brought(self) -> list[RemoteFile]:
+        """Return the files that are not there and proven."""
+        return [
+            each.file
             for each in self._plan.files
             if self._request.force or each.source != "present" or not each.is_proven
-        }
+        ]
 
     def _prepare(self) -> None:
         """Make sure that huggingface_hub neither believes wrong files nor writes through links."""
@@ -162,10 +162,12 @@ class _Run:
             if index.folder_number(self._target.cache_dir) is None:
                 index.set_folder(self._target.cache_dir, program=HUGGING_FACE, walked=False)
             return
-        for each in self._plan.files:
-            path = self._target.found(each.file) if each.is_large else None
-            if path is not None:
+        large = [self._target.found(each.file) for each in self._plan.files if each.is_large]
+        with index.write():
+            for path in filter(None, large):
                 index.add_sighting(sighting_of(path))
+        if self._near is not None:  # the version before has lost its names here
+            self._near.volume.index.release_unlinked(self._near.record_owner(self._target.owner))
 
     # large files
 
@@ -182,13 +184,15 @@ class _Run:
         threads = self._store.settings.threads
         size = sum(each.size for each in fetched)
         with (
-            Workers({"local": threads, "fetch": max(1, self._request.max_workers)}) as workers,
-            ExitStack() as stack,
             bars.fetching(len(fetched), size, self._progress, self._request.tqdm_class) as advance,
             Follower() as follower,
+            ExitStack() as stack,
         ):
             begin = stack.enter_context
             batches = [(each, begin(each.batch("download"))) for each in self._stores()]
+            # The last to be entered: its jobs have ended before the batches do.
+            most = {"local": threads, "fetch": max(1, self._request.max_workers)}
+            workers = begin(Workers(most))  # type: ignore[arg-type]
             bar = bars.bar_class(advance, workers.is_stopping)
             fetching = Fetching(
                 self._plan, self._claims, self._arrivals, follower, bar, workers.is_stopping

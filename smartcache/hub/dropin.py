@@ -8,15 +8,16 @@ returns what the cache has or raises what its users expect.
 from __future__ import annotations
 
 import logging
-import time
+import os
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smartcache.errors import SmartcacheError
+from smartcache.errors import DigestMismatchError, SmartcacheError
 from smartcache.hub import tree
-from smartcache.hub.leftovers import prove_noted, prove_since
+from smartcache.hub.leftovers import inodes_at, prove_new, prove_noted
 from smartcache.hub.plan import (
     DownloadPlan,
     Listing,
@@ -35,8 +36,6 @@ from smartcache.store.store import Store
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-_CLOCKS = 1.0
-"""Seconds by which the times of files may be behind the clock."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +51,14 @@ class Call:
     def is_plain(self) -> bool:
         """Whether the Hub is to be asked, for a type of repo that we know."""
         is_known = self.arguments.get("repo_type") in (None, *REPO_TYPES)
-        return is_known and not self.arguments.get("local_files_only")
+        return is_known and not self._is_odd and not self.arguments.get("local_files_only")
+
+    @property
+    def _is_odd(self) -> bool:
+        """Whether the name of the file is harmless, but not as the Hub writes it: "./a"."""
+        if self.filename is None or tree.safe_parts(self.filename) is not None:
+            return False
+        return tree.safe_parts(posixpath.normpath(self.filename)) is not None
 
     def request(self) -> Request:
         """Return what is wanted."""
@@ -72,7 +78,7 @@ class Call:
             allow=cast("list[str] | None", a.get("allow_patterns")),
             ignore=cast("list[str] | None", a.get("ignore_patterns")),
             force=bool(a.get("force_download")),
-            max_workers=cast("int", a.get("max_workers") or 8),
+            max_workers=8 if a.get("max_workers") is None else cast("int", a["max_workers"]),
             access=access,
             tqdm_class=cast("type | None", a.get("tqdm_class")),
         )
@@ -102,16 +108,19 @@ def download(
 
 def from_cache(store: Store, call: Call) -> str:
     """Let huggingface_hub answer where the Hub cannot be asked: with what is there, or an error."""
-    is_known = call.is_plain or bool(call.arguments.get("local_files_only"))
-    began = time.time() - _CLOCKS
+    if not (call.is_plain or call.arguments.get("local_files_only")):
+        return str(call.delegate())
+    request = call.request()
+    before: set[int] | None = None
+    if call.is_plain and not _is_offline():
+        # A Hub that did not answer us may answer huggingface_hub a moment later.
+        before = inodes_at(target_of(request, ""))
     try:
         path = str(call.delegate())
     except Exception:
-        if is_known:
-            _prove_left_behind(store, call, None, began)
+        _prove_what_came(store, request, None, before)
         raise
-    if is_known:
-        _prove_left_behind(store, call, Path(path), began)
+    _prove_what_came(store, request, Path(path), before)
     return path
 
 
@@ -145,7 +154,7 @@ def _info(plan: DownloadPlan, planned: PlannedFile) -> DryRunFileInfo:
         file_size=planned.file.size,
         filename=planned.file.path,
         local_path=str(plan.target.visible(planned.file)),
-        is_cached=planned.source == "present",
+        is_cached=planned.source == "present" or os.path.isfile(plan.target.visible(planned.file)),
         will_download=planned.source == "fetch",
     )
 
@@ -156,30 +165,40 @@ def _is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _prove_left_behind(store: Store, call: Call, path: Path | None, began: float) -> None:
-    """Prove the files of a snapshot or folder that a killed download has left unproven.
+def _prove_what_came(
+    store: Store, request: Request, path: Path | None, before: set[int] | None
+) -> None:
+    """Prove what killed downloads have left unproven, and what huggingface_hub has just brought.
 
-    And those that came since this call `began`: a Hub that did not answer us may have answered
-    huggingface_hub a moment later. `path` is what huggingface_hub returned; None if it raised.
+    `path` is what huggingface_hub returned; None if it raised. `before` are the files there were;
+    None: nothing can have come. Only wrong bytes are an error here.
     """
-    request = call.request()
-    commit: str | None = ""
-    if request.local_dir is None:
-        folder = request.cache_dir / request.repo.folder_name
-        if path is None:
-            is_commit = tree.is_commit(request.revision)
-            ref = folder / "refs" / request.revision
-            commit = str(request.revision) if is_commit else tree.read_ref(ref)
-        elif folder / "snapshots" in path.parents:
-            commit = path.relative_to(folder / "snapshots").parts[0]
-        else:
-            commit = None
+    commit = _commit_behind(request, path)
     if commit is None:
         return
     target = target_of(request, commit)
     unfinished = Unfinished(store, target.root)
-    notes = unfinished.left_behind()
-    if call.is_plain and not _is_offline():
-        prove_since(store, target, began, only=request.filename)
-    prove_noted(store, target, notes)
+    notes = unfinished.notes()
+    try:
+        if before is not None:
+            prove_new(store, target, before, only=request.filename)
+        prove_noted(store, target, notes)
+    except DigestMismatchError:
+        raise
+    except (SmartcacheError, OSError) as error:
+        _log.warning("not every file of %s could be compared: %s", request.repo, error)
+        return
     unfinished.forget(notes)
+
+
+def _commit_behind(request: Request, path: Path | None) -> str | None:
+    """Return the commit of a snapshot; None if there is none, "" for a `local_dir`."""
+    if request.local_dir is not None:
+        return ""
+    folder = request.cache_dir / request.repo.folder_name
+    if path is None:
+        is_commit = tree.is_commit(request.revision)
+        ref = folder / "refs" / request.revision
+        return str(request.revision) if is_commit else tree.read_ref(ref)
+    snapshots = folder / "snapshots"
+    return path.relative_to(snapshots).parts[0] if snapshots in path.parents else None

@@ -65,11 +65,11 @@ class Fetching:
         file, plan = planned.file, self._plan
         options = dict(plan.request.options(), revision=plan.commit, tqdm_class=self._bar)
         followed = self._follower.follow(
-            plan.target.unfinished(), file.etag, ("blake3", *file.announced), file.size
+            plan.target.unfinished(file), file.etag, ("blake3", *file.announced), file.size
         )
-        plan.target.release(file)
         try:
-            download_file(plan.repo, file.path, options)
+            with plan.target.making_room(file):
+                download_file(plan.repo, file.path, options)
             reached("download: fetched")
             path = plan.target.found(file)
             hashes = None if path is None else followed.finish(path)

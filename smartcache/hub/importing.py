@@ -29,6 +29,7 @@ from smartcache.hub.import_steps import (
     near_store,
 )
 from smartcache.hub.records import RemoteFile
+from smartcache.hub.targets import CacheTarget
 from smartcache.progress import Progress, silent
 from smartcache.store.records import Owner
 from smartcache.store.store import Store
@@ -133,8 +134,7 @@ def plan_import(
 
 
 def _owner(each: BundledRepo, cache_dir: Path, commit: str) -> Owner:
-    path = cache_dir / each.repo.folder_name / "snapshots" / commit
-    return Owner(kind="repo", name=f"{each.repo}@{commit}", path=path, root=cache_dir)
+    return CacheTarget(cache_dir=cache_dir, repo=each.repo, commit=commit).owner
 
 
 def _find_missing(plan: ImportPlan, store: Store, progress: Progress) -> None:

@@ -7,7 +7,8 @@ itself the names of blobs tell, and in a `local_dir` what it has written about e
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from smartcache.hub import tree
@@ -15,30 +16,40 @@ from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.plan import near_store
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
+from smartcache.hub.unfinished import Note
 from smartcache.store.store import Store
 
 
 def prove_noted(
-    store: Store,
-    target: Target,
-    notes: Mapping[str, Mapping[str, str]],
-    *,
-    besides: Collection[str] = (),
+    store: Store, target: Target, notes: Iterable[Note], *, besides: Collection[str] = ()
 ) -> None:
-    """Prove what killed downloads were to bring; wrong bytes are set aside, and raised."""
-    for files in notes.values():
-        for name, etag in files.items():
-            if name not in besides and tree.safe_parts(name) is not None:
+    """Prove what unfinished downloads have brought; wrong bytes are set aside, and raised."""
+    for note in notes:
+        for name, etag in note.brought(target).items():
+            if name not in besides:
                 _prove(store, target, name, etag)
 
 
-def prove_since(store: Store, target: Target, since: float, *, only: str | None = None) -> None:
-    """Prove the files that came or were changed after a time; or one of them."""
-    for name, etag in _files_at(target):
-        if only not in (None, name):
-            continue
+def inodes_at(target: Target) -> set[int]:
+    """Return which files there are: all blobs of the repo, or the known files of a `local_dir`."""
+    if isinstance(target, CacheTarget):
+        try:
+            with os.scandir(target.folder / "blobs") as entries:
+                return {entry.inode() for entry in entries}
+        except OSError:
+            return set()
+    found: set[int] = set()
+    for name in _noted_names(target):
+        with suppress(OSError):
+            found.add(os.stat(target.root / name).st_ino)
+    return found
+
+
+def prove_new(store: Store, target: Target, before: set[int], *, only: str | None = None) -> None:
+    """Prove the files that were not there before: a download always makes new ones."""
+    for name, etag in _files_at(target, only):
         found = target.found(RemoteFile(path=name, size=None, etag=etag))
-        if found is not None and os.stat(found).st_ctime >= since:
+        if found is not None and os.stat(found).st_ino not in before:
             _prove(store, target, name, etag)
 
 
@@ -59,19 +70,26 @@ def _prove(store: Store, target: Target, name: str, etag: str) -> None:
     Arrivals(store, near_store(store, target.root), target).accept(planned, path)
 
 
-def _files_at(target: Target) -> Iterator[tuple[str, str]]:
+def _files_at(target: Target, only: str | None) -> Iterator[tuple[str, str]]:
     """Go through the files at a target and the hashes they must have, as far as that is known."""
     if isinstance(target, CacheTarget):
-        for name, pointer in tree.pointers(target.folder, target.commit):
+        pointers = tree.pointers(target.folder, target.commit)
+        if only is not None:
+            pointers = iter([(only, tree.pointer(target.folder, target.commit, only))])
+        for name, pointer in pointers:
             blob = tree.blob_behind(pointer)
             if blob is not None:
                 yield name, blob.name
         return
-    for directory, _, names in os.walk(target.unfinished()):
+    for name in _noted_names(target) if only is None else (only,):
+        etag = target.noted_etag(RemoteFile(path=name, size=None, etag=""))
+        if etag:
+            yield name, etag
+
+
+def _noted_names(target: LocalTarget) -> Iterator[str]:
+    for directory, _, names in os.walk(target.notes):
         for note in names:
             if note.endswith(".metadata"):
                 path = Path(directory, note.removesuffix(".metadata"))
-                name = path.relative_to(target.unfinished()).as_posix()
-                etag = target.noted_etag(RemoteFile(path=name, size=None, etag=""))
-                if etag:
-                    yield name, etag
+                yield path.relative_to(target.notes).as_posix()

@@ -216,6 +216,7 @@ class _Planning:
         self._target = target
         self._near = near_store(store, target.root)
         self._min_size = store.settings.link_min_size
+        self._is_local = isinstance(target, LocalTarget)
         self.warnings: list[str] = []
 
     def plan(self, files: list[RemoteFile], look: Look | None) -> tuple[PlannedFile, ...]:
@@ -242,7 +243,8 @@ class _Planning:
         is_large = file.is_large(self._min_size)
         return PlannedFile(
             file=file, source="fetch" if found is None else "present", found=found,
-            is_proven=found is not None, is_visible=is_visible, is_large=is_large,
+            is_proven=found is not None and (is_visible or not self._is_local),
+            is_visible=is_visible, is_large=is_large,
             is_weight=is_large and file.is_weight(self._min_size),
         )  # fmt: skip
 

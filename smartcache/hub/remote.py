@@ -144,6 +144,14 @@ def select(files: list[RemoteFile], allow: Patterns, ignore: Patterns) -> list[R
     )
 
 
+def _timeout(access: Access) -> float:
+    """Return the seconds to wait for an answer: huggingface_hub lets its variable win."""
+    from huggingface_hub import constants
+
+    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
+    return constants.HF_HUB_ETAG_TIMEOUT if is_set else access.etag_timeout
+
+
 def announced_file(
     access: Access, repo: Repo, revision: str, path: str
 ) -> tuple[str, RemoteFile] | None:
@@ -155,7 +163,7 @@ def announced_file(
         repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint
     )
     found = get_hf_file_metadata(
-        url, token=access.token, timeout=access.etag_timeout, headers=access.headers,
+        url, token=access.token, timeout=_timeout(access), headers=access.headers,
         user_agent=access.user_agent, library_name=access.library_name,
         library_version=access.library_version, endpoint=access.endpoint,
     )  # fmt: skip

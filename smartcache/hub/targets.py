@@ -10,7 +10,8 @@ import os
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from smartcache.hub.records import RemoteFile, Repo
 from smartcache.store.kernel import effective_user
 from smartcache.store.links import Kind
 from smartcache.store.records import Owner
+from smartcache.store.statkey import StatKey
 from smartcache.store.swap import beside
 
 _MOST_NOTE = 4096
@@ -46,7 +48,7 @@ class CacheTarget:
     @property
     def owner(self) -> Owner:
         """Who keeps the blobs of this revision alive."""
-        name = f"{self.repo}@{self.commit}"
+        name = f"{self.repo}@{self.commit} in {_shown(self.cache_dir)}"
         return Owner(kind="repo", name=name, path=self.root, root=self.cache_dir)
 
     def spot(self, file: RemoteFile) -> Path:
@@ -103,16 +105,20 @@ class CacheTarget:
         """Return how a blob is placed here: huggingface_hub never writes into a blob in place."""
         return ("auto",) if is_weight else ("reflink", "copy")
 
-    def unfinished(self) -> Path:
-        """Return where huggingface_hub writes what it downloads."""
+    def unfinished(self, file: RemoteFile) -> Path:
+        """Return the directory where huggingface_hub writes a file while it downloads."""
+        del file
         return self.folder / "blobs"
 
     def settled(self, file: RemoteFile) -> None:
         """Take note that a file was put at its spot by us: huggingface_hub makes the pointer."""
         self.drop_wrong_pointer(file)
 
-    def release(self, file: RemoteFile) -> None:
+    @contextmanager
+    def making_room(self, file: RemoteFile) -> Iterator[None]:
         """Do nothing: huggingface_hub replaces blobs as a whole."""
+        del file
+        yield
 
     def elsewhere(self, file: RemoteFile) -> Path | None:
         """Return what the pointer leads to, if that is not named as the Hub announced."""
@@ -172,8 +178,7 @@ class LocalTarget:
     @property
     def owner(self) -> Owner:
         """Who keeps the blobs alive: this folder, through its links."""
-        where = os.fsencode(self.local_dir).decode("utf-8", "backslashreplace")
-        name = f"{self.repo}@{self.commit} in {where}"
+        name = f"{self.repo} in {_shown(self.local_dir)}"
         return Owner(kind="repo", name=name, path=self.local_dir, root=self.local_dir.parent)
 
     def spot(self, file: RemoteFile) -> Path:
@@ -196,12 +201,12 @@ class LocalTarget:
     def look_all(
         self, files: list[RemoteFile], min_size: int
     ) -> dict[str, tuple[Path | None, bool]]:
-        """Look at all files, by path; of texts only those that huggingface_hub calls current."""
+        """Look at all files, by path; of small ones only those huggingface_hub calls current."""
         seen: dict[str, tuple[Path | None, bool]] = {}
         for file in files:
             found = self.found(file)
             is_current = self.noted_etag(file) == file.etag
-            if found is not None and (is_current or file.is_weight(min_size)):
+            if found is not None and (is_current or file.is_large(min_size)):
                 seen[file.path] = found, is_current
         return seen
 
@@ -237,9 +242,14 @@ class LocalTarget:
         """Where huggingface_hub keeps what it knows about this folder."""
         return self.local_dir / ".cache" / "huggingface"
 
-    def unfinished(self) -> Path:
-        """Return where huggingface_hub writes what it downloads."""
+    @property
+    def notes(self) -> Path:
+        """Where it writes which version each file is."""
         return self.memory / "download"
+
+    def unfinished(self, file: RemoteFile) -> Path:
+        """Return the directory where huggingface_hub writes a file while it downloads."""
+        return self._note(file).parent
 
     def settled(self, file: RemoteFile) -> None:
         """Tell huggingface_hub which version was put here; else it would hash or overwrite it."""
@@ -255,18 +265,26 @@ class LocalTarget:
             os.unlink(self._note(file))
         return []
 
-    def release(self, file: RemoteFile) -> None:
+    @contextmanager
+    def making_room(self, file: RemoteFile) -> Iterator[None]:
         """Take the name off a stale file that has others, or is behind a symlink.
 
-        huggingface_hub is about to bring another one, and might write through a link.
+        huggingface_hub brings another one in this block, and might write through a link. If it
+        does not, the name is given back.
         """
         spot = self.spot(file)
-        try:
-            st = os.lstat(spot)
-        except FileNotFoundError:
+        if not _is_shared(spot):
+            yield
             return
-        if stat.S_ISLNK(st.st_mode) or (stat.S_ISREG(st.st_mode) and st.st_nlink > 1):
-            os.unlink(spot)
+        aside = beside(spot)
+        os.rename(spot, aside)
+        try:
+            yield
+        finally:
+            if os.path.lexists(spot):
+                os.unlink(aside)
+            else:
+                os.rename(aside, spot)
 
     def detach(self, file: RemoteFile) -> None:
         """Give a file that shares its inode, or is a symlink, bytes of its own.
@@ -274,30 +292,43 @@ class LocalTarget:
         huggingface_hub writes into stale files of a `local_dir` in place: never through a link.
         """
         spot = self.spot(file)
-        try:
-            st = os.lstat(spot)
-        except FileNotFoundError:
-            return
-        if not stat.S_ISLNK(st.st_mode) and (st.st_nlink == 1 or not stat.S_ISREG(st.st_mode)):
+        if not _is_shared(spot):
             return
         if not os.path.isfile(spot):
             os.unlink(spot)  # a symlink to nothing
             return
+        before = os.stat(spot)
         temporary = beside(spot)
         try:
             shutil.copyfile(spot, temporary)
-            mode = os.stat(spot).st_mode & 0o777
-            os.chmod(temporary, mode | stat.S_IWUSR)
-            os.replace(temporary, spot)
+            with suppress(PermissionError):  # only root may give files away
+                os.chown(temporary, before.st_uid, before.st_gid)
+            os.chmod(temporary, before.st_mode & 0o777 | stat.S_IWUSR)
+            os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+            if StatKey.of(os.stat(spot)) == StatKey.of(before):
+                os.replace(temporary, spot)
         finally:
             temporary.unlink(missing_ok=True)
 
     def _note(self, file: RemoteFile) -> Path:
         parts = tree.safe_parts(file.path) or ()
-        return self.unfinished().joinpath(*parts[:-1], f"{parts[-1]}.metadata")
+        return self.notes.joinpath(*parts[:-1], f"{parts[-1]}.metadata")
 
 
 Target = CacheTarget | LocalTarget
+
+
+def _is_shared(path: Path) -> bool:
+    """Say whether a name stands for bytes that others have too: a symlink, or one of several."""
+    try:
+        st = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISLNK(st.st_mode) or (stat.S_ISREG(st.st_mode) and st.st_nlink > 1)
+
+
+def _shown(path: Path) -> str:
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _file_behind(path: str | Path) -> Path | None:

@@ -45,6 +45,7 @@ _REASONS = {
     errno.EMLINK: "too many links",
     errno.EPERM: "cannot be changed",  # immutable
     errno.EACCES: "cannot be changed",
+    errno.EROFS: "cannot be changed",  # mounted read-only, of the store's own disk
     errno.ENOENT: "was removed",
 }
 
@@ -307,7 +308,7 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
         os.fchmod(file.fd, mode)
         return "duplicate"
     except BaseException as error:
-        with suppress(PermissionError):
+        with suppress(OSError):
             os.fchmod(file.fd, mode)
         reason = _REASONS.get(getattr(error, "errno", None) or 0)
         if reason is None:

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.errors import NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.attributes import read_attributes
 from smartcache.store.flock import open_to_directory_writers
 from smartcache.store.locks import Claim, claim
@@ -201,12 +201,15 @@ class Batch:
         self._unsettled: set[int] = set()
         self._outcomes: dict[tuple[str, State], list[int]] = {}
         self._gate = threading.RLock()
+        self._is_closed = False
 
     def begin(self, changes: Iterable[Change], *, sync: bool = True) -> list[Change]:
         """Write changes to the journal before they are made; return them with their numbers."""
         begun = list(changes)
         lines: list[dict[str, object]] = []
         with self._gate:
+            if self._is_closed:
+                raise StoreError(f"The batch {self.label!r} has ended; nothing was changed")
             if self._claim is None:
                 self._claim = claim(self._claim_path)
                 at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -242,12 +245,14 @@ class Batch:
         A change without an outcome (Ctrl-C in the middle of a step) leaves the file behind, so that
         the next open looks at it.
         """
-        try:
-            self.flush()
-        finally:
-            if self._claim is not None:
-                self._claim.release(remove=not self._unsettled)
-                self._claim = None
+        with self._gate:
+            self._is_closed = True
+            try:
+                self.flush()
+            finally:
+                if self._claim is not None:
+                    self._claim.release(remove=not self._unsettled)
+                    self._claim = None
 
     def __enter__(self) -> Self:
         return self

@@ -352,7 +352,8 @@ def test_the_revision_holds_its_blobs_until_its_snapshot_is_removed(
     commit = hub.add("org/name", MODEL).sha
     path = client.snapshot()
     ((owner, life),) = client.store.owners()
-    assert (owner.kind, owner.name, life) == ("repo", f"model/org/name@{commit}", "live")
+    name = f"model/org/name@{commit} in {client.cache}"
+    assert (owner.kind, owner.name, life) == ("repo", name, "live")
     assert (owner.path, owner.root) == (path, client.cache)
     for name in ("model.safetensors", "unet/diffusion.safetensors"):
         blob = client.store.find("sha256", sha256(MODEL[name]))
@@ -375,7 +376,7 @@ def test_a_claimed_or_linked_file_is_held_by_the_revision_that_wanted_it(
     blob = client.store.find("sha256", sha256(weights(1)))
     assert blob is not None
     live = [holder.name for holder, life in client.store.holders_of(blob) if life == "live"]
-    assert live == [f"model/org/two@{two}"]
+    assert live == [f"model/org/two@{two} in {client.cache}"]
 
 
 def test_undo_gives_modes_back_and_a_later_download_shares_again(client: Client, hub: Hub) -> None:

@@ -213,7 +213,7 @@ class TestProof:
         store, root = arrivals
         with tempfile.TemporaryDirectory(dir=root) as name:
             target = CacheTarget(cache_dir=Path(name), repo=Repo("model", "o/n"), commit="c" * 40)
-            directory = target.unfinished()
+            directory = target.folder / "blobs"
             directory.mkdir(parents=True)
             path, buffer = begin(directory, weights(1, 70_000)), bytearray(1 << 17)
             followed = follow(directory)

@@ -180,11 +180,11 @@ def test_wrong_bytes_are_an_error_for_one_and_nobody_else_gets_them(
 def test_wrong_bytes_that_were_there_are_set_aside_once_whoever_comes_first(
     place: str, world: World
 ) -> None:
-    """One process stops in the middle of it while another does all of it."""
+    """One process stops in the middle, with no lease on anything else; another does all of it."""
     spot = world.folder("org/one") / "blobs" / world.commit("org/one").etag(ENCODER)
     spot.parent.mkdir(parents=True)
     spot.write_bytes(content(99, SIZE))
-    first = world.start("org/one", stop_at=Moment(place, 1), max_workers=1)
+    first = world.start("org/one", stop_at=Moment(place, 1), allow_patterns=[ENCODER])
     first.wait_until_stopped()
     second = world.start("org/one", cache_dir=str(world.cache))
     if place == "download: wrong":
