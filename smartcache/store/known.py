@@ -5,12 +5,14 @@ A row says what was remembered; whether the file is still so is for whoever asks
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smartcache.store.digest import Algorithm
 from smartcache.store.filesystems import filesystem_id
 from smartcache.store.records import Sighting
 from smartcache.store.schema import signed
@@ -59,6 +61,17 @@ class KnownFiles(SightedFiles):
         """Go through all files with a remembered sha256, in its order, in flat memory."""
         sql = f"{_REMEMBERED} WHERE sha256 IS NOT NULL AND racy = 0 ORDER BY sha256, path"
         return map(_remembered, self._each(sql))
+
+    def aliases_in(self, blobs: Iterable[int]) -> dict[int, dict[Algorithm, str]]:
+        """Return the other hashes known for several blobs, by their numbers."""
+        sql = (
+            "SELECT blob, algorithm, value FROM aliases"
+            " WHERE blob IN (SELECT value FROM json_each(?))"
+        )
+        found: dict[int, dict[Algorithm, str]] = {}
+        for blob, algorithm, value in self._all(sql, json.dumps(list(blobs))):
+            found.setdefault(blob, {})[algorithm] = value.hex()
+        return found
 
     def add_sighting(self, file: Sighting) -> None:
         """Record one more file, in the known folder it lies in, or as a discovered one.

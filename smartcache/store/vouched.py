@@ -30,12 +30,13 @@ def known_hashes(volume: Volume, paths: Iterable[Path]) -> dict[Path, dict[Algor
             continue
     here = [st.st_ino for _, st in files if volume.is_here(st)]
     blobs = volume.index.blobs_in(here) if here else {}
+    aliases = volume.index.aliases_in(blob.id for blob in blobs.values()) if blobs else {}
     known: dict[Path, dict[Algorithm, str]] = {}
     others: list[tuple[Path, os.stat_result]] = []
     for path, st in files:
         blob = blobs.get(signed(st.st_ino)) if volume.is_here(st) else None
         if blob is not None and blob.is_here and not needs_hash(volume, blob, st):
-            known[path] = {**volume.index.aliases_of(blob.id), "blake3": blob.digest}
+            known[path] = {**aliases.get(blob.id, {}), "blake3": blob.digest}
         else:
             others.append((path, st))
     known.update(recall_all(volume, others))
