@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
+from tests.hub.shared_stores import has_shared_store
 from tests.hub_server import Hub, HubProcess, etag_of, git_sha1
 from tests.hub_server import limit as limiting
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models, dataset_files
@@ -493,6 +494,7 @@ class TestXet:
         assert data.file_hash == self.XET
         assert data.refresh_route.startswith(hub.url)
 
+    @has_shared_store
     def test_a_client_finds_the_file_in_its_shared_store(self, hub: Hub, tmp_path: Path) -> None:
         pytest.importorskip("huggingface_hub.utils._shared_blobs", reason="from 2.4 on")
         hub.add("org/name", FILES, xet={"vae/model.safetensors": self.XET})

@@ -77,7 +77,7 @@ class Claims:
                 return False
             if _is_at(path, self._target.spot(planned.file)):
                 self._target.settled(planned.file)  # another process has brought it meanwhile
-            elif self._near is None:
+            elif self._near is None or not planned.is_weight:  # texts are never shared
                 self._copy(planned, path, hashes.digest)
             else:
                 self._bring_in(self._near, candidate, hashes.digest)

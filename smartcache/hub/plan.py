@@ -233,7 +233,7 @@ class _Planning:
         if self._request.force or not any(is_missing):
             return tuple(plans)
         if self._near is not None:
-            plans = [self._from_store(each, self._near, "link") for each in plans]
+            plans = [self._from_store(each, self._near, self._by_link(each)) for each in plans]
         if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
             look()
         sources = Sources(self._store, self._request.cache_dir, self._target.root)
@@ -247,6 +247,11 @@ class _Planning:
             is_visible=is_visible, is_large=is_large,
             is_weight=is_large and file.is_weight(self._min_size),
         )  # fmt: skip
+
+    def _by_link(self, planned: PlannedFile) -> Source:
+        """Return what placing a near blob means: a link, or where that is not safe, a copy."""
+        kinds = self._target.kinds(is_weight=planned.is_weight)
+        return "link" if kinds[0] == "auto" else "copy"
 
     def _from_elsewhere(self, plans: list[PlannedFile], target: CacheTarget) -> list[PlannedFile]:
         """Believe pointers to blobs of another name whose bytes are known to be right.

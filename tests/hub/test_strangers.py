@@ -109,6 +109,22 @@ class TestFiles:
 
 
 class TestTexts:
+    def test_a_large_text_of_another_repo_is_copied_and_stays_writable(
+        self, client: Client, hub: Hub
+    ) -> None:
+        text = b'{"vocab": 1}' * 10_000
+        hub.add("org/one", {"tokenizer.json": text})
+        hub.add("org/two", {"tokenizer.json": text, "config.json": b"{}"})
+        one = Path(os.path.realpath(client.snapshot("org/one") / "tokenizer.json"))
+        before = state_of(one)
+        hub.clear()
+        two = client.snapshot("org/two") / "tokenizer.json"
+        assert hub.gets("tokenizer.json") == []
+        assert two.read_bytes() == text
+        assert state_of(one) == before
+        assert os.stat(two).st_nlink == 1
+        assert os.stat(two).st_mode & 0o200
+
     @pytest.mark.parametrize("is_symlink", [True, False])
     def test_a_stale_text_of_the_same_size_is_not_written_through(
         self, client: Client, hub: Hub, tmp_path: Path, is_symlink: bool
