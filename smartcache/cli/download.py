@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import click
 
+from smartcache import __version__
 from smartcache.cache import SmartCache
 from smartcache.cli._command import FILE, command, never_asks
 from smartcache.cli._downloads import cautions, commit_in, place_of, plan_document, show_plan
@@ -114,7 +115,7 @@ def download_command(
     arguments: dict[str, object] = {
         "repo_type": wanted.repo.type, "revision": revision, "cache_dir": cache_dir,
         "local_dir": local_dir, "token": token, "force_download": force_download,
-        "library_name": "smartcache",
+        "library_name": "smartcache", "library_version": __version__,
     }  # fmt: skip
     given = {name: value for name, value in arguments.items() if value is not None}
     call = wanted.call(given, max_workers)

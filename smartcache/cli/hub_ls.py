@@ -218,8 +218,8 @@ def _say_totals(census: Census, rows: list[Row]) -> None:
     if total.in_store:
         blobs = format_size(total.in_store)
         out.talk(
-            f"{blobs} of their own bytes are blobs of the store too: 'hub rm' lets go of them; "
-            "removed otherwise, they come back with 'smartcache prune'."
+            f"{blobs} of that are blobs of the store too: 'hub rm' lets go of what nobody else "
+            "has; removed otherwise, it comes back with 'smartcache prune'."
         )
     unfinished = [repo.names[name].size for repo in chosen for name in repo.incomplete]
     if unfinished:

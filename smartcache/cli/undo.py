@@ -31,6 +31,11 @@ _WORDS = {
 }
 
 
+def _word(change: Change) -> str:
+    """Return what undoing a change means."""
+    return _WORDS["replace" if change.keep else change.op] if change.op in _WORDS else change.op
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One command of the history, on the volume whose journal has it."""
@@ -186,7 +191,7 @@ def _show_plan(plans: list[tuple[Store, UndoPlan]], *, verbose: bool, as_talk: b
         Column(title="SIZE", right=True),
         Column(title="FILE", gives_way=True),
     ]
-    rows = ([_WORDS.get(c.op, c.op), format_size(c.size), str(c.path)] for c in shown)
+    rows = ([_word(c), format_size(c.size), str(c.path)] for c in shown)
     out.table(columns, rows, as_talk=as_talk)
     if len(changes) > len(shown):
         out.talk(f"... and {len(changes) - len(shown):,} more; -v shows all")

@@ -110,6 +110,7 @@ class Claims:
             try:
                 link = self._store.place(
                     digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
+                    keep=True,
                     owner=self._target.owner,
                 )  # fmt: skip
                 break

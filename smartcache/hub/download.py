@@ -166,8 +166,6 @@ class _Run:
         with index.write():
             for path in filter(None, large):
                 index.add_sighting(sighting_of(path))
-        if self._near is not None:  # the version before has lost its names here
-            self._near.volume.index.release_unlinked(self._near.record_owner(self._target.owner))
 
     # large files
 

@@ -52,14 +52,13 @@ class Fetching:
     def _is_here_now(self, planned: PlannedFile) -> bool:
         if self._claims.place_known(planned):
             return True
-        if self._claims.has_volume:
+        if self._claims.has_volume and planned.is_weight:
             return False
-        # Without a volume the bytes another process fetched are in its HF cache only.
+        # What another process has fetched is in its HF cache only: a text, or there is no volume.
         target = self._plan.target
-        candidates, _ = Sources(self._plan.store, target.cache_dir, target.root).candidates(
-            planned.file
-        )
-        return any(self._claims.claim(planned, each) for each in candidates if each.is_known)
+        sources = Sources(self._plan.store, target.cache_dir, target.root)
+        candidates, _ = sources.candidates(planned.file, by_size=False)
+        return any(self._claims.claim(planned, each) for each in candidates)
 
     def _download(self, planned: PlannedFile) -> None:
         file, plan = planned.file, self._plan

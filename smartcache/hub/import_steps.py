@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -188,9 +189,10 @@ class Importer:
             job.advance(blob.size)
 
     def _place(self, blob: Blob, target: Target) -> None:
+        self._keep_other(target)
         try:
             self.store.place(
-                blob.digest, target.path, whole=True, owner=target.owner,
+                blob.digest, target.path, whole=True, keep=True, owner=target.owner,
                 overwrite=self.force or target.path.is_symlink(),
             )  # fmt: skip
         except DestinationExistsError:
@@ -219,8 +221,19 @@ class Importer:
             os.close(descriptor)
         reached("import: file written")
         os.makedirs(target.path.parent, exist_ok=True)
+        self._keep_other(target)
         os.replace(part, target.path)
         reached("import: file named")
+
+    def _keep_other(self, target: Target) -> None:
+        """Move a file that `--force` replaces to `bad/`: it may have been edited."""
+        path = target.path
+        if not self.force or path.is_symlink() or not path.exists():
+            return
+        if look(self.store, target) != "right":
+            kept = (self.near or self.store).volume.layout.new_bad(path.name)
+            shutil.move(path, kept)
+            _log.warning("%s has other bytes than its name says; it is kept as %s", path, kept)
 
     # snapshots
 

@@ -9,6 +9,7 @@ another is no candidate any more, so a wrong guess costs one hash, once.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from smartcache.store.store import Store
 
 HUGGING_FACE = "Hugging Face"
 """The program whose known folders are HF caches."""
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MOST_UNKNOWN = 16
 """So many files of one size are hashed for one wanted file. People have hundreds of fine-tuned
 weights of one size; to hash them all would take longer than a download."""
@@ -37,12 +39,14 @@ class Sources:
         self._given = {_real(each.path) for each in folders if each.is_given}
         self._inside = os.path.join(os.path.realpath(store.root), "")
 
-    def candidates(self, file: RemoteFile) -> tuple[tuple[Candidate, ...], int]:
+    def candidates(
+        self, file: RemoteFile, *, by_size: bool = True
+    ) -> tuple[tuple[Candidate, ...], int]:
         """Return the files that may have the bytes, likeliest first; and how many were left out.
 
         Those left out are more files of that size than are worth hashing.
         """
-        paths = list(dict.fromkeys(self._likely(file)))
+        paths = list(dict.fromkeys(self._likely(file, by_size=by_size)))
         known = self._store.known_hashes(paths)
         found: list[Candidate] = []
         unknown: list[Candidate] = []
@@ -54,7 +58,7 @@ class Sources:
                 continue
             seen.add((st.st_dev, st.st_ino))
             value = known.get(path, {}).get(algorithm)
-            if value not in (None, wanted):
+            if value not in (None, wanted) or (value is None and _is_named_otherwise(path, file)):
                 continue
             each = Candidate(
                 path=path, is_known=value == wanted, may_link=self._is_ours(path),
@@ -65,14 +69,14 @@ class Sources:
         unknown.sort(key=lambda each: each.is_far)
         return (*found, *unknown[:MOST_UNKNOWN]), max(0, len(unknown) - MOST_UNKNOWN)
 
-    def _likely(self, file: RemoteFile) -> Iterator[Path]:
+    def _likely(self, file: RemoteFile, *, by_size: bool) -> Iterator[Path]:
         """Go through the files to look at: by name, then by size, those of the same name first."""
         yield from (_real(Path(each, file.etag)) for each in self._named.get(file.etag, ()))
         if file.xet is not None and file.size is not None:
             shared = sharedstore.find(self._caches, file.xet, file.size)
             if shared is not None:
                 yield _real(shared)
-        if file.size:
+        if file.size and by_size:
             name = os.path.basename(file.path)
             seen = [sighting.path for sighting in self._store.sightings(file.size)]
             yield from sorted(map(_real, seen), key=lambda path: path.name != name)
@@ -113,6 +117,18 @@ def _is_of_cache(path: Path, cache: Path) -> bool:
         return os.path.isfile(f"{path}.json")
     is_shared = first == "blobs" and sharedstore.is_usable(cache)
     return is_shared or Repo.of_folder(first) is not None
+
+
+def _is_named_otherwise(path: Path, file: RemoteFile) -> bool:
+    """Say whether a blob's name tells of other bytes: of an HF cache, or Ollama's.
+
+    A name proves nothing, but where it speaks against a file, hashing that would be a waste.
+    """
+    name = path.name.removeprefix("sha256-")
+    is_hash = _HASH.fullmatch(name) is not None and path.parent.name == "blobs"
+    if _HASH.fullmatch(name) is not None and path.parent.parent.name == "blobs":
+        return file.xet is not None and name != file.xet  # huggingface_hub's shared store
+    return is_hash and name != file.etag
 
 
 def _names(directory: str) -> list[str]:

@@ -176,10 +176,9 @@ class LocalTarget:
         return self.local_dir
 
     @property
-    def owner(self) -> Owner:
-        """Who keeps the blobs alive: this folder, through its links."""
-        name = f"{self.repo} in {_shown(self.local_dir)}"
-        return Owner(kind="repo", name=name, path=self.local_dir, root=self.local_dir.parent)
+    def owner(self) -> Owner | None:
+        """Nobody: hard links keep their bytes by themselves, and copies need none."""
+        return None
 
     def spot(self, file: RemoteFile) -> Path:
         """Return where the bytes of a file are to be."""

@@ -6,6 +6,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from smartcache.store.attributes import read_attributes
 from smartcache.store.journal import Change
@@ -105,6 +106,18 @@ def twin_key(change: Change, files: Mapping[tuple[str, int], int]) -> TwinKey:
     """Name the file a path stood for before it was replaced; `files` are `told_apart`."""
     number = files.get((change.batch, change.n), 0)
     return change.filesystem, change.inode, change.digest, number
+
+
+def let_go(volume: Volume, path: Path) -> None:
+    """Forget a link whose file has its own bytes now; its owner needs the blob no more."""
+    link = volume.index.link(path)
+    with volume.index.write():
+        volume.index.drop_link(path)
+        blob = None if link is None else volume.index.blob(link.digest)
+        if link is None or link.owner is None or blob is None:
+            return
+        if all(other.owner != link.owner for other in volume.index.links_of(blob.id)):
+            volume.index.release(link.owner, blob.id)
 
 
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:

@@ -182,16 +182,19 @@ class Store(StoreReader):
         kind: _links.Kind = "auto",
         overwrite: bool = False,
         whole: bool = False,
+        keep: bool = False,
         owner: Owner | None = None,
         progress: Progress = silent,
     ) -> Link:
-        """Put a blob at a path by the best kind of link that works there, or the kind asked for."""
+        """Put a blob at a path by the best kind of link that works there, or the kind asked for.
+
+        `keep`: undo gives the path bytes of its own in place of removing it.
+        """
         target = Path(os.path.abspath(path))
         digest = check_hex("blake3", digest)
         holder = self._holder_for(digest, target)
         owner_id = None if owner is None else holder.record_owner(owner)
         size = holder.get(digest).size
-        keep = owner is not None and owner.kind == "repo"
         request = _links.Request(
             path=target, kind=kind, overwrite=overwrite, whole=whole, keep=keep, owner=owner_id
         )

@@ -60,14 +60,6 @@ class Sums(Database):
         sql = "SELECT digest FROM holds JOIN blobs ON blobs.id = blob WHERE owner = ?"
         return [digest.hex() for (digest,) in self._all(sql, owner)]
 
-    def release_unlinked(self, owner: int) -> int:
-        """End the holds of an owner on blobs it has no link to any more; return how many."""
-        sql = (
-            "DELETE FROM holds WHERE owner = ?"
-            " AND blob NOT IN (SELECT blob FROM links WHERE owner IS ?)"
-        )
-        return self._run(sql, owner, owner)
-
     def blob_sums(self) -> BlobSums:
         """Return the sums over all blobs: one pass over the table."""
         sql = (

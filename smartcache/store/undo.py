@@ -38,6 +38,7 @@ from smartcache.store.restored import (
     TwinKey,
     is_our_link,
     is_restored,
+    let_go,
     links_with_store,
     needed_bytes,
     told_apart,
@@ -211,7 +212,7 @@ def _undo_replace(volume: Volume, change: Change, undoing: Undoing) -> str:
         give_own_copy(volume, change, undoing.batch)
         undoing.twins[key] = change.path
     reached("undo: own bytes")
-    volume.index.drop_link(change.path)
+    let_go(volume, change.path)
     return ""
 
 
@@ -260,7 +261,7 @@ def undo_adopt(volume: Volume, change: Change, undoing: Undoing) -> str:
             return reason
     undoing.batch.end(note, "back")
     give_own_copy(volume, change, undoing.batch)
-    volume.index.drop_link(change.path)
+    let_go(volume, change.path)
     return ""
 
 
@@ -367,7 +368,7 @@ def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
     else:  # snapshots point at it, or the user has it in a folder
         if change.kind in ("hardlink", "symlink"):
             give_own_copy(volume, change, batch)
-        volume.index.drop_link(change.path)
+        let_go(volume, change.path)
     return ""
 
 

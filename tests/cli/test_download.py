@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import huggingface_hub
@@ -551,6 +552,10 @@ class TestInterrupted:
         hold = download.hub.faults.hold(path, after=1)
         process = download.start("org/one")
         assert hold.reached.wait(PATIENCE)
+        finished = download.snapshot(one) / "text_encoder" / "model.safetensors"
+        until = time.monotonic() + PATIENCE
+        while not finished.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE)
         hold.release()
