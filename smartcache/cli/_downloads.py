@@ -38,7 +38,7 @@ _MEANING: dict[Source, str] = {
     "present": "there already",
     "link": "in the store: linked, no time and no space",
     "claim": "same size on this disk: taken if the hash is right",
-    "copy": "on another disk: copied if the hash is right",
+    "copy": "copied: from another disk, or where a link is not safe",
     "fetch": "not on this machine: comes from the Hub",
 }
 

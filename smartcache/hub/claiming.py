@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from smartcache.errors import (
@@ -24,6 +25,7 @@ from smartcache.hub.records import Candidate, PlannedFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.store.copies import copy_hashed
 from smartcache.store.kernel import link_fd, open_unnamed
+from smartcache.store.records import Link
 from smartcache.store.store import Store
 from smartcache.store.swap import beside
 
@@ -105,25 +107,38 @@ class Claims:
         spot.parent.mkdir(parents=True, exist_ok=True)
         leads_nowhere = os.path.islink(spot) and not os.path.exists(spot)
         may_replace = leads_nowhere or isinstance(self._target, LocalTarget)
-        kinds = self._target.kinds(is_weight=planned.is_weight)
-        for number, kind in enumerate(kinds, 1):
-            try:
-                link = self._store.place(
-                    digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
-                    keep=True,
-                    owner=self._target.owner,
-                )  # fmt: skip
-                break
-            except CannotLinkError:
-                if number == len(kinds):
-                    raise
-            except DestinationExistsError:
-                self._arrivals.prove(planned, spot)  # somebody else was faster
-                return
+        try:
+            with self.making_room(planned):
+                link = self._link(planned, digest, spot, may_replace=may_replace)
+        except DestinationExistsError:
+            self._arrivals.prove(planned, spot)  # somebody else was faster
+            return
         is_copy = link.kind == "copy" and self._near is not None and planned.is_weight
         if is_copy and isinstance(self._target, CacheTarget):
             self._arrivals.prove(planned, spot)
         self._target.settled(planned.file)
+
+    def _link(self, planned: PlannedFile, digest: str, spot: Path, *, may_replace: bool) -> Link:
+        kinds = self._target.kinds(is_weight=planned.is_weight)
+        for number, kind in enumerate(kinds, 1):
+            try:
+                return self._store.place(
+                    digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
+                    keep=True, owner=self._target.owner,
+                )  # fmt: skip
+            except CannotLinkError:
+                if number == len(kinds):
+                    raise
+        raise AssertionError(kinds)
+
+    def making_room(self, planned: PlannedFile) -> AbstractContextManager[None]:
+        """Let another file come to where a stale one is; what is the user's own is kept."""
+        store = self._near or self._store
+        spot = self._target.spot(planned.file)
+        ((algorithm, _),) = planned.file.announced.items()
+        known = store.known_hashes([spot]).get(spot, {}).get(algorithm)
+        kept = store.volume.layout.new_bad(planned.file.etag)
+        return self._target.making_room(planned.file, known, kept)
 
     def _copy(self, planned: PlannedFile, path: Path, digest: str) -> None:
         """Copy a file to the target, hashed once more on the way; no half copy is ever visible."""
@@ -141,7 +156,8 @@ class Claims:
             os.fsync(descriptor)
             if is_unnamed:
                 link_fd(descriptor, temporary)
-            os.replace(temporary, spot)
+            with self.making_room(planned):
+                os.replace(temporary, spot)
         finally:
             os.close(descriptor)
             temporary.unlink(missing_ok=True)

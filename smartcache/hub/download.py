@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -126,12 +127,25 @@ class _Run:
                 is_current = each.source == "present" and each.is_visible
                 if not each.is_weight and not is_current:
                     self._target.detach(each.file)
+                    self._keep_own_text(each, self._target)
                 elif each.source == "present" and each.is_proven and not is_current:
                     self._target.settled(each.file)
             elif each.is_weight and each.found is not None and each.source != "present":
                 self._prove_present(each)  # known to be wrong: it is set aside
             elif each.source != "present" or not each.is_visible:
                 self._judge_pointer(each, self._target)
+
+    def _keep_own_text(self, planned: PlannedFile, target: LocalTarget) -> None:
+        """Keep a copy of a small file of the user's own that huggingface_hub will replace."""
+        path = None if planned.is_large else target.seen(planned.file)
+        if path is None or not planned.file.announced or target.noted_etag(planned.file):
+            return
+        store = self._near or self._store
+        hashes = store.digest_of(path, planned.file.announced)
+        if any(hashes.get(name) != value for name, value in planned.file.announced.items()):
+            kept = store.volume.layout.new_bad(planned.file.etag)
+            shutil.copy2(path, kept)
+            _log.warning("%s is replaced; what it was is kept as %s", path, kept)
 
     def _judge_pointer(self, planned: PlannedFile, target: CacheTarget) -> None:
         """Remove a pointer to a blob of another name, unless that has the announced bytes."""
@@ -149,7 +163,7 @@ class _Run:
         """Return what the files look like that are no weights."""
         seen: dict[str, _Look] = {}
         for each in self._plan.files:
-            path = None if each.is_weight else self._target.found(each.file)
+            path = None if each.is_weight else self._target.seen(each.file)
             if path is not None:
                 st = os.stat(path)
                 seen[each.file.path] = _Look(path, st.st_ino, st.st_mtime_ns, st.st_ctime)

@@ -67,7 +67,7 @@ class Fetching:
             plan.target.unfinished(file), file.etag, ("blake3", *file.announced), file.size
         )
         try:
-            with plan.target.making_room(file):
+            with self._claims.making_room(planned):
                 download_file(plan.repo, file.path, options)
             reached("download: fetched")
             path = plan.target.found(file)

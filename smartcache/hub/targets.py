@@ -6,6 +6,7 @@ cache these differ: a blob may be there before any snapshot points at it.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
@@ -25,6 +26,7 @@ from smartcache.store.statkey import StatKey
 from smartcache.store.swap import beside
 
 _MOST_NOTE = 4096
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +117,14 @@ class CacheTarget:
         self.drop_wrong_pointer(file)
 
     @contextmanager
-    def making_room(self, file: RemoteFile) -> Iterator[None]:
+    def making_room(self, file: RemoteFile, known: str | None, kept: Path) -> Iterator[None]:
         """Do nothing: huggingface_hub replaces blobs as a whole."""
-        del file
+        del file, known, kept
         yield
+
+    def seen(self, file: RemoteFile) -> Path | None:
+        """Return the file that is there, whatever it is."""
+        return self.look(file)[0]
 
     def elsewhere(self, file: RemoteFile) -> Path | None:
         """Return what the pointer leads to, if that is not named as the Hub announced."""
@@ -203,8 +209,10 @@ class LocalTarget:
         """Look at all files, by path; of small ones only those huggingface_hub calls current."""
         seen: dict[str, tuple[Path | None, bool]] = {}
         for file in files:
-            found = self.found(file)
             is_current = self.noted_etag(file) == file.etag
+            is_text = is_current and not file.is_weight(min_size)
+            # A text that huggingface_hub calls current is left alone, edited or not.
+            found = self.seen(file) if is_text else self.found(file)
             if found is not None and (is_current or file.is_large(min_size)):
                 seen[file.path] = found, is_current
         return seen
@@ -265,14 +273,16 @@ class LocalTarget:
         return []
 
     @contextmanager
-    def making_room(self, file: RemoteFile) -> Iterator[None]:
-        """Take the name off a stale file that has others, or is behind a symlink.
+    def making_room(self, file: RemoteFile, known: str | None, kept: Path) -> Iterator[None]:
+        """Let another file come in this block to where a stale one is; else that is given back.
 
-        huggingface_hub brings another one in this block, and might write through a link. If it
-        does not, the name is given back.
+        An older version from the Hub goes; `known` is its hash, if that is known. Anything else is
+        the user's own and is kept. A file that has other names, or is behind a symlink, must not be
+        there meanwhile: huggingface_hub would write through it.
         """
         spot = self.spot(file)
-        if not _is_shared(spot):
+        is_own = self._is_own(file, known)
+        if not is_own and not _is_shared(spot):
             yield
             return
         aside = beside(spot)
@@ -280,10 +290,25 @@ class LocalTarget:
         try:
             yield
         finally:
-            if os.path.lexists(spot):
-                os.unlink(aside)
-            else:
+            if not os.path.lexists(spot):
                 os.rename(aside, spot)
+            elif is_own:
+                shutil.move(aside, kept)
+                _log.warning("%s was not from the Hub; it is kept as %s", spot, kept)
+            else:
+                os.unlink(aside)
+
+    def _is_own(self, file: RemoteFile, known: str | None) -> bool:
+        """Say whether a file is no version from the Hub, as far as anybody knows."""
+        spot = self.spot(file)
+        if os.path.islink(spot) or not os.path.isfile(spot):
+            return False
+        noted = self.noted_etag(file)
+        return not noted or known not in (None, noted)
+
+    def seen(self, file: RemoteFile) -> Path | None:
+        """Return the file that is there, whatever it is."""
+        return _file_behind(self.spot(file))
 
     def detach(self, file: RemoteFile) -> None:
         """Give a file that shares its inode, or is a symlink, bytes of its own.

@@ -171,6 +171,51 @@ class TestTexts:
         client.snapshot(local_dir=own.parent, allow_patterns="*.safetensors", **more)
         assert own.read_bytes() == b"notes of my own"
 
+    def test_an_edited_text_of_a_local_dir_stays_as_huggingface_hub_leaves_it(
+        self, client: Client, hub: Hub, tmp_path: Path
+    ) -> None:
+        hub.add("org/name", FILES)
+        config = client.snapshot(local_dir=tmp_path / "local") / "config.json"
+        config.write_bytes(b'{"mine": "and longer than it was"}')
+        os.utime(config, (1e9, 1e9))
+        for _ in range(2):
+            client.snapshot(local_dir=tmp_path / "local")
+            assert config.read_bytes() == b'{"mine": "and longer than it was"}'
+
+    @pytest.mark.parametrize(
+        ("name", "data"),
+        [
+            ("model.safetensors", weights(5)),
+            ("model.safetensors", weights(5, 70_000)),
+            ("config.json", b"notes of my own"),
+        ],
+        ids=["same size", "other size", "text"],
+    )
+    @pytest.mark.parametrize("is_known", [True, False], ids=["in store", "to fetch"])
+    def test_what_was_in_a_local_dir_and_not_from_the_hub_is_kept(
+        self, client: Client, hub: Hub, tmp_path: Path, name: str, data: bytes, is_known: bool
+    ) -> None:
+        hub.add("org/name", FILES)
+        if is_known:
+            client.snapshot()
+        own = tmp_path / "local" / name
+        own.parent.mkdir()
+        own.write_bytes(data)
+        client.snapshot(local_dir=own.parent)
+        assert own.read_bytes() == FILES[name]
+        assert [path.read_bytes() for path in (client.store.root / "bad").iterdir()] == [data]
+        assert not list(own.parent.glob(".*.smartcache"))
+
+    def test_an_older_version_from_the_hub_is_not_kept(
+        self, client: Client, hub: Hub, tmp_path: Path
+    ) -> None:
+        local = tmp_path / "local"
+        for seed in (1, 2):
+            hub.add("org/name", {"model.safetensors": weights(seed), "config.json": b"%d" % seed})
+            client.snapshot(local_dir=local)
+            assert (local / "model.safetensors").read_bytes() == weights(seed)
+        assert list((client.store.root / "bad").iterdir()) == []
+
     def test_a_text_that_was_just_edited_stays_when_the_hub_fails(
         self, client: Client, hub: Hub
     ) -> None:
