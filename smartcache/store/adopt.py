@@ -45,7 +45,6 @@ _REASONS = {
     errno.EMLINK: "too many links",
     errno.EPERM: "cannot be changed",  # immutable
     errno.EACCES: "cannot be changed",
-    errno.EROFS: "cannot be changed",  # mounted read-only, of the store's own disk
     errno.ENOENT: "was removed",
 }
 
@@ -299,7 +298,7 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
     mode = file.st.st_mode & 0o7777
     try:
         # A special mode (which must be allowed) would be given to every file that is linked to it.
-        os.fchmod(file.fd, mode & 0o555)
+        _make_read_only(file, mode & 0o555)
         reached("adopt: read-only")
         _link(volume, file, target)
     except FileExistsError:
@@ -321,6 +320,16 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
         os.fchmod(file.fd, mode)
         raise FileChangedError(f"{file.path} was opened for writing", path=file.path)
     return "adopted"
+
+
+def _make_read_only(file: Held, mode: int) -> None:
+    try:
+        os.fchmod(file.fd, mode)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        # A part of the store's own disk that is mounted read-only; the store can be written.
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM)) from error
 
 
 def _is_inode_of(file: Held, target: str) -> bool:

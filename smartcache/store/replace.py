@@ -164,8 +164,8 @@ def _let_own(volume: Volume, found: Replacement, owner: int | None) -> None:
     """Record a file that was the blob's link already."""
     blob = volume.index.blob(found.digest) if found.outcome == "present" else None
     if blob is not None:
-        path, inode = str(found.path), os.lstat(found.path).st_ino
-        _record(volume, blob.id, path, inode, owner)
+        # By the inode it had when it was looked at: it may be gone by now.
+        _record(volume, blob.id, str(found.path), blob.inode, owner)
 
 
 def _record(volume: Volume, blob: int, path: str, inode: int, owner: int | None) -> None:
