@@ -244,7 +244,7 @@ def test_a_real_import_killed_at_any_time_goes_on(
     chance = random.Random()
     program = Smartcache(cwd=tmp_path)
     try:
-        for number in range(rounds(3)):
+        for number in range(rounds(2)):
             there = tmp_path / f"to {number}"
             home = tmp_path / f"store {number}"
             monkeypatch.setenv("SMARTCACHE_HOME", str(home))
@@ -273,7 +273,7 @@ def test_a_real_export_killed_at_any_time_can_be_repeated(
     program = Smartcache(cwd=tmp_path)
     repos = [f"org/{number}" for number in range(6)]
     try:
-        for number in range(rounds(3)):
+        for number in range(rounds(2)):
             where = tmp_path / str(number)
             where.mkdir()
             bundle = where / form
