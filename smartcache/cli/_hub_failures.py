@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 _LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 _LOG_IN = "'hf auth login' remembers a token, --token or HF_TOKEN gives one"
-_AGAIN = "Run it again: what has arrived is not fetched again."
+_AGAIN = "Run it again: finished files are not fetched again."
 _WRONG_SIZE = "Consistency check failed"
 """How huggingface_hub begins what it says of a file that is longer or shorter than announced."""
 _FINAL = {

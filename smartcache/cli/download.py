@@ -374,4 +374,4 @@ def _nearest(missing: list[str], paths: list[str]) -> str:
 
 def _how_to_go_on(stores: list[Store]) -> str:
     del stores
-    return "Run the same command again to go on: what has arrived is not fetched again."
+    return "Run the same command again to go on: finished files are not fetched again."

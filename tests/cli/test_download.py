@@ -564,7 +564,7 @@ class TestInterrupted:
         assert "Stopping; this may take some seconds. Ctrl-C again ends it at once." in lines
         assert lines[-2:] == [
             "Interrupted; what was finished stays, nothing is left half done.",
-            "Run the same command again to go on: what has arrived is not fetched again.",
+            "Run the same command again to go on: finished files are not fetched again.",
         ]
         assert ONE.items() >= contents(download.snapshot(one)).items()
         download.hub.faults.clear()

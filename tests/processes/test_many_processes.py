@@ -442,3 +442,22 @@ def test_replace_and_adopt_do_not_disturb_each_other(tmp_path: Path, seconds: Se
             with store.open(digest) as blob:
                 assert blob.read() == data
             assert not store.verify().has_damage
+
+
+@pytest.mark.parametrize("round_", range(6))
+def test_processes_that_make_a_store_at_the_same_moment_find_it_whole(
+    tmp_path: Path, round_: int
+) -> None:
+    """None takes it for a lost index or a foreign folder, and prune is not refused."""
+
+    def work() -> bool:
+        with Store(tmp_path / "store") as store:
+            store.put_stream([SHARED[round_ % len(SHARED)]])
+            store.plan_prune().execute()
+            return store.has_lost_links
+
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(work)) for _ in range(4)]
+        assert [child.result() for child in children] == [False] * 4
+    with Store(tmp_path / "store") as store:
+        assert not store.verify(full=True).has_damage
