@@ -1,7 +1,8 @@
-"""What smartcache does with downloads and with the model folders of several programs.
+"""What smartcache does with downloads, pipelines and the model folders of several programs.
 
-Run by scripts/demo. Everything lies in one temporary folder. Folders in it play the home directory,
-so that smartcache finds what is there and nothing else; the Hub of the tests plays the Hub.
+Run by scripts/demo; `--without-pipelines` leaves diffusers out. Everything lies in one temporary
+folder. Folders in it play the home directory, so that smartcache finds what is there and nothing
+else; the Hub of the tests plays the Hub.
 """
 
 from __future__ import annotations
@@ -90,10 +91,12 @@ State = dict[str, tuple[object, ...]]
 
 
 def main() -> None:
-    """Show downloads first, then the folders of programs; remove everything."""
+    """Show downloads first, then pipelines and the folders of programs; remove everything."""
     room = Path(tempfile.mkdtemp(prefix="smartcache-demo-"))
     try:
         show_downloads(room / "downloads")
+        if "--without-pipelines" not in sys.argv[1:]:
+            show_pipelines(room / "pipelines")
         show_folders(room / "folders")
     finally:
         shutil.rmtree(room)
@@ -132,6 +135,16 @@ def show_log(hub: Hub, name: str) -> None:
     print(flush=True)
     if any(hub.gets(f"{name}/{path}") for path in SHARED):
         sys.exit("A file that is here was fetched: please report this.")
+
+
+def show_pipelines(room: Path) -> None:
+    """Load two pipelines of diffusers; in a process of its own, because the libraries are large."""
+    home = room / "home"
+    home.mkdir(parents=True)
+    environment = environment_of(home, room / "store") | {"TMPDIR": str(room)}
+    say("Two tiny pipelines of diffusers, with one text encoder and one VAE. In Python:")
+    script = ROOT / "scripts" / "_demo_pipelines.py"
+    subprocess.run([sys.executable, str(script)], check=True, env=environment, cwd=home)
 
 
 def show_folders(room: Path) -> None:

@@ -53,10 +53,14 @@ _wanted() {
         ${requirements[@]+"${requirements[@]}"}
 }
 
-_is_installed() { # EXTRA; the test extra is more than none, so it serves for that too
+_is_installed() { # EXTRA; what has more serves too: the test extra has diffusers, and that has all that none has
     local stamp=$root/$venv/.installed-$1
     if [[ -f $stamp && $(<"$stamp") == "$(_wanted)" ]] && "$python" -c '' 2>/dev/null; then return; fi
-    [[ -z $1 ]] && _is_installed test
+    case $1 in
+    '') _is_installed diffusers ;;
+    diffusers) _is_installed test ;;
+    *) return 1 ;;
+    esac
 }
 
 _is_ours() { # made for this path, and with an interpreter that still runs

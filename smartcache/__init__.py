@@ -15,13 +15,19 @@ if TYPE_CHECKING:
         BlobNotFoundError,
         ConfigError,
         DamagedBlobError,
+        DeviceMemoryError,
         DigestMismatchError,
         FileSkippedError,
         HubError,
         LeaseTimeoutError,
+        MissingWeightsError,
         NoSpaceError,
+        PretrainedError,
+        SharedComponentError,
         SmartcacheError,
         StoreError,
+        UnknownClassError,
+        WrongVariantError,
     )
     from smartcache.functions import (
         cache_mapping,
@@ -29,6 +35,11 @@ if TYPE_CHECKING:
         plan_download,
         snapshot_download,
     )
+    from smartcache.integrations import disable, enable
+    from smartcache.pretrained.api import from_pretrained, from_single_file
+    from smartcache.pretrained.encoders import load_encoders
+    from smartcache.pretrained.registry import components
+    from smartcache.pretrained.sharing import unshare
     from smartcache.store.store import Store
 
 __version__ = "0.1.0"
@@ -37,22 +48,35 @@ __all__ = [
     "BlobNotFoundError",
     "ConfigError",
     "DamagedBlobError",
+    "DeviceMemoryError",
     "DigestMismatchError",
     "FileSkippedError",
     "HubError",
     "LeaseTimeoutError",
+    "MissingWeightsError",
     "NoSpaceError",
+    "PretrainedError",
     "Settings",
+    "SharedComponentError",
     "SmartCache",
     "SmartcacheError",
     "Store",
     "StoreError",
+    "UnknownClassError",
+    "WrongVariantError",
     "__version__",
     "cache_mapping",
+    "components",
+    "disable",
+    "enable",
+    "from_pretrained",
+    "from_single_file",
     "hf_hub_download",
+    "load_encoders",
     "load_settings",
     "plan_download",
     "snapshot_download",
+    "unshare",
 ]
 
 _HOMES = {
@@ -60,10 +84,17 @@ _HOMES = {
     "SmartCache": "cache",
     "Store": "store.store",
     "cache_mapping": "functions",
+    "components": "pretrained.registry",
+    "disable": "integrations",
+    "enable": "integrations",
+    "from_pretrained": "pretrained.api",
+    "from_single_file": "pretrained.api",
     "hf_hub_download": "functions",
+    "load_encoders": "pretrained.encoders",
     "load_settings": "config",
     "plan_download": "functions",
     "snapshot_download": "functions",
+    "unshare": "pretrained.sharing",
 }
 """The module of each public name that is not an error."""
 

@@ -7,6 +7,7 @@ one object. A layer is imported when it is first used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from smartcache.folders.dedup import Allow, DedupPlan
     from smartcache.folders.records import Scan
     from smartcache.hub.dropin import Call
+    from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
 
@@ -62,6 +64,24 @@ class SmartCache:
         from smartcache.hub.plan import plan_download
 
         return plan_download(self.store, call.request(), look=self.look_again, progress=progress)
+
+    def lending(self, call: Call, purpose: Purpose) -> AbstractContextManager[str]:
+        """Let a library load from a repo in a `with` block that gives the commit.
+
+        What this machine has is at hand, what the library fetches is proven and shared.
+        """
+        from smartcache.hub.lending import lending
+
+        return lending(self.store, call, purpose, look=self.look_again)
+
+    def look_for_damage(self, folder: str | Path) -> list[Path]:
+        """Return the weight files of a folder that are links to blobs and were written to.
+
+        The blobs are set aside, so that nobody else gets these bytes; the files stay.
+        """
+        from smartcache.store.written import look_for_damage
+
+        return look_for_damage(self.store, Path(folder))
 
     def look_again(self, *, after: timedelta = timedelta(hours=1)) -> None:
         """See the files of model folders again that were not walked for a while; stats only."""

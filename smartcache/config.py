@@ -11,6 +11,7 @@ is where the user has to correct it. An empty variable counts as unset.
     link_min_size        SMARTCACHE_LINK_MIN_SIZE    a size: 65536, "64KiB"
     shared               SMARTCACHE_SHARED           as keep_writable
     lock_timeout         SMARTCACHE_LOCK_TIMEOUT     seconds, "5m", or "none": wait for ever
+    everywhere           SMARTCACHE                  as keep_writable; `import smartcache.auto` asks
 
 The file is `$SMARTCACHE_CONFIG`, or `smartcache/config.toml` in `$XDG_CONFIG_HOME` or `~/.config`.
 """
@@ -50,6 +51,7 @@ class Settings:
     link_min_size: int = 65_536
     shared: bool = False
     lock_timeout: float | None = None
+    everywhere: bool = False
 
 
 class Overrides(TypedDict, total=False):
@@ -61,6 +63,7 @@ class Overrides(TypedDict, total=False):
     link_min_size: int | str | None
     shared: bool | str | None
     lock_timeout: float | str | None
+    everywhere: bool | str | None
 
 
 def load_settings(**overrides: Unpack[Overrides]) -> Settings:
@@ -76,7 +79,7 @@ def load_settings(**overrides: Unpack[Overrides]) -> Settings:
     _refuse_unknown(stored, f"{path}")
     values: dict[str, object] = {}
     for name, parse in _PARSERS.items():
-        variable_name = f"SMARTCACHE_{name.upper()}"
+        variable_name = _VARIABLES.get(name, f"SMARTCACHE_{name.upper()}")
         if (value := given.get(name)) is not None:
             values[name] = _parsed(parse, value, f"argument {name}", Path())
         elif (value := variable(variable_name)) is not None:
@@ -238,4 +241,7 @@ _PARSERS: Mapping[str, Callable[[object, Path], object]] = {
     "link_min_size": _size,
     "shared": _flag,
     "lock_timeout": _timeout,
+    "everywhere": _flag,
 }
+_VARIABLES = {"everywhere": "SMARTCACHE"}
+"""The settings whose variable is not called after them."""

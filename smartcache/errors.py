@@ -6,6 +6,12 @@
     │   ├── UnsafeNameError(ValueError)     the Hub lists a file whose name leads out of its folder
     │   ├── RepoNotCachedError(LookupError) no HF cache here has this repo or revision
     │   └── BundleError(ValueError)         an exported bundle is damaged or not one of ours
+    ├── PretrainedError
+    │   ├── MissingWeightsError(OSError)    a model or component has no weights there
+    │   ├── WrongVariantError(ValueError, OSError)
+    │   ├── UnknownClassError(ValueError, AttributeError)
+    │   ├── DeviceMemoryError(RuntimeError) the device has not enough memory for the weights
+    │   └── SharedComponentError(RuntimeError)  what would change other pipelines too
     └── StoreError
         ├── StoreFormatError                the store was written by a newer smartcache, or is none
         ├── StoreMovedError                 the store was moved away while it was open
@@ -93,6 +99,40 @@ class BundleError(HubError, ValueError):
     """An exported bundle is damaged, incomplete or not one of ours."""
 
     default_hint = "Export it again; nothing that was not verified has been kept."
+
+
+class PretrainedError(SmartcacheError):
+    """Something about a model or pipeline that was to be loaded."""
+
+
+class MissingWeightsError(PretrainedError, OSError):
+    """A model, or a component of a pipeline, has no weights that its library can load."""
+
+    default_hint = "Check the name, the subfolder and the revision; was the download whole?"
+
+
+class WrongVariantError(PretrainedError, ValueError, OSError):
+    """There are weights, but none of the variant that was asked for."""
+
+    default_hint = "Leave `variant` out, or name one that is there."
+
+
+class UnknownClassError(PretrainedError, ValueError, AttributeError):
+    """Nobody knows with which class this is loaded, or the libraries have no such class."""
+
+    default_hint = "Name the class: from_pretrained(..., cls=...)."
+
+
+class DeviceMemoryError(PretrainedError, RuntimeError):
+    """The device has not enough free memory for the weights."""
+
+    default_hint = "Load with a smaller dtype, or leave some parts on the CPU."
+
+
+class SharedComponentError(PretrainedError, RuntimeError):
+    """It would change a component that other pipelines use too."""
+
+    default_hint = "Call smartcache.unshare(pipeline) first, or load it with share=False."
 
 
 class StoreError(SmartcacheError):

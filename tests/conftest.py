@@ -90,7 +90,7 @@ def _homes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, itertools.co
 def _own_home(_homes: tuple[Path, itertools.count[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test, and no child process of one, sees the user's settings, caches or tokens."""
     for name in os.environ:
-        if name.startswith(("SMARTCACHE_", "HF_", "HUGGING_FACE_", "XDG_")):
+        if name.startswith(("SMARTCACHE", "HF_", "HUGGING_FACE_", "XDG_")):
             monkeypatch.delenv(name)
     directory, numbers = _homes
     home = directory / str(next(numbers))

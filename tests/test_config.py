@@ -13,7 +13,9 @@ import smartcache.config
 from smartcache.config import Settings, config_file, load_settings, variable
 from smartcache.errors import ConfigError
 
-NAMES = ["home", "threads", "keep_writable", "link_min_size", "shared", "lock_timeout"]
+NAMES = [
+    "home", "threads", "keep_writable", "link_min_size", "shared", "lock_timeout", "everywhere",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +24,15 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "user"
     home.mkdir()
     for name in list(os.environ):
-        if name.startswith(("SMARTCACHE_", "XDG_")):
+        if name.startswith(("SMARTCACHE", "XDG_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
     return home
+
+
+def variable_of(name: str) -> str:
+    return "SMARTCACHE" if name == "everywhere" else f"SMARTCACHE_{name.upper()}"
 
 
 def write_config(user: Path, text: str) -> Path:
@@ -44,6 +50,7 @@ def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
         link_min_size=65536,
         shared=False,
         lock_timeout=None,
+        everywhere=False,
     )
 
 
@@ -62,6 +69,7 @@ def test_every_setting_can_come_from_the_environment(
     monkeypatch.setenv("SMARTCACHE_LINK_MIN_SIZE", "1MiB")
     monkeypatch.setenv("SMARTCACHE_SHARED", "1")
     monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "2.5")
+    monkeypatch.setenv("SMARTCACHE", "1")
     assert load_settings() == Settings(
         home=tmp_path / "store",
         threads=3,
@@ -69,6 +77,7 @@ def test_every_setting_can_come_from_the_environment(
         link_min_size=2**20,
         shared=True,
         lock_timeout=2.5,
+        everywhere=True,
     )
 
 
@@ -82,6 +91,7 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         link_min_size = "1MiB"
         shared = true
         lock_timeout = "5m"
+        everywhere = true
         """,
     )
     assert load_settings() == Settings(
@@ -91,6 +101,7 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         link_min_size=2**20,
         shared=True,
         lock_timeout=300,
+        everywhere=True,
     )
 
 
@@ -102,6 +113,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
         link_min_size=2**20,
         shared=True,
         lock_timeout=0,
+        everywhere=True,
     )
     assert (
         load_settings(
@@ -111,6 +123,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
             link_min_size="1MiB",
             shared=True,
             lock_timeout=0,
+            everywhere=True,
         )
         == expected
     )
@@ -186,9 +199,9 @@ def test_flags_are_read_in_the_usual_words(
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_variable_counts_as_unset(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unset = load_settings()
-    monkeypatch.setenv(f"SMARTCACHE_{name.upper()}", "")
+    monkeypatch.setenv(variable_of(name), "")
     assert load_settings() == unset
-    assert variable(f"SMARTCACHE_{name.upper()}") is None
+    assert variable(variable_of(name)) is None
 
 
 BAD_VALUES = [
@@ -206,13 +219,14 @@ BAD_VALUES = [
     ("lock_timeout", "-1"),
     ("lock_timeout", "nan"),
     ("home", "~nobody-has-this-name/x"),
+    ("everywhere", "sometimes"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_VALUES)
 def test_a_bad_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"SMARTCACHE_{name.upper()}", value)
-    with pytest.raises(ConfigError, match=f"^SMARTCACHE_{name.upper()}: ") as caught:
+    monkeypatch.setenv(variable_of(name), value)
+    with pytest.raises(ConfigError, match=f"^{variable_of(name)}: ") as caught:
         load_settings()
     assert caught.value.hint
 

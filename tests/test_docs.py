@@ -21,12 +21,16 @@ from smartcache.store.journal import Change
 from smartcache.store.layout import Layout
 from smartcache.store.schema import connect
 from tests.hub_server import Hub
+from tests.hub_server.pipelines import Models
 
 if TYPE_CHECKING:
     import click
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")] if page.exists())
+
+LIBRARY_WARNING = "ignore:The `local_dir_use_symlinks` argument is deprecated:UserWarning"
+"""diffusers 0.42 passes an argument that huggingface_hub 2 no longer has."""
 
 needs_cli = pytest.mark.skipif(
     importlib.util.find_spec("smartcache.cli") is None, reason="smartcache.cli does not exist"
@@ -87,19 +91,36 @@ def make_repos(hub: Hub) -> None:
         })  # fmt: skip
 
 
+def make_models_repos(hub: Hub, models: Models) -> None:
+    """What the examples may load: the same two names, with real models behind them."""
+    hub.add_folder("org/pipeline", models.first)
+    hub.add_folder("org/other-pipeline", models.second)
+    hub.add_folder("org/language-model", models.language)
+
+
+def loads_models(page: Path) -> bool:
+    """Whether diffusers or transformers have something to do on a page."""
+    return "from_pretrained" in python_of(page)
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name
 )
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, hub: Hub) -> None:
+def test_the_python_of_a_page_runs(
+    page: Path, tmp_path: Path, hub: Hub, request: pytest.FixtureRequest
+) -> None:
     """From top to bottom in one namespace, with the files of `make_files` and a Hub of two repos.
 
     "org/pipeline" and "org/other-pipeline" have the same text encoder.
     """
     make_files(tmp_path)
-    make_repos(hub)
+    if loads_models(page):
+        make_models_repos(hub, request.getfixturevalue("models"))
+    else:
+        make_repos(hub)
     runner = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'))"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", runner, page.name],
+        [sys.executable, "-W", "error", "-W", LIBRARY_WARNING, "-c", runner, page.name],
         input=python_of(page),
         cwd=tmp_path,
         env={**os.environ, **hub.environment, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
@@ -130,6 +151,15 @@ def demo_output(tmp_path_factory: pytest.TempPathFactory) -> str:
 @needs_cli
 def test_the_demo_proves_that_every_file_is_what_it_was(demo_output: str) -> None:
     assert "every byte, mode, owner and time is\nthe same" in demo_output
+
+
+@needs_cli
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="no diffusers here")
+def test_the_demo_loads_two_pipelines_that_share_what_is_equal(demo_output: str) -> None:
+    lines = demo_output.splitlines()
+    sent = [line.rpartition(":")[2] for line in lines if "the Hub sent" in line]
+    assert sent == [" text_encoder, unet, vae", " unet"]
+    assert "(True, True, False)" in lines
 
 
 @needs_cli

@@ -11,9 +11,11 @@ import os
 import shutil
 from pathlib import Path
 
+from blake3 import blake3
+
 from smartcache.errors import DigestMismatchError, FileSkippedError, StoreError
 from smartcache.hub.records import PlannedFile, RemoteFile
-from smartcache.hub.targets import CacheTarget, Target
+from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.store.digest import Algorithm, Hashes
 from smartcache.store.faults import reached
 from smartcache.store.kernel import effective_user
@@ -80,6 +82,42 @@ class Arrivals:
                 message, hint=hint, path=planned.file.path, kept=kept
             ) from error
 
+    def prove_present(self, planned: PlannedFile) -> bool:
+        """Prove a file that was there before; False: it is wrong, or gone.
+
+        A wrong one is set aside in an HF cache.
+        In a `local_dir` wrong bytes are another version, which is going to be replaced.
+        """
+        path = planned.found
+        if path is None:
+            return False
+        try:
+            self.prove(planned, path)
+        except FileNotFoundError:
+            return False
+        except DigestMismatchError as error:
+            if isinstance(self._target, CacheTarget):
+                if self.set_aside(planned, path) is None:
+                    return os.path.exists(path)
+                _log.warning("%s; it is fetched again", error)
+            return False
+        if isinstance(self._target, LocalTarget):
+            self._target.settled(planned.file)
+        return True
+
+    def judge_pointer(self, planned: PlannedFile, target: CacheTarget) -> bool:
+        """Remove a pointer to a blob of another name, unless that has the announced bytes."""
+        path = target.elsewhere(planned.file)
+        if path is None:
+            return False
+        try:
+            self.prove(planned, path)
+        except (DigestMismatchError, FileNotFoundError):
+            count_wrong(self._store, target)
+            target.drop_wrong_pointer(planned.file)
+            return False
+        return True
+
     def set_aside(self, planned: PlannedFile, path: Path) -> Path | None:
         """Move a file with wrong bytes to `bad/`; no pointer to it remains. Return where it is.
 
@@ -110,6 +148,7 @@ class Arrivals:
 
     def _take_away(self, planned: PlannedFile, path: Path) -> Path:
         is_ours = self._target.holds(planned.file, path)
+        count_wrong(self._store, self._target)
         self._target.hide(planned.file)
         reached("download: hidden")
         kept = path
@@ -178,6 +217,28 @@ class Arrivals:
         if not _agrees(hashes, announced):
             raise mismatch(planned, hashes)
         return hashes.digest
+
+
+def wrong_count(store: Store, target: Target) -> int:
+    """Return how often wrong bytes were found in this repo: whoever loads from it compares."""
+    return int(store.volume.index.note(_wrong_key(target)) or 0)
+
+
+def count_wrong(store: Store, target: Target) -> None:
+    """Tell whoever is loading from this repo that wrong bytes were found in it."""
+    if not isinstance(target, CacheTarget):
+        return
+    try:
+        with store.volume.index.write():
+            count = wrong_count(store, target) + 1
+            store.volume.index.set_note(_wrong_key(target), str(count))
+    except StoreError as error:  # a full disk: that the bytes go away matters more
+        _log.warning("others are not told that %s has wrong bytes: %s", target.repo, error)
+
+
+def _wrong_key(target: Target) -> str:
+    place = target.folder if isinstance(target, CacheTarget) else target.root
+    return f"wrong:{blake3(os.fsencode(place)).hexdigest()[:32]}"
 
 
 def lease_on(file: RemoteFile) -> str:

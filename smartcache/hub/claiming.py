@@ -33,12 +33,18 @@ _log = logging.getLogger(__name__)
 
 
 class Claims:
-    """Puts bytes that this machine has at the target of one download."""
+    """Puts bytes that this machine has at the target of one download.
 
-    def __init__(self, store: Store, near: Store | None, target: Target) -> None:
+    `is_loan`: it is not yet known whether anybody wants them there, so nobody owns them.
+    """
+
+    def __init__(
+        self, store: Store, near: Store | None, target: Target, *, is_loan: bool = False
+    ) -> None:
         self._store = store
         self._near = near
         self._target = target
+        self._owner = None if is_loan else target.owner
         self._arrivals = Arrivals(store, near, target)
 
     @property
@@ -124,7 +130,7 @@ class Claims:
             try:
                 return self._store.place(
                     digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
-                    keep=True, owner=self._target.owner,
+                    keep=True, owner=self._owner,
                 )  # fmt: skip
             except CannotLinkError:
                 if number == len(kinds):

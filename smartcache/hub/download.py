@@ -47,6 +47,17 @@ _Batches = list[tuple[Store, Batch]]
 
 def execute(plan: DownloadPlan, progress: Progress | None = None) -> str:
     """Carry out a plan; return the path of the snapshot, the `local_dir` or the one file."""
+    try:
+        return _execute(plan, progress)
+    except HubError as error:
+        if not hasattr(error, "missing") or isinstance(plan.target, LocalTarget):
+            raise
+        # What somebody lent to this repo for a moment was believed to be there.
+        _log.info("%s; once more", error)
+        return _execute(plan_download(plan.store, plan.request), progress)
+
+
+def _execute(plan: DownloadPlan, progress: Progress | None) -> str:
     began = math.inf
     for _ in range(_MOST_MOVES):
         started = time.time()
@@ -131,9 +142,11 @@ class _Run:
                 elif each.source == "present" and each.is_proven and not is_current:
                     self._target.settled(each.file)
             elif each.is_weight and each.found is not None and each.source != "present":
-                self._prove_present(each)  # known to be wrong: it is set aside
-            elif each.source != "present" or not each.is_visible:
-                self._judge_pointer(each, self._target)
+                self._arrivals.prove_present(each)  # known to be wrong: it is set aside
+            elif (each.source != "present" or not each.is_visible) and self._arrivals.judge_pointer(
+                each, self._target
+            ):
+                self._right_elsewhere.add(each.file.path)
 
     def _keep_own_text(self, planned: PlannedFile, target: LocalTarget) -> None:
         """Keep a copy of a small file of the user's own that huggingface_hub will replace."""
@@ -146,18 +159,6 @@ class _Run:
             kept = store.volume.layout.new_bad(planned.file.etag)
             shutil.copy2(path, kept)
             _log.warning("%s is replaced; what it was is kept as %s", path, kept)
-
-    def _judge_pointer(self, planned: PlannedFile, target: CacheTarget) -> None:
-        """Remove a pointer to a blob of another name, unless that has the announced bytes."""
-        path = target.elsewhere(planned.file)
-        if path is None:
-            return
-        try:
-            self._arrivals.prove(planned, path)
-        except (DigestMismatchError, FileNotFoundError):
-            target.drop_wrong_pointer(planned.file)
-        else:
-            self._right_elsewhere.add(planned.file.path)
 
     def _texts(self) -> dict[str, _Look]:
         """Return what the files look like that are no weights."""
@@ -223,7 +224,7 @@ class _Run:
 
     def _locally(self, planned: PlannedFile, jobs: _Jobs) -> None:
         """Bring a file to its target without the Hub; what fails is fetched after all."""
-        if planned.source == "present" and self._prove_present(planned):
+        if planned.source == "present" and self._arrivals.prove_present(planned):
             return
         if self._claims.place_known(planned, near=True):
             return
@@ -232,24 +233,6 @@ class _Run:
                 return
         if not self._claims.place_known(planned):
             jobs.fetch(planned)
-
-    def _prove_present(self, planned: PlannedFile) -> bool:
-        path = planned.found
-        if path is None:
-            return False
-        try:
-            self._arrivals.prove(planned, path)
-        except FileNotFoundError:
-            return False
-        except DigestMismatchError as error:
-            if isinstance(self._target, CacheTarget):
-                if self._arrivals.set_aside(planned, path) is None:
-                    return os.path.exists(path)
-                _log.warning("%s; it is fetched again", error)
-            return False  # in a local_dir: another version, which is replaced
-        if isinstance(self._target, LocalTarget):
-            self._target.settled(planned.file)
-        return True
 
     # huggingface_hub's part
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
 from smartcache.hub import tree
-from smartcache.hub.leftovers import inodes_at, prove_new, prove_noted
+from smartcache.hub.leftovers import Look as FileLook
+from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
 from smartcache.hub.plan import (
     DownloadPlan,
     Listing,
@@ -100,7 +101,7 @@ def download(
     store: Store, call: Call, *, look: Look | None = None, progress: Progress | None = None
 ) -> str:
     """Answer a call that is no dry run."""
-    listing = _listing(call)
+    listing = listing_of(call)
     if listing is None:
         return from_cache(store, call)
     return plan_listed(store, call.request(), listing, look=look).execute(progress=progress)
@@ -111,10 +112,10 @@ def from_cache(store: Store, call: Call) -> str:
     if not (call.is_plain or call.arguments.get("local_files_only")):
         return str(call.delegate())
     request = call.request()
-    before: set[int] | None = None
+    before: dict[str, FileLook] | None = None
     if call.is_plain and not _is_offline():
         # A Hub that did not answer us may answer huggingface_hub a moment later.
-        before = inodes_at(target_of(request, ""))
+        before = looks_at(target_of(request, ""))
     try:
         path = str(call.delegate())
     except Exception:
@@ -126,7 +127,7 @@ def from_cache(store: Store, call: Call) -> str:
 
 def dry_run(store: Store, call: Call, *, look: Look | None = None) -> list[DryRunFileInfo]:
     """Answer a dry run: what would be downloaded, after what this machine has elsewhere."""
-    listing = _listing(call)
+    listing = listing_of(call)
     if listing is None:
         answer = call.delegate()
         return answer if isinstance(answer, list) else [cast("DryRunFileInfo", answer)]
@@ -134,7 +135,8 @@ def dry_run(store: Store, call: Call, *, look: Look | None = None) -> list[DryRu
     return [_info(plan, each) for each in plan.files]
 
 
-def _listing(call: Call) -> Listing | None:
+def listing_of(call: Call) -> Listing | None:
+    """Ask the Hub for commit and files; None: it cannot be asked, or does not answer."""
     if not call.is_plain:
         return None
     try:
@@ -166,14 +168,14 @@ def _is_offline() -> bool:
 
 
 def _prove_what_came(
-    store: Store, request: Request, path: Path | None, before: set[int] | None
+    store: Store, request: Request, path: Path | None, before: dict[str, FileLook] | None
 ) -> None:
     """Prove what killed downloads have left unproven, and what huggingface_hub has just brought.
 
     `path` is what huggingface_hub returned; None if it raised. `before` are the files there were;
     None: nothing can have come. Only wrong bytes are an error here.
     """
-    commit = _commit_behind(request, path)
+    commit = commit_behind(request, path)
     if commit is None:
         return
     target = target_of(request, commit)
@@ -191,14 +193,14 @@ def _prove_what_came(
     unfinished.forget(notes)
 
 
-def _commit_behind(request: Request, path: Path | None) -> str | None:
+def commit_behind(request: Request, path: Path | None) -> str | None:
     """Return the commit of a snapshot; None if there is none, "" for a `local_dir`."""
     if request.local_dir is not None:
         return ""
     folder = request.cache_dir / request.repo.folder_name
     if path is None:
-        is_commit = tree.is_commit(request.revision)
-        ref = folder / "refs" / request.revision
-        return str(request.revision) if is_commit else tree.read_ref(ref)
+        revision = str(getattr(request.revision, "resolved", request.revision))
+        ref = folder / "refs" / revision
+        return revision if tree.is_commit(revision) else tree.read_ref(ref)
     snapshots = folder / "snapshots"
     return path.relative_to(snapshots).parts[0] if snapshots in path.parents else None

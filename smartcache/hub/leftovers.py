@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from smartcache.hub import tree
 from smartcache.hub.arrivals import Arrivals
@@ -27,33 +28,52 @@ def prove_noted(
     for note in notes:
         for name, etag in note.brought(target).items():
             if name not in besides:
-                _prove(store, target, name, etag)
+                prove_file(store, target, name, etag)
 
 
-def inodes_at(target: Target) -> set[int]:
+class Look(NamedTuple):
+    """Which file there is. An inode number alone says little: that of a removed file comes back."""
+
+    inode: int
+    mtime_ns: int
+    size: int
+
+
+def looks_at(target: Target) -> dict[str, Look]:
     """Return which files there are: all blobs of the repo, or the known files of a `local_dir`."""
     if isinstance(target, CacheTarget):
-        try:
-            with os.scandir(target.folder / "blobs") as entries:
-                return {entry.inode() for entry in entries}
-        except OSError:
-            return set()
-    found: set[int] = set()
-    for name in _noted_names(target):
+        folder = os.path.join(target.folder, "blobs")
+        names = [name for name in _names(folder) if not name.endswith(".incomplete")]
+    else:
+        folder, names = os.fspath(target.root), list(_noted_names(target))
+    found: dict[str, Look] = {}
+    for name in names:
         with suppress(OSError):
-            found.add(os.stat(target.root / name).st_ino)
+            st = os.stat(os.path.join(folder, name))
+            found[name] = Look(st.st_ino, st.st_mtime_ns, st.st_size)
     return found
 
 
-def prove_new(store: Store, target: Target, before: set[int], *, only: str | None = None) -> None:
-    """Prove the files that were not there before: a download always makes new ones."""
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def prove_new(
+    store: Store, target: Target, before: dict[str, Look], *, only: str | None = None
+) -> None:
+    """Prove the files that are not as they were before: a download always makes new ones."""
+    now = looks_at(target)
     for name, etag in _files_at(target, only):
-        found = target.found(RemoteFile(path=name, size=None, etag=etag))
-        if found is not None and os.stat(found).st_ino not in before:
-            _prove(store, target, name, etag)
+        key = etag if isinstance(target, CacheTarget) else name
+        if key in now and now[key] != before.get(key):
+            prove_file(store, target, name, etag)
 
 
-def _prove(store: Store, target: Target, name: str, etag: str) -> None:
+def prove_file(store: Store, target: Target, name: str, etag: str) -> None:
+    """Prove a file by the hash it must have; wrong bytes are set aside, and raised."""
     file = RemoteFile(path=name, size=None, etag=etag)
     if isinstance(target, LocalTarget):
         # Another download may have brought another version since.

@@ -97,6 +97,11 @@ class RemoteFile:
         return announced_by(self.etag)
 
 
+def is_edited(path: str) -> bool:
+    """Say whether a file is of a kind that programs and people edit in place."""
+    return os.path.splitext(path)[1].lower() in _EDITED
+
+
 def xet_of(text: object) -> str | None:
     """Return a xet hash that the Hub named, None if it is none."""
     return text if isinstance(text, str) and _SHA256.fullmatch(text) else None

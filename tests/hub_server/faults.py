@@ -104,6 +104,11 @@ class Faults:
         method = "" if in_head else LISTING
         self._add(Fault(kind="wrong_sha", part=part, times=times, method=method, sha256=sha256))
 
+    def other_etag(self, part: str, etag: str) -> None:
+        """HEAD and GET name another hash than the listing, as some mirrors do."""
+        for method in ("HEAD", "GET"):
+            self._add(Fault(kind="wrong_sha", part=part, times=ALWAYS, method=method, sha256=etag))
+
     def clear(self) -> None:
         """All is well again; what is held goes on."""
         with self._lock:

@@ -4,6 +4,7 @@
     hub.add_folder("org/first", made.first)
     hub.add_folder("org/second", made.second)        # same text encoder and VAE, another UNet
     StableDiffusionPipeline.from_pretrained(made.first)("a cat", num_inference_steps=1)
+    hub.add("org/mixed", {**files_of(made.pickled), **files_of(made.first)})    # .bin beside them
 
 Equal seeds give equal bytes. Every weight file has at least 64 KiB, so that it counts as weights.
 Needs torch, diffusers and transformers, which are imported when they are used.
@@ -45,6 +46,29 @@ class Models:
     language: Path
     """A BERT."""
 
+    @property
+    def halves(self) -> Path:
+        """The first pipeline, with weights of the variant "fp16" beside the others."""
+        return self.first.with_name("halves")
+
+    @property
+    def sharded(self) -> Path:
+        """The second, text encoder and UNet in shards with an index; those of "fp16" beside."""
+        return self.first.with_name("sharded")
+
+    @property
+    def pickled(self) -> Path:
+        """The first, its weights in `.bin` files alone."""
+        return self.first.with_name("pickled")
+
+    @property
+    def language_sharded(self) -> Path:
+        return self.first.with_name("language-sharded")
+
+    @property
+    def language_pickled(self) -> Path:
+        return self.first.with_name("language-pickled")
+
     def size(self, path: str) -> int:
         """Return the size of a weight file of the first pipeline, and of the second one's too."""
         return (self.first / path).stat().st_size
@@ -59,6 +83,12 @@ def make_models(folder: Path) -> Models:
         subprocess.run(command, cwd=root, check=True, capture_output=True)
         (folder / "done").touch()
     return made
+
+
+def files_of(folder: Path) -> dict[str, bytes | Path]:
+    """Return {path in the repo: file} of a folder, as `Hub.add` takes it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in files}
 
 
 def make_pipelines(folder: Path) -> tuple[Path, Path]:
@@ -88,8 +118,6 @@ def make_pipelines(folder: Path) -> tuple[Path, Path]:
     shutil.copytree(first, second)
     shutil.rmtree(second / "unet")
     _make_unet(3).save_pretrained(second / "unet")
-    for path in (*SHARED_WEIGHTS, OWN_WEIGHTS):
-        assert (second / path).stat().st_size >= LEAST_WEIGHTS, path
     return first, second
 
 
@@ -118,7 +146,7 @@ def make_text_encoder() -> CLIPTextModel:
     config = CLIPTextConfig(
         vocab_size=len(_vocabulary()),
         hidden_size=_WIDTH,
-        intermediate_size=64,
+        intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=_LENGTH,
@@ -160,12 +188,52 @@ def make_language_model(folder: Path) -> Path:
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=64,
+        intermediate_size=256,
         max_position_embeddings=64,
     )
     BertModel(config).save_pretrained(folder)
-    assert (folder / "model.safetensors").stat().st_size >= LEAST_WEIGHTS
     return folder
+
+
+def make_halves(pipeline: Path, folder: Path) -> None:
+    """Make a copy of a pipeline that has its weights in half precision too, as "fp16"."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(pipeline, folder)
+    for path in sorted(folder.glob("*/*.safetensors")):
+        half = {name: tensor.half() for name, tensor in load_file(path).items()}
+        save_file(half, path.with_suffix(".fp16.safetensors"), metadata={"format": "pt"})
+
+
+def make_shards(pipeline: Path, folder: Path) -> None:
+    """Make a copy of a pipeline whose text encoder and UNet are in shards, in "fp16" too."""
+    from diffusers import UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("text_encoder", "unet"))
+    for name, cls in (("text_encoder", CLIPTextModel), ("unet", UNet2DConditionModel)):
+        model = cls.from_pretrained(pipeline / name)
+        size = model.get_memory_footprint() * 3 // 5
+        model.save_pretrained(folder / name, max_shard_size=size)
+        # Elsewhere first: `save_pretrained` removes what looks like shards of an older model.
+        halves = folder / "halves"
+        model.half().save_pretrained(halves, max_shard_size=size // 2, variant="fp16")
+        for path in halves.glob("*fp16*"):
+            path.rename(folder / name / path.name)
+        shutil.rmtree(halves)
+
+
+def make_pickles(model: Path, folder: Path) -> None:
+    """Make a copy of a pipeline or model that has its weights in `.bin` files only."""
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(model, folder)
+    for path in sorted(folder.rglob("*.safetensors")):
+        # transformers says "model" and "pytorch_model", diffusers has one name for both.
+        stem = "pytorch_model" if path.stem == "model" else path.stem
+        torch.save(load_file(path), path.with_name(f"{stem}.bin"))
+        path.unlink()
 
 
 def dataset_files(rows: int = 5000) -> dict[str, bytes]:
@@ -185,6 +253,20 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+def _make_all(folder: Path) -> None:
+    from transformers import BertModel
+
+    first, second = make_pipelines(folder)
+    made = Models(first, second, make_language_model(folder / "language"))
+    make_halves(first, made.halves)
+    make_shards(second, made.sharded)
+    make_pickles(first, made.pickled)
+    make_pickles(made.language, made.language_pickled)
+    language = BertModel.from_pretrained(made.language)
+    language.save_pretrained(made.language_sharded, max_shard_size="120KB")
+    for path in (*folder.rglob("*.safetensors"), *folder.rglob("*.bin")):
+        assert path.stat().st_size >= LEAST_WEIGHTS, path
+
+
 if __name__ == "__main__":
-    make_pipelines(Path(sys.argv[1]))
-    make_language_model(Path(sys.argv[1]) / "language")
+    _make_all(Path(sys.argv[1]))

@@ -40,8 +40,8 @@ from tests.hub_server import Commit, Hub
 from tests.hub_server.server import environment_for
 from tests.processes.killing import Moment, die_at
 
-Way: TypeAlias = Literal["ours", "plain"]
-"""Whose `snapshot_download`."""
+Way: TypeAlias = Literal["ours", "plain", "lent"]
+"""Whose `snapshot_download`; "lent": huggingface_hub's, with what this machine has lent to it."""
 PATIENCE = 60.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -376,6 +376,7 @@ def _import_everything() -> None:
     import smartcache.cli
     import smartcache.folders.scan
     import smartcache.hub.download
+    import smartcache.hub.lending
 
     # Another user may be unable to read modules later.
     for name in ("_strptime", "ctypes", "encodings.idna", "stringprep"):
@@ -464,10 +465,23 @@ def _download(way: Way, arguments: dict[str, object]) -> str:
 
     import smartcache
 
+    if way == "lent":
+        return _download_lent(arguments)
     module = smartcache if way == "ours" else huggingface_hub
     name = "hf_hub_download" if "filename" in arguments else "snapshot_download"
     function: Callable[..., str] = getattr(module, name)
     return function(**arguments)
+
+
+def _download_lent(arguments: dict[str, object]) -> str:
+    from smartcache.functions import shared
+    from smartcache.hub.dropin import Call
+    from smartcache.hub.lending import Purpose
+
+    told = {name: arguments[name] for name in ("endpoint", "cache_dir")}
+    call = Call(repo_id=str(arguments["repo_id"]), arguments=told)
+    with shared().lending(call, Purpose(text=str(arguments.get("allow_patterns")))):
+        return _download("plain", arguments)
 
 
 def _look(folders: Sequence[tuple[str, bool]]) -> None:

@@ -1,0 +1,113 @@
+"""Two tiny pipelines of diffusers, out of the store: the second one brings only its UNet.
+
+Run by scripts/_demo.py, in an environment that leads nowhere but into the demo's folder. The Hub of
+the tests serves them, and its log says what was fetched. Needs diffusers, or says so and ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
+
+    from tests.hub_server import Hub
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST, SECOND = "aurora/tiny", "aurora/tiny-turbo"
+SHARED = ("text_encoder", "vae")
+
+
+def main() -> None:
+    """Serve the pipelines, load both, and prove what is claimed."""
+    if importlib.util.find_spec("diffusers") is None:
+        print("diffusers is not installed here: its pipelines are not shown.\n", flush=True)
+        return
+    sys.path.insert(0, str(ROOT))
+    from tests.hub_server import Hub
+
+    with tempfile.TemporaryDirectory() as folder, Hub() as hub:
+        # huggingface_hub reads these once, when the libraries are imported.
+        os.environ.update(hub.environment)
+        be_quiet()
+        from tests.hub_server.pipelines import make_pipelines
+
+        for name, made in zip((FIRST, SECOND), make_pipelines(Path(folder)), strict=True):
+            hub.add_folder(name, made)
+        show(hub, Path(folder))
+
+
+def be_quiet() -> None:
+    """Let the libraries show no bars and no advice."""
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.set_verbosity_error()
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()
+
+
+def show(hub: Hub, folder: Path) -> None:
+    """Load both pipelines from the Hub, sharing what is equal."""
+    import smartcache
+
+    pipeline = load(hub, "pipeline", FIRST)
+    turbo = load(hub, "turbo", SECOND)
+    names = (*SHARED, "unet")
+    print(f">>> {', '.join(f'turbo.{name} is pipeline.{name}' for name in names)}")
+    found = tuple(getattr(turbo, name) is getattr(pipeline, name) for name in names)
+    print(found)
+    print('>>> print(*smartcache.components(), sep="\\n")')
+    print(*smartcache.components(), sep="\n")
+    print(">>> # Is its picture that of diffusers alone, bit for bit?")
+    same = picture(turbo) == picture(plain(folder / "second"))
+    print(f"{same}\n", flush=True)
+    if found != (True, True, False) or not same or hub.gets(f"{SECOND}/vae/diffusion"):
+        sys.exit("That is not what was promised: please report this.")
+
+
+def load(hub: Hub, variable: str, name: str) -> StableDiffusionPipeline:
+    """Load a pipeline, and say what the Hub has sent for it."""
+    from diffusers import StableDiffusionPipeline
+
+    import smartcache
+
+    print(f'>>> {variable} = smartcache.from_pretrained("{name}", share=True)', flush=True)
+    hub.clear()
+    loaded = smartcache.from_pretrained(name, share=True)
+    weights = {each.file or "": each.sent for each in hub.gets(".safetensors")}
+    parts = ", ".join(sorted(path.split("/")[2] for path in weights))
+    size, requests = sum(weights.values()), len(hub.requests)
+    print(f"    # {requests} requests; the Hub sent {size:,} bytes of weights: {parts}")
+    gc.collect()
+    if not isinstance(loaded, StableDiffusionPipeline):
+        sys.exit(f"{name} is no pipeline: please report this.")
+    return loaded
+
+
+def plain(folder: Path) -> StableDiffusionPipeline:
+    """Load a pipeline with diffusers alone."""
+    from diffusers import StableDiffusionPipeline
+
+    return StableDiffusionPipeline.from_pretrained(folder)
+
+
+def picture(pipeline: StableDiffusionPipeline) -> bytes:
+    """Return what a pipeline paints, as bytes."""
+    import torch
+
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(0)
+    size = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "np"}
+    return bytes(pipeline("a cat", generator=noise, **size).images.tobytes())
+
+
+if __name__ == "__main__":
+    main()

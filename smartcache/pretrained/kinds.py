@@ -1,0 +1,310 @@
+"""Which class loads a repo or folder: told by the small files that are beside the weights.
+
+Nothing else is fetched for it. The Hub's own errors (no such repo, gated, offline) pass unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from smartcache.errors import MissingWeightsError, UnknownClassError
+from smartcache.hub.dropin import Call
+from smartcache.pretrained.arguments import HUB_ARGUMENTS, LIBRARIES
+from smartcache.pretrained.borrowing import open_cache
+
+if TYPE_CHECKING:
+    Config = Mapping[str, object]
+
+_UPDATE = "Update diffusers and transformers, or name a class: from_pretrained(..., cls=...)."
+
+
+def class_of(
+    source: str, cls: type | str | None, *, subfolder: str = "", arguments: Mapping[str, object]
+) -> type:
+    """Return the class that loads `source`: `cls`, given as a class or by name, or by its files.
+
+    `arguments` are the library's: those that say where the files come from are heeded. Raises
+    UnknownClassError if neither library has such a class, MissingWeightsError if there is nothing.
+    """
+    folder = Folder(source, subfolder.strip("/"), arguments)
+    if cls is None:
+        return _class_by_files(folder)
+    if isinstance(cls, type):
+        found: type | None = cls
+    else:
+        found = _class_named(cls, folder)
+    if found is None:
+        raise UnknownClassError(f"Neither diffusers nor transformers has a class {cls!r}")
+    if not hasattr(found, "from_pretrained"):
+        raise TypeError(f"{found.__name__} has no from_pretrained")
+    return found
+
+
+def library_class(library: str, name: str) -> type | None:
+    """Return a class of diffusers or transformers; None if there is none of that name."""
+    found = getattr(importlib.import_module(library), name, None)
+    return found if isinstance(found, type) else None
+
+
+def _class_named(name: str, folder: Folder) -> type | None:
+    library, _, bare = name.rpartition(".")
+    if library:
+        return library_class(library, bare) if library in LIBRARIES else None
+    found = [cls for each in LIBRARIES if (cls := library_class(each, bare)) is not None]
+    if len(found) > 1:  # AutoModel: that of the library whose files they are.
+        config = folder.read("config.json") or {}
+        return found[0] if "_class_name" in config else found[-1]
+    return found[0] if found else None
+
+
+@dataclass
+class Folder:
+    """The small files of a folder, here or on the Hub; each is asked for once."""
+
+    source: str
+    subfolder: str
+    arguments: Mapping[str, object]
+    absence: Exception | None = None
+    """What the Hub said of a file that is perhaps there, but cannot be had now."""
+    _paths: dict[str, Path | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.source}/{self.subfolder}" if self.subfolder else self.source
+
+    def find(self, name: str) -> Path | None:
+        """Return where a file of the folder is, once fetched; None if there is no such file."""
+        if name not in self._paths:
+            self._paths[name] = self._look(name)
+        return self._paths[name]
+
+    def read(self, name: str) -> Config | None:
+        """Return what is in a JSON file; None if there is no such file."""
+        path = self.find(name)
+        return None if path is None else self._parsed(path)
+
+    def _look(self, name: str) -> Path | None:
+        if os.path.isdir(self.source):
+            path = Path(self.source, self.subfolder, name)
+            return path if path.is_file() else None
+        return self._fetch(name)
+
+    def _parsed(self, path: Path) -> Config:
+        try:
+            value = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise UnknownClassError(f"{path.name} of {self} cannot be read: {error}") from error
+        if not isinstance(value, dict):
+            raise UnknownClassError(f"{path.name} of {self} is no object")
+        return value
+
+    def _fetch(self, name: str) -> Path | None:
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        known = {each: self.arguments.get(each) for each in HUB_ARGUMENTS}
+        known["subfolder"] = self.subfolder or None
+        options = {each: value for each, value in known.items() if value is not None}
+        options.pop("force_download", None)
+        if self.absence is not None:
+            # The Hub did not answer: what the cache has must do, without another try per file.
+            options["local_files_only"] = True
+        try:
+            path = self._from_hub(name, options)
+        except LocalEntryNotFoundError as error:
+            self.absence = self.absence or error
+            return None
+        except EntryNotFoundError:
+            return None
+        return path
+
+    def _from_hub(self, name: str, options: dict[str, object]) -> Path | None:
+        """Return a file as huggingface_hub does; what is fetched out of a known commit is proven.
+
+        Then the store is wanted, and what came once is not asked for again.
+        """
+        from huggingface_hub import try_to_load_from_cache
+
+        call = Call(repo_id=self.source, filename=name, arguments=options)
+        commit = getattr(options.get("revision"), "resolved", None)
+        cache = None if commit is None else open_cache()
+        if cache is None:
+            return Path(str(call.delegate()))
+        full = f"{self.subfolder}/{name}" if self.subfolder else name
+        place = cast("str | None", options.get("cache_dir"))
+        found = try_to_load_from_cache(self.source, full, cache_dir=place, revision=commit)
+        if found is None:
+            known = {**options, "revision": commit}
+            return Path(cache.download(replace(call, arguments=known)))
+        return Path(found) if isinstance(found, str) else None  # known not to exist
+
+
+def _class_by_files(folder: Folder) -> type:
+    refuse_what_is_no_folder(folder.source)
+    for name in _order(folder.subfolder):
+        config = folder.read(name)
+        if config is not None:
+            return _RULES[name](config, folder)
+    if folder.absence is not None:
+        raise folder.absence
+    raise MissingWeightsError(
+        f"{folder} has none of the files that say what it is: {', '.join(_RULES)}",
+        hint="Check the name and the subfolder, or name the class: from_pretrained(..., cls=...).",
+        source=folder.source,
+    )
+
+
+def refuse_what_is_no_folder(source: str) -> None:
+    """Raise if a text names a file, or can only be a folder and there is none."""
+    if os.path.isfile(source):
+        raise UnknownClassError(
+            f"{source} is a file, not a folder or repo",
+            hint="Load a checkpoint of one file with smartcache.from_single_file.",
+        )
+    is_path = source.startswith((".", "~", "/", os.sep)) or source.count("/") > 1 or "\\" in source
+    if is_path and not os.path.isdir(source):
+        raise MissingWeightsError(f"There is no folder {source}", source=source)
+
+
+def _order(subfolder: str) -> list[str]:
+    """Return which files to look for, the likeliest first: on the Hub each costs a request."""
+    name = subfolder.rpartition("/")[2]
+    if not name:
+        return list(_RULES)
+    likely = [file for start, file in _LIKELY.items() if name.startswith(start)]
+    rest = [each for each in _RULES if each not in likely]
+    return [*likely, *sorted(rest, key=lambda each: each.endswith("index.json"))]
+
+
+def pipeline_class(config: Config, folder: Folder) -> type:
+    """Return the class that a model_index.json names; UnknownClassError if there is none."""
+    base = _needed("diffusers", "DiffusionPipeline")
+    name = config.get("_class_name")
+    if folder.arguments.get("custom_pipeline") or isinstance(name, list):
+        return base  # It fetches code that says which class.
+    found = library_class("diffusers", name) if isinstance(name, str) else None
+    if found is None:
+        raise UnknownClassError(
+            f"model_index.json of {folder} names the class {name!r}, which diffusers "
+            f"{_version('diffusers')} does not have",
+            hint=_UPDATE,
+            class_name=name,
+            source=folder.source,
+        )
+    return found
+
+
+def _modular_class(_config: Config, _folder: Folder) -> type:
+    return _needed("diffusers", "ModularPipeline")
+
+
+def _model_class(config: Config, folder: Folder) -> type:
+    if "_class_name" in config:
+        return _diffusers_class(config, folder)
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        found = library_class("transformers", name)
+        if found is not None:
+            return found
+    remote = config.get("auto_map")
+    if isinstance(remote, dict):
+        return _remote_class(remote, names)
+    return _auto_class(config, folder)
+
+
+def _remote_class(remote: Mapping[str, object], names: object) -> type:
+    """Return the Auto class through which transformers loads a class that the repo brings."""
+    known = [each for each in remote if each.startswith("AutoModel")]
+    for each in known:
+        if isinstance(names, list) and str(remote[each]).rpartition(".")[2] in names:
+            return _needed("transformers", each)
+    return _needed("transformers", known[0] if known else "AutoModel")
+
+
+def _auto_class(config: Config, folder: Folder) -> type:
+    from transformers import CONFIG_MAPPING
+
+    kind, names = config.get("model_type"), config.get("architectures")
+    if kind in CONFIG_MAPPING:
+        return _needed("transformers", "AutoModel")
+    found = f"the classes {names} of type {kind!r}" if kind or names else "no class"
+    raise UnknownClassError(
+        f"config.json of {folder} names {found}; transformers {_version('transformers')} has none",
+        hint=_UPDATE,
+        class_name=names,
+        source=folder.source,
+    )
+
+
+def _diffusers_class(config: Config, folder: Folder) -> type:
+    name = config.get("_class_name")
+    found = library_class("diffusers", name) if isinstance(name, str) else None
+    if found is None and "auto_map" in config:
+        return _needed("diffusers", "AutoModel")
+    if found is None:
+        raise UnknownClassError(
+            f"{folder} is of the class {name!r}, which diffusers {_version('diffusers')} "
+            "does not have",
+            hint=_UPDATE,
+            class_name=name,
+            source=folder.source,
+        )
+    return found
+
+
+def _processor_class(_config: Config, _folder: Folder) -> type:
+    return _needed("transformers", "AutoProcessor")
+
+
+def _preprocessor_class(config: Config, folder: Folder) -> type:
+    if "processor_class" in config and folder.read("tokenizer_config.json") is not None:
+        return _needed("transformers", "AutoProcessor")
+    if "video_processor_type" in config:
+        return _needed("transformers", "AutoVideoProcessor")
+    # Image processors were called feature extractors once: "CLIPFeatureExtractor".
+    old = str(config.get("feature_extractor_type", "")).replace(
+        "FeatureExtractor", "ImageProcessor"
+    )
+    if "image_processor_type" in config or library_class("transformers", old) is not None:
+        return _needed("transformers", "AutoImageProcessor")
+    is_feature = "feature_extractor_type" in config
+    return _needed("transformers", "AutoFeatureExtractor" if is_feature else "AutoProcessor")
+
+
+def _tokenizer_class(_config: Config, _folder: Folder) -> type:
+    return _needed("transformers", "AutoTokenizer")
+
+
+def _needed(library: str, name: str) -> type:
+    found = library_class(library, name)
+    if found is None:
+        raise UnknownClassError(f"{library} {_version(library)} has no class {name}", hint=_UPDATE)
+    return found
+
+
+def _version(library: str) -> str:
+    return str(importlib.import_module(library).__version__)
+
+
+_RULES: dict[str, Callable[[Config, Folder], type]] = {
+    "model_index.json": pipeline_class,
+    "config.json": _model_class,
+    "modular_model_index.json": _modular_class,
+    "scheduler_config.json": _diffusers_class,
+    "processor_config.json": _processor_class,
+    "preprocessor_config.json": _preprocessor_class,
+    "tokenizer_config.json": _tokenizer_class,
+}
+"""Which class a file tells of, in the order in which they count."""
+_LIKELY = {
+    "scheduler": "scheduler_config.json",
+    "tokenizer": "tokenizer_config.json",
+    "feature_extractor": "preprocessor_config.json",
+    "image_processor": "preprocessor_config.json",
+    "processor": "processor_config.json",
+}
+"""What a folder of that name has."""

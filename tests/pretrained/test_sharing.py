@@ -1,0 +1,663 @@
+"""Pipelines out of folders: equal components are one object, and only while nobody can tell."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import transformers
+from diffusers import StableDiffusionPipeline
+
+from smartcache.errors import SharedComponentError
+from smartcache.pretrained.devices import Placement
+from smartcache.pretrained.registry import components, registry
+from smartcache.pretrained.sharing import unshare
+from smartcache.pretrained.state import describe, have_equal_values
+from tests.hub_server.pipelines import Models
+from tests.pretrained.sharing_loads import PARTS, model_of, pipeline_of, same_parts
+
+SHARED = {"text_encoder", "vae"}
+ALL = set(PARTS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shared_yet() -> Iterator[None]:
+    registry.clear()
+    yield
+    registry.clear()
+
+
+@pytest.fixture
+def first(models: Models) -> StableDiffusionPipeline:
+    return pipeline_of(models.first)
+
+
+@pytest.fixture
+def folder(models: Models, tmp_path: Path) -> Path:
+    """The second pipeline, to be changed."""
+    return shutil.copytree(models.second, tmp_path / "changed")
+
+
+def plainly(folder: Path, **arguments: object) -> StableDiffusionPipeline:
+    return diffusers.DiffusionPipeline.from_pretrained(folder, **arguments)
+
+
+def assert_as_plain(pipeline: object, plain: object, names: set[str] = ALL) -> None:
+    """Its components are, bit by bit, what the library alone loads."""
+    for name in names:
+        mine, others = getattr(pipeline, name), getattr(plain, name)
+        assert describe(mine).is_like(describe(others)), name
+        assert have_equal_values(mine, others), name
+
+
+def picture(pipeline: StableDiffusionPipeline) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    words = {"num_inference_steps": 1, "height": 32, "width": 32, "output_type": "np"}
+    generator = torch.Generator().manual_seed(0)
+    image = pipeline("a cat", generator=generator, **words).images[0]
+    assert isinstance(image, np.ndarray)
+    return image
+
+
+class TestEqual:
+    def test_components_of_two_pipelines_are_one_object(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        assert same_parts(first, pipeline_of(models.second)) == SHARED
+
+    def test_a_pipeline_loaded_twice_shares_all_of_it(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        second = pipeline_of(models.first)
+        assert same_parts(first, second) == ALL
+        assert first.scheduler is not second.scheduler
+        assert first.tokenizer is not second.tokenizer
+
+    def test_what_they_make_is_what_the_library_alone_makes(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        second, plain = pipeline_of(models.second), plainly(models.second)
+        assert np.array_equal(picture(second), picture(plain))
+        assert np.array_equal(picture(first), picture(plainly(models.first)))
+        assert same_parts(second, pipeline_of(models.second)) == ALL
+        assert_as_plain(second, plain)
+        assert {**second.config, "_name_or_path": ""} == {**plain.config, "_name_or_path": ""}
+
+    def test_without_sharing_they_are_not(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        second = pipeline_of(models.second, share=False)
+        assert same_parts(first, second) == set()
+        assert same_parts(second, pipeline_of(models.second)) == set()
+
+    def test_only_those_that_were_named_are(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        second = pipeline_of(models.second, share=("vae",))
+        assert same_parts(first, second) == {"vae"}
+        assert same_parts(pipeline_of(models.second), second) == {"vae"}
+
+    def test_a_name_that_is_not_there_is_an_error_that_says_which_are(self, models: Models) -> None:
+        with pytest.raises(ValueError, match=r"no component encoder .*: .*text_encoder.*vae"):
+            pipeline_of(models.second, share=("vae", "encoder"))
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    @pytest.mark.parametrize(
+        ("cls", "arguments", "expected"),
+        [
+            ("DiffusionPipeline", {"dtype": torch.float32}, SHARED),
+            ("DiffusionPipeline", {"low_cpu_mem_usage": True, "use_safetensors": True}, SHARED),
+            ("DiffusionPipeline", {"safety_checker": None}, SHARED),
+            ("StableDiffusionPipeline", {"requires_safety_checker": False}, SHARED),
+            ("StableDiffusionImg2ImgPipeline", {}, SHARED),
+            ("AutoPipelineForText2Image", {}, SHARED),
+            ("AutoPipelineForImage2Image", {}, SHARED),
+            ("DiffusionPipeline", {"vae": None}, {"text_encoder"}),
+            ("DiffusionPipeline", {"dtype": {"vae": torch.float16}}, {"text_encoder"}),
+        ],
+    )
+    def test_however_they_were_asked_for(
+        self,
+        models: Models,
+        first: StableDiffusionPipeline,
+        cls: str,
+        arguments: dict[str, Any],
+        expected: set[str],
+    ) -> None:
+        for _ in range(2):
+            second = pipeline_of(models.second, getattr(diffusers, cls), **arguments)
+            assert same_parts(first, second) == expected
+
+    def test_beside_other_parts_that_the_user_gives(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        second = pipeline_of(models.second, tokenizer=first.tokenizer, unet=first.unet)
+        assert same_parts(first, second) == ALL
+        assert second.tokenizer is first.tokenizer
+
+    def test_straight_onto_a_device(self, models: Models) -> None:
+        one, other = (
+            pipeline_of(folder, device_map="cpu") for folder in (models.first, models.second)
+        )
+        assert same_parts(one, other) == SHARED
+
+    def test_under_another_name_of_the_file(
+        self, first: StableDiffusionPipeline, folder: Path
+    ) -> None:
+        stem = folder / "vae" / "diffusion_pytorch_model"
+        stem.with_suffix(".safetensors").rename(f"{stem}.fp16.safetensors")
+        second = pipeline_of(folder, variant="fp16")
+        assert same_parts(first, second) == SHARED
+
+    def test_of_one_pipeline_stay_two(self, folder: Path) -> None:
+        """As the library has it: what is done to one must not happen to the other."""
+        shutil.copytree(folder / "text_encoder", folder / "text_encoder_2")
+        edit(folder / "model_index.json", text_encoder_2=["transformers", "CLIPTextModel"])
+        one, other = (pipeline_of(folder, TwoEncoders) for _ in range(2))
+        assert one.text_encoder is not one.text_encoder_2
+        assert one.text_encoder is other.text_encoder
+        assert one.text_encoder_2 is other.text_encoder_2
+
+    def test_without_a_store_too(
+        self, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SMARTCACHE_HOME", str(tmp_path / "file"))
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        assert same_parts(first, second) == SHARED
+
+
+class TwoEncoders(diffusers.DiffusionPipeline):  # type: ignore[misc]
+    def __init__(self, text_encoder: object, text_encoder_2: object) -> None:
+        super().__init__()
+        self.register_modules(text_encoder=text_encoder, text_encoder_2=text_encoder_2)
+
+
+def edit(path: Path, **fields: object) -> None:
+    said = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**said, **fields}, indent=1), "utf-8")
+
+
+class TestNotEqual:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"dtype": torch.float16},
+            {"dtype": torch.bfloat16},
+            {"dtype": {"default": torch.float16}},
+            {"low_cpu_mem_usage": False},
+        ],
+    )
+    def test_loaded_in_another_way(
+        self, models: Models, first: StableDiffusionPipeline, arguments: dict[str, Any]
+    ) -> None:
+        second = pipeline_of(models.second, **arguments)
+        assert same_parts(first, second) == set()
+        if arguments != {"low_cpu_mem_usage": False}:
+            assert_as_plain(second, plainly(models.second, **arguments))
+
+    def test_loaded_under_other_defaults_of_torch(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        torch.set_default_dtype(torch.float64)
+        try:
+            second, plain = pipeline_of(models.second), plainly(models.second)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_as_plain(second, plain)
+        with torch.inference_mode():
+            third, plain = pipeline_of(models.second), plainly(models.second)
+            assert next(third.vae.parameters()).is_inference()
+        assert same_parts(first, third) == set()
+        assert same_parts(first, pipeline_of(models.second)) == SHARED
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "left"),
+        [
+            ("vae/config.json", {"scaling_factor": 0.5}, {"text_encoder"}),
+            ("text_encoder/config.json", {"attention_dropout": 0.5}, {"vae"}),
+            (
+                "text_encoder/config.json",
+                {"_name_or_path": "x", "transformers_version": "1"},
+                SHARED,
+            ),
+        ],
+    )
+    def test_another_config(
+        self,
+        first: StableDiffusionPipeline,
+        folder: Path,
+        path: str,
+        fields: dict[str, object],
+        left: set[str],
+    ) -> None:
+        edit(folder / path, **fields)
+        second = pipeline_of(folder)
+        assert same_parts(first, second) == left
+        plain = plainly(folder)
+        assert_as_plain(second, plain, ALL - left)
+
+    def test_a_unet_that_pipelines_change_because_of_its_age(
+        self, models: Models, folder: Path
+    ) -> None:
+        second = pipeline_of(models.second)
+        edit(folder / "unet" / "config.json", _diffusers_version="0.6.0")
+        with pytest.warns(FutureWarning, match="sample_size"):
+            old = pipeline_of(folder)
+        assert same_parts(second, old) == SHARED
+        assert (second.unet.config.sample_size, old.unet.config.sample_size) == (16, 64)
+
+    def test_weights_that_changed_in_their_folder(self, models: Models, folder: Path) -> None:
+        before = pipeline_of(folder)
+        shutil.copyfile(
+            models.first / "unet" / "diffusion_pytorch_model.safetensors",
+            folder / "unet" / "diffusion_pytorch_model.safetensors",
+        )
+        after = pipeline_of(folder)
+        assert same_parts(before, after) == SHARED
+        assert_as_plain(after, plainly(models.first))
+
+    def test_code_beside_the_weights(self, models: Models, folder: Path) -> None:
+        before = pipeline_of(models.second)
+        (folder / "vae" / "modeling.py").touch()
+        assert same_parts(before, pipeline_of(folder)) == {"text_encoder", "unet"}
+
+    def test_weights_that_no_file_has(self, folder: Path) -> None:
+        """They are random: each load gives others, and with one seed those of the library alone."""
+        from safetensors.torch import load_file, save_file
+
+        path = folder / "text_encoder" / "model.safetensors"
+        weights = load_file(path)
+        save_file({name: weights[name] for name in sorted(weights)[1:]}, path, {"format": "pt"})
+        first, second = pipeline_of(folder), pipeline_of(folder)
+        assert same_parts(first, second) == set()
+        torch.manual_seed(0)
+        third = pipeline_of(folder)
+        torch.manual_seed(0)
+        assert_as_plain(third, plainly(folder))
+
+    def test_components_that_the_user_gives_stay_his(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        own = diffusers.AutoencoderKL.from_pretrained(models.first / "vae")
+        second = pipeline_of(models.second, vae=own)
+        assert second.vae is own
+        assert second.text_encoder is first.text_encoder
+        assert pipeline_of(models.second).vae is first.vae
+
+
+CHANGES: dict[str, Callable[[StableDiffusionPipeline], object]] = {
+    "to": lambda pipeline: pipeline.vae.to(torch.float64),
+    "train": lambda pipeline: pipeline.vae.train(),
+    "freeze": lambda pipeline: pipeline.vae.requires_grad_(False),
+    "tiling": lambda pipeline: pipeline.vae.enable_tiling(),
+    "config": lambda pipeline: pipeline.vae.register_to_config(scaling_factor=1.0),
+    "merge": lambda pipeline: [each.data.mul_(1.001) for each in pipeline.vae.parameters()],
+    "hook": lambda pipeline: pipeline.vae.register_forward_hook(lambda *_: None),
+}
+
+
+NO_OTHERS: dict[str, Any] = {"unet": None, "text_encoder": None}
+
+
+def vae_alone(folder: Path) -> StableDiffusionPipeline:
+    return pipeline_of(folder, **NO_OTHERS)
+
+
+class TestChanged:
+    @pytest.mark.parametrize("name", CHANGES)
+    def test_what_was_changed_is_loaded_afresh(self, models: Models, name: str) -> None:
+        first, holder = (vae_alone(folder) for folder in (models.first, models.second))
+        CHANGES[name](first)
+        third = vae_alone(models.second)
+        assert third.vae is not first.vae
+        assert holder.vae is first.vae
+        assert vae_alone(models.first).vae is third.vae
+        assert_as_plain(third, plainly(models.second, **NO_OTHERS), {"vae"})
+
+    def test_so_is_one_whose_file_was_written_to(self, models: Models, folder: Path) -> None:
+        """Weights in memory may be a mapping of it, and what was written is in them then."""
+        first = vae_alone(folder)
+        path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:-4] + b"\x00\x00\x80\x3f")
+        path.write_bytes(content)
+        second = vae_alone(models.first)
+        assert second.vae is not first.vae
+        assert vae_alone(folder).vae is second.vae
+
+    def test_it_is_still_shown_to_be_shared_by_its_holders(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        first.vae.enable_tiling()
+        shown = {each.cls: each for each in components()}
+        assert shown["AutoencoderKL"].is_changed
+        assert not shown["CLIPTextModel"].is_changed
+        assert len(shown["AutoencoderKL"].holders) == 2
+        assert second.vae is first.vae
+
+
+class Meddling(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+    """As some pipelines of diffusers are: they write into what they get."""
+
+    def __init__(  # noqa: PLR0917 - as the class has it
+        self,
+        vae: object,
+        text_encoder: object,
+        tokenizer: object,
+        unet: object,
+        scheduler: object,
+        safety_checker: object,
+        feature_extractor: object,
+        image_encoder: object = None,
+        requires_safety_checker: object = None,
+    ) -> None:
+        vae.register_to_config(scaling_factor=0.5)  # type: ignore[attr-defined]
+        vae.to(torch.float64)  # type: ignore[attr-defined]
+        vae.meddled = True  # type: ignore[attr-defined]
+        super().__init__(
+            vae, text_encoder, tokenizer, unet, scheduler, safety_checker, feature_extractor,
+            image_encoder, requires_safety_checker,
+        )  # fmt: skip
+
+
+class TestConstructors:
+    def test_one_that_changes_a_component_gets_its_own(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        expected = picture(first)
+        for _ in range(2):
+            second = pipeline_of(models.second, Meddling)
+            assert same_parts(first, second) == {"text_encoder"}
+            assert second.vae.dtype == torch.float64
+            assert second.vae.config.scaling_factor == 0.5
+        assert np.array_equal(picture(first), expected)
+        assert_as_plain(first, plainly(models.first))
+        assert same_parts(first, pipeline_of(models.second)) == SHARED
+
+    def test_what_it_has_changed_is_not_given_to_others(self, models: Models) -> None:
+        first = pipeline_of(models.first, Meddling)
+        second = pipeline_of(models.second)
+        assert same_parts(first, second) == {"text_encoder"}
+        assert_as_plain(second, plainly(models.second))
+
+
+class TestLora:
+    """With the real thing, where it is installed."""
+
+    CHANGES = (
+        ("load",),
+        ("load", "fuse"),
+        ("load", "fuse", "unload"),
+        ("load", "fuse", "unfuse", "unload"),
+    )
+
+    @pytest.mark.parametrize("steps", CHANGES, ids=["-".join(each) for each in CHANGES])
+    def test_others_see_it_and_the_next_load_does_not(
+        self, models: Models, tmp_path: Path, steps: tuple[str, ...]
+    ) -> None:
+        peft = pytest.importorskip("peft")
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        self.write(peft, plainly(models.first), tmp_path)
+        for step in steps:
+            if step == "load":
+                first.load_lora_weights(tmp_path)
+            else:
+                words = {} if step == "unload" else {"components": ["text_encoder"]}
+                getattr(first, f"{step}_lora{'_weights' if step == 'unload' else ''}")(**words)
+        third = pipeline_of(models.second)
+        assert second.text_encoder is first.text_encoder
+        assert third.text_encoder is not first.text_encoder
+        assert_as_plain(third, plainly(models.second))
+
+    def write(self, peft: Any, pipeline: Any, folder: Path) -> None:  # noqa: ANN401 - untyped
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
+        pipeline.text_encoder.add_adapter(config)
+        with torch.no_grad():
+            for name, each in pipeline.text_encoder.named_parameters():
+                if "lora_B" in name:
+                    each.fill_(0.01)
+        weights = peft.get_peft_model_state_dict(pipeline.text_encoder)
+        type(pipeline).save_lora_weights(folder, text_encoder_lora_layers=weights)
+
+
+class TestPlacement:
+    @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+    def test_components_are_shared_where_they_are(self, models: Models, name: str) -> None:
+        where = Placement(device=torch.device(name))
+        first, second = (
+            pipeline_of(folder, placement=where) for folder in (models.first, models.second)
+        )
+        assert same_parts(first, second) == SHARED
+        assert {each.device.split(":")[0] for each in components()} == {name}
+
+    @pytest.mark.cuda
+    def test_those_of_another_device_are_not(self, models: Models) -> None:
+        where = Placement(device=torch.device("cuda"))
+        first, second = pipeline_of(models.first), pipeline_of(models.second, placement=where)
+        assert same_parts(first, second) == set()
+        assert first.vae.device.type == "cpu"
+        assert_as_plain(second, plainly(models.second, device_map="cuda"))
+
+
+class TestMemory:
+    def test_nothing_is_kept_when_the_last_holder_is_gone(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        assert len(components()) == 4
+        del first
+        gc.collect()
+        assert {each.cls for each in components()} == {
+            "UNet2DConditionModel", "AutoencoderKL", "CLIPTextModel",
+        }  # fmt: skip
+        assert all(len(each.holders) == 1 for each in components())
+        del second
+        gc.collect()
+        assert components() == []
+
+    def test_a_component_that_was_replaced_is_not_held(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        first.vae = None
+        shown = {each.cls: each for each in components()}
+        assert [each.source for each in shown["AutoencoderKL"].holders] == [str(models.second)]
+        assert shown["AutoencoderKL"].saved_size == 0
+        assert second.vae is not None
+
+
+class TestThreads:
+    THREADS = 8
+
+    def run(self, work: Callable[[int], object]) -> list[object]:
+        results: list[object] = [None] * self.THREADS
+        together = threading.Barrier(self.THREADS)
+
+        def one(number: int) -> None:
+            together.wait()
+            try:
+                results[number] = work(number)
+            except Exception as error:  # noqa: BLE001 - what came out is what is looked at
+                results[number] = error
+
+        threads = [threading.Thread(target=one, args=(each,)) for each in range(self.THREADS)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+            assert not each.is_alive()
+        return results
+
+    def test_all_get_the_same_objects(self, models: Models) -> None:
+        made = self.run(lambda number: pipeline_of((models.first, models.second)[number % 2]))
+        assert {same_parts_text(made[0], each) for each in made[::2]} == {"text_encoder unet vae"}
+        assert {same_parts_text(made[0], each) for each in made[1::2]} == {"text_encoder vae"}
+        assert_as_plain(made[1], plainly(models.second))
+
+    def test_one_that_fails_does_not_stop_the_others(self, models: Models, folder: Path) -> None:
+        (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+        made = self.run(lambda number: pipeline_of((models.first, folder)[number % 2]))
+        assert all(isinstance(each, OSError) for each in made[1::2])
+        assert {same_parts_text(made[0], each) for each in made[::2]} == {"text_encoder unet vae"}
+
+
+def same_parts_text(one: object, other: object) -> str:
+    return " ".join(sorted(same_parts(one, other)))
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
+            lambda folder: shutil.rmtree(folder / "unet"),
+            lambda folder: (folder / "vae" / "config.json").write_text("{}", "utf-8"),
+            lambda folder: edit(folder / "model_index.json", vae=["diffusers", "NoSuchClass"]),
+            lambda folder: (folder / "model_index.json").unlink(),
+        ],
+    )
+    def test_are_those_of_the_library_alone(
+        self, folder: Path, damage: Callable[[Path], object]
+    ) -> None:
+        damage(folder)
+        with pytest.raises(Exception, match=r".") as expected:
+            plainly(folder)
+        with pytest.raises(type(expected.value)):
+            pipeline_of(folder)
+        assert torch.get_default_dtype() == torch.float32
+
+
+class TestGuards:
+    METHODS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_what_would_move_a_shared_component_is_refused(
+        self, models: Models, first: StableDiffusionPipeline, name: str
+    ) -> None:
+        second = pipeline_of(models.second, share=("vae",))
+        with pytest.raises(SharedComponentError, match=rf"{name}\(\) would move vae"):
+            getattr(second, name)()
+        with pytest.raises(SharedComponentError) as caught:
+            second.vae.enable_group_offload(torch.device("cpu"))
+        assert "unshare" in str(caught.value.hint)
+        assert not any(hasattr(each, "_diffusers_hook") for each in first.vae.modules())
+
+    def test_it_works_when_nothing_is_shared_any_more(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        unshare(second)
+        offloaded(second)
+        assert not hasattr(first.vae, "_diffusers_hook")
+        assert same_parts(first, pipeline_of(models.second)) == SHARED
+
+    def test_a_copy_has_the_methods_of_its_class(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        for made in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):  # noqa: S301
+            assert same_parts(first, made) == set()
+            assert made.enable_group_offload.__self__ is made
+            assert made.vae.enable_group_offload.__self__ is made.vae
+            assert np.array_equal(picture(made), picture(first))
+            offloaded(made)
+        again = pipeline_of(models.first)
+        assert same_parts(first, again) == ALL
+        with pytest.raises(SharedComponentError):
+            first.enable_group_offload(torch.device("cpu"))
+
+    def test_a_pickle_needs_nothing_of_smartcache(self, first: StableDiffusionPipeline) -> None:
+        assert b"smartcache" not in pickle.dumps(first)
+
+    def test_to_is_allowed_and_moves_it_for_all(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        second.to(torch.float64)
+        assert first.vae.dtype == torch.float64
+
+    def test_pipelines_that_share_nothing_are_not_guarded(self, models: Models) -> None:
+        plain = pipeline_of(models.first, share=False)
+        assert not set(self.METHODS) & set(vars(plain))
+
+
+def offloaded(pipeline: StableDiffusionPipeline) -> None:
+    pipeline.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    assert hasattr(next(iter(pipeline.vae.children())), "_diffusers_hook") or any(
+        hasattr(each, "_diffusers_hook") for each in pipeline.vae.modules()
+    )
+
+
+class TestUnshare:
+    def test_gives_an_equal_component_of_its_own(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        unshare(second, "vae")
+        assert same_parts(first, second) == {"text_encoder"}
+        second.vae.enable_tiling()
+        next(second.vae.parameters()).data.zero_()
+        assert_as_plain(first, plainly(models.first))
+        assert first.vae is pipeline_of(models.second).vae
+        assert [each.cls for each in components() if len(each.holders) > 1] == ["CLIPTextModel"]
+
+    def test_takes_all_without_names(self, models: Models) -> None:
+        first, second = pipeline_of(models.first), pipeline_of(models.second)
+        unshare(second)
+        assert same_parts(first, second) == set()
+        assert_as_plain(second, plainly(models.second))
+
+    def test_does_not_copy_what_nobody_else_has(self, first: StableDiffusionPipeline) -> None:
+        before = first.vae
+        unshare(first)
+        assert first.vae is before
+        assert components() == []
+        unshare(first)
+
+    def test_of_a_name_that_is_not_there_is_an_error(self, first: StableDiffusionPipeline) -> None:
+        with pytest.raises(ValueError, match=r"no component x; there are: .*vae"):
+            unshare(first, "vae", "x")
+        with pytest.raises(TypeError, match="deepcopy"):
+            unshare(first.vae)
+        assert len(components()) == 3
+
+
+class TestModels:
+    def test_one_loaded_alone_is_that_of_a_pipeline(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        for _ in range(2):
+            vae = model_of(diffusers.AutoencoderKL, models.second, subfolder="vae")
+            assert vae is first.vae
+        text = model_of(transformers.CLIPTextModel, models.second / "text_encoder")
+        assert text is first.text_encoder
+        assert pipeline_of(models.second).text_encoder is text
+
+    @pytest.mark.parametrize("name", ["AutoModel", "BertModel"])
+    def test_is_one_object_until_it_is_changed(self, models: Models, name: str) -> None:
+        cls = getattr(transformers, name)
+        first, second = (model_of(cls, models.language) for _ in range(2))
+        assert first is second
+        assert len(components()) == 1
+        first.train()
+        third = model_of(cls, models.language)
+        assert third is not first
+        assert have_equal_values(third, cls.from_pretrained(models.language))
+
+    def test_another_way_to_load_gives_another(self, models: Models) -> None:
+        first = model_of(transformers.BertModel, models.language)
+        others = (
+            {"attn_implementation": "eager"},
+            {"dtype": torch.float16},
+            {"add_pooling_layer": False},
+            {"hidden_dropout_prob": 0.5},
+        )
+        for each in others:
+            assert model_of(transformers.BertModel, models.language, **each) is not first
+
+    def test_nothing_is_kept_alive(self, models: Models) -> None:
+        model = model_of(transformers.BertModel, models.language)
+        assert components()[0].holders[0].source == str(models.language)
+        del model
+        gc.collect()
+        assert components() == []
