@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import filelock
 import pytest
@@ -20,6 +21,15 @@ from smartcache.store.store import Store
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models, make_models
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer  # type: ignore[import-untyped]
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+OF_ONE_WORKER = (
+    "tests/integrations/test_all_classes.py",
+    "tests/pretrained/test_scenarios_processes.py",
+)
+"""Files whose tests share what takes long to make. Groups by mark need pytest older than 9.2."""
 SOAK_FACTOR = 30
 SOAK_TIMEOUT = 3600.0
 
@@ -55,6 +65,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT))
         if item.get_closest_marker("cuda") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Give each test to the worker that is free, but those of some files to one and the same."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if path in OF_ONE_WORKER else nodeid
+
+    return Scheduling(config, log)
 
 
 def _has_cuda() -> bool:

@@ -164,7 +164,9 @@ def loaded_by(code: str) -> set[str]:
 
 class TestPublicNames:
     def test_there_are_few(self) -> None:
-        assert len(smartcache.__all__) <= MAX_PUBLIC_NAMES
+        """Besides the errors that a program catches."""
+        names = [name for name in smartcache.__all__ if not name.endswith("Error")]
+        assert len(names) <= MAX_PUBLIC_NAMES
 
     @pytest.mark.parametrize("name", sorted(smartcache.__all__))
     def test_each_one_exists_and_is_listed(self, name: str) -> None:

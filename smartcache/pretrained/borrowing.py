@@ -21,6 +21,7 @@ from smartcache.hub.lending import Purpose
 from smartcache.pretrained.arguments import Asked
 
 _log = logging.getLogger(__name__)
+_said: set[str] = set()
 _inside: ContextVar[bool] = ContextVar("smartcache_inside", default=False)
 
 
@@ -109,8 +110,15 @@ def open_cache() -> SmartCache | None:
     try:
         return shared()
     except (StoreUnwritableError, NoSpaceError) as error:
-        _log.warning("smartcache is not used: %s", error)
+        _warn_once(f"smartcache is not used: {error}")
         return None
+
+
+def _warn_once(text: str) -> None:
+    """Warn; one load asks for the cache several times."""
+    if text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)
 
 
 def _is_repo(text: str) -> bool:

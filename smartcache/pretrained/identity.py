@@ -36,8 +36,6 @@ _OF_DIFFUSERS = "diffusion_pytorch_model"
 _SAFE_STEMS = ("model", _OF_DIFFUSERS)
 _PICKLE_STEMS = ("pytorch_model", _OF_DIFFUSERS)
 _PLAIN_NAME = re.compile(r"[\w.-]+")
-FileMark = tuple[str, int, int, int, int]
-"""The path of a file; its device, inode, size and time of change."""
 _EXPLICIT = "transformers_weights"
 """A field of a config that names the weight file."""
 
@@ -99,26 +97,10 @@ def content_of(
     return Content(class_name, config, weights, is_plain)
 
 
-def weight_marks(folder: Path) -> tuple[FileMark, ...]:
-    """Return what changes when a weight file of a folder is written or replaced.
-
-    Links to a file do not count, though they change its ctime.
-    """
-    names = sorted(name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name))
-    return tuple(_mark(os.path.realpath(folder / name)) for name in names)
-
-
-def are_marked_so(marks: tuple[FileMark, ...]) -> bool:
-    """Say whether the same files are still there."""
-    try:
-        return all(_mark(mark[0]) == mark for mark in marks)
-    except OSError:
-        return False
-
-
-def _mark(path: str) -> FileMark:
-    st = os.stat(path)
-    return path, st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns
+def weight_names(folder: Path) -> list[str]:
+    """Return the names of all weight files of a folder."""
+    files = (each.name for each in os.scandir(folder) if each.is_file())
+    return sorted(name for name in files if _WEIGHTS.fullmatch(name))
 
 
 def choose(

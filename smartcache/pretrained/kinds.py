@@ -19,6 +19,8 @@ from smartcache.pretrained.arguments import HUB_ARGUMENTS, LIBRARIES
 from smartcache.pretrained.borrowing import open_cache
 
 if TYPE_CHECKING:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     Config = Mapping[str, object]
 
 _UPDATE = "Update diffusers and transformers, or name a class: from_pretrained(..., cls=...)."
@@ -70,7 +72,7 @@ class Folder:
     source: str
     subfolder: str
     arguments: Mapping[str, object]
-    absence: Exception | None = None
+    absence: LocalEntryNotFoundError | None = None
     """What the Hub said of a file that is perhaps there, but cannot be had now."""
     _paths: dict[str, Path | None] = field(default_factory=dict)
 
@@ -150,7 +152,8 @@ def _class_by_files(folder: Folder) -> type:
         if config is not None:
             return _RULES[name](config, folder)
     if folder.absence is not None:
-        raise folder.absence
+        # The Hub's own words do not say of which repo they are.
+        raise type(folder.absence)(f"{folder}: {folder.absence}") from folder.absence
     raise MissingWeightsError(
         f"{folder} has none of the files that say what it is: {', '.join(_RULES)}",
         hint="Check the name and the subfolder, or name the class: from_pretrained(..., cls=...).",

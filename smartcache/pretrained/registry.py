@@ -6,16 +6,18 @@ component, and its entry with it. An entry is handed out only while its object i
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smartcache.pretrained.guards import OF_MODELS, guard, lift
-from smartcache.pretrained.identity import FileMark, are_marked_so
+from smartcache.pretrained.mapped import MappedFiles
 from smartcache.pretrained.state import State, describe, have_equal_values, size_of
 from smartcache.sizes import format_size
 
@@ -97,8 +99,8 @@ class Entry:
 
     key: Key
     state: State
-    files: tuple[FileMark, ...]
-    """Where it was loaded from: its weights may lie in a mapping of them, and change with them."""
+    files: MappedFiles | None
+    """What it was loaded from; None: none of its weights can lie in a mapping of a file."""
     _module: weakref.ref[torch.nn.Module]
     requests: set[Request] = field(default_factory=set)
     is_offered: bool = True
@@ -160,12 +162,12 @@ class Registry:
         return None
 
     def add(
-        self, request: Request, module: torch.nn.Module, files: tuple[FileMark, ...] = ()
+        self, request: Request, module: torch.nn.Module, folder: Path | None = None
     ) -> torch.nn.Module:
         """Return the object to use for a request: the equal one that is here, or else this one.
 
-        `files` are those that it was loaded from. A module of which the weights are elsewhere, or
-        that cannot be looked at, is not shared.
+        `folder` is where it was loaded from. A module of which the weights are elsewhere, or that
+        cannot be looked at, is not shared.
         """
         guard(module, OF_MODELS, self.shared_names)
         state = _state(module)
@@ -180,6 +182,12 @@ class Registry:
                 if other is not None and have_equal_values(module, other):
                     entry.requests.add(request)
                     return other
+            try:
+                files = _mapped(module, folder)
+            except OSError as error:  # EMFILE, or a file that is gone
+                _log.debug("%s cannot be shared: %s", type(module).__name__, error)
+                lift(module)
+                return module
             found = Entry(request.key, state, files, weakref.ref(module), {request})
             self._entries.append(found)
         return module
@@ -234,10 +242,20 @@ class Registry:
 
 
 def _difference(entry: Entry, module: torch.nn.Module) -> str:
-    if not are_marked_so(entry.files):
+    if entry.files is not None and not entry.files.are_unchanged():
         return "the files that it was loaded from"
     state = _state(module)
     return "it cannot be looked at" if state is None else entry.state.difference(state)
+
+
+def _mapped(module: torch.nn.Module, folder: Path | None) -> MappedFiles | None:
+    """Return the files that weights may be mapped from, open until the module is gone."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    if folder is None or all(each.device.type != "cpu" for each in tensors):
+        return None
+    files = MappedFiles(folder)
+    weakref.finalize(module, files.close)
+    return files
 
 
 def _state(module: torch.nn.Module) -> State | None:

@@ -28,12 +28,13 @@ from smartcache.pretrained.borrowing import borrowed, inside, open_cache
 from smartcache.pretrained.dice import Dice
 from smartcache.pretrained.gate import one_at_a_time
 from smartcache.pretrained.guards import OF_PIPELINES, guard, lift
-from smartcache.pretrained.identity import CONFIG, weight_marks
+from smartcache.pretrained.identity import CONFIG
 from smartcache.pretrained.keeping import keep
 from smartcache.pretrained.registry import Holder, Key, registry
 from smartcache.pretrained.wanted import (
     Wanted,
     components_in,
+    ctimes,
     of_components,
     question_of,
     read_index,
@@ -161,8 +162,7 @@ class _Loader:
         new: Modules = {}
         for each in missing:
             if each.name in loaded:
-                files = weight_marks(each.folder)
-                found = registry.add(each.request, loaded[each.name], files)
+                found = registry.add(each.request, loaded[each.name], each.folder)
                 (new if found is loaded[each.name] else held)[each.name] = found
         return held, new
 
@@ -244,7 +244,8 @@ class _Alone:
     def load(self) -> object:
         folder = self._folder() if self.asked.is_local else None
         version = self.commit if folder is None else stamp(folder)
-        question = question_of(self.asked, version, self.more) if version else ""
+        known = version if folder is None else [version, ctimes(folder)]
+        question = question_of(self.asked, known, self.more) if version else ""
         wanted = _answers.get(question)
         if wanted is None and folder is not None and _is_model_class(self.asked.cls):
             wanted = wanted_model(self.asked, folder, self.asked.cls, _store(), self.more)
@@ -262,7 +263,7 @@ class _Alone:
             return loaded
         if question:
             _answers[question] = wanted
-        return self._held(registry.add(wanted.request, loaded, weight_marks(folder)))
+        return self._held(registry.add(wanted.request, loaded, folder))
 
     def _run(self) -> object:
         loaded = self.asked.run(**self.more)

@@ -74,12 +74,20 @@ class Wanted:
 
 
 def stamp(folder: Path) -> list[object]:
-    """Return what changes when a file of a folder is written or replaced."""
+    """Return what changes when a file of a folder is written or replaced.
+
+    A link to a file, which another thread may be making, does not count: it changes the ctime.
+    """
     found: list[object] = []
     for name in sorted(os.listdir(folder)):
         st = os.stat(folder / name)
-        found.append([name, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns])
+        found.append([name, st.st_ino, st.st_size, st.st_mtime_ns])
     return found
+
+
+def ctimes(folder: Path) -> list[int]:
+    """Return what changes even if the times of the files are set back after a change."""
+    return [os.stat(folder / name).st_ctime_ns for name in sorted(os.listdir(folder))]
 
 
 def why_not(asked: Asked) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import smartcache
 from smartcache.functions import shared
@@ -26,7 +27,7 @@ Pipeline: TypeAlias = "StableDiffusionPipeline"
 def load(
     name: str | Path,
     *,
-    way: Way = "flag",
+    way: Way = "function",
     cls: type | None = None,
     share: bool | list[str] = False,
     **more: object,
@@ -35,8 +36,9 @@ def load(
     from diffusers import DiffusionPipeline
 
     if way == "function":
-        loaded = smartcache.from_pretrained(name, cls=cls, share=share, **more)  # type: ignore[arg-type]
-        return cast("Pipeline", loaded)
+        # What is loaded is compared with what the library loads to the CPU.
+        words: dict[str, Any] = {"cls": cls, "share": share, "encoders_device": None, **more}
+        return cast("Pipeline", smartcache.from_pretrained(name, **words))
     if share:
         more["smart_cache_share"] = share
     with smartcache.enable():
@@ -50,6 +52,12 @@ def plainly(name: str | Path, cls: type | None = None, /, **more: object) -> Pip
     found = DiffusionPipeline if cls is None else cls
     call = cast("Callable[..., Pipeline]", getattr(found, "from_pretrained"))  # noqa: B009
     return call(name, **more)
+
+
+@functools.cache
+def published(folder: Path) -> Pipeline:
+    """Return what the library makes of a folder of `Models`; loaded once, not to be changed."""
+    return plainly(folder)
 
 
 def picture(pipeline: DiffusionPipeline) -> np.ndarray:

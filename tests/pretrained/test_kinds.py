@@ -196,17 +196,18 @@ class TestHub:
             assert kind("org/language") == "transformers.BertModel"
         assert kind("org/language", local_files_only=True) == "transformers.BertModel"
 
-    def test_the_errors_of_the_hub_pass_unchanged(
-        self, library_hub: LibraryHub, models: Models
-    ) -> None:
+    def test_the_errors_of_the_hub_pass(self, library_hub: LibraryHub, models: Models) -> None:
         library_hub.hub.add_folder("org/language", models.language)
         with pytest.raises(RepositoryNotFoundError):
             kind("org/none")
         with pytest.raises(RevisionNotFoundError):
             kind("org/language", revision="none")
-        with pytest.raises(LocalEntryNotFoundError):
+        with pytest.raises(LocalEntryNotFoundError, match=r"^org/language: "):
             kind("org/language", local_files_only=True)
-        with library_hub.offline(), pytest.raises(LocalEntryNotFoundError):
+        with (
+            library_hub.offline(),
+            pytest.raises(LocalEntryNotFoundError, match=r"^org/language: "),
+        ):
             kind("org/language")
         with pytest.raises(HFValidationError):
             kind("no..repo")

@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from smartcache.pretrained import registry as module
 from smartcache.pretrained.gate import one_at_a_time
 from smartcache.pretrained.guards import Guard, guard, lift
 from smartcache.pretrained.registry import Holder, Key, Registry, Request, components
+from tests.pretrained.open_files import needs_proc, open_files
 
 FLOAT = "dtype float32"
 
@@ -30,6 +32,15 @@ class Pipeline:
 
     def enable_group_offload(self, *args: object) -> tuple[object, ...]:
         return (self, *args)
+
+
+class Movable(torch.nn.Linear):
+    """A model that can be offloaded, as those of diffusers can."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def enable_group_offload(self) -> None: ...
 
 
 def model(value: float = 1.0) -> torch.nn.Module:
@@ -136,6 +147,41 @@ class TestAdd:
         made.strange = torch.zeros(1).as_subclass(Strange)
         assert registry.add(request(), made) is made
         assert registry.find(request()) is None
+
+
+class TestFiles:
+    """Those that weights on the CPU may be mapped from."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        return tmp_path
+
+    def test_when_one_is_written_to_the_object_is_not_given_any_more(
+        self, registry: Registry, folder: Path
+    ) -> None:
+        made = registry.add(request(), model(), folder)
+        assert registry.find(request()) is made
+        (folder / "model.safetensors").write_bytes(b"others")
+        assert registry.find(request()) is None
+
+    @needs_proc
+    def test_are_open_as_long_as_the_object_lives(self, registry: Registry, folder: Path) -> None:
+        before = open_files()
+        made = registry.add(request(), model(), folder)
+        assert open_files() - before == {str(folder / "model.safetensors")}
+        assert registry.add(request(), model(), folder) is made
+        assert len(open_files() - before) == 1
+        del made
+        assert open_files() == before
+
+    def test_that_cannot_be_opened_keep_it_from_being_shared(
+        self, registry: Registry, tmp_path: Path
+    ) -> None:
+        made = Movable()
+        assert registry.add(request(), made, tmp_path / "gone") is made
+        assert registry.entry_of(made) is None
+        assert not any(isinstance(each, Guard) for each in vars(made).values())
 
 
 class TestComponents:

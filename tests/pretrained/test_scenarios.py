@@ -23,6 +23,7 @@ from tests.pretrained.scenarios import (
     load,
     picture,
     plainly,
+    published,
     store,
 )
 from tests.store.files import inode_of, mode_of, write
@@ -67,7 +68,7 @@ class TestTheSecondPipeline:
         self, models: Models, way: Way
     ) -> None:
         first = load("org/first", way=way)
-        second, plain = load("org/second", way=way), plainly(models.second)
+        second, plain = load("org/second", way=way), published(models.second)
         assert_equal(second, plain)
         assert np.array_equal(picture(second), picture(plain))
         for name in SHARED_PARTS:
@@ -81,7 +82,7 @@ class TestTheSecondPipeline:
             assert getattr(first, name) is getattr(second, name)
         assert first.unet is not second.unet
         for pipeline, folder in ((first, models.first), (second, models.second)):
-            plain = plainly(folder)
+            plain = published(folder)
             assert_equal(pipeline, plain)
             assert np.array_equal(picture(pipeline), picture(plain))
 
@@ -123,7 +124,7 @@ class TestWhatIsNotWanted:
         load("org/first")
         load("org/halves", variant="fp16")
         repos.clear()
-        assert_equal(load("org/halves"), plainly(models.first))
+        assert_equal(load("org/halves"), published(models.first))
         assert repos.weight_gets() == []
 
     def test_pickles_beside_safetensors_are_not_left_behind(
@@ -149,7 +150,7 @@ def test_files_of_a_given_folder_are_used_instead_of_a_download(
     repos.clear()
     pipeline = load("org/second")
     assert repos.weight_gets() == []
-    assert_equal(pipeline, plainly(models.second))
+    assert_equal(pipeline, published(models.second))
     assert mine.read_bytes() == (models.second / OWN_WEIGHTS).read_bytes()
     assert_sound(repos)
 
@@ -167,7 +168,7 @@ def test_wrong_bytes_are_an_error_and_leave_nothing(
     assert store().find("sha256", etag) is None
     assert smartcache.components() == []
     repos.clear()
-    assert_equal(load("org/first", share=share), plainly(models.first))
+    assert_equal(load("org/first", share=share), published(models.first))
     assert repos.weight_gets() == [f"org/first/{OWN_WEIGHTS}"]
     assert_sound(repos)
 

@@ -17,13 +17,18 @@ from smartcache.store.store import Store
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import WEIGHTS, LibraryHub
-from tests.pretrained.scenarios import Pipeline, assert_equal, assert_sound, load, picture, plainly
+from tests.pretrained.scenarios import (
+    Pipeline,
+    assert_equal,
+    assert_sound,
+    load,
+    picture,
+    published,
+)
 from tests.pretrained.worker import Job, Worker
 
 ALL_WEIGHTS = (*SHARED_WEIGHTS, OWN_WEIGHTS)
 ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-# One worker process for all of them.
-pytestmark = pytest.mark.xdist_group("pretrained processes")
 
 
 class TestThreads:
@@ -53,7 +58,7 @@ class TestThreads:
     ) -> None:
         library_hub.hub.add_folder("org/first", models.first)
         pipelines = self.load_at_once(["org/first"] * 4, share=share)
-        plain = plainly(models.first)
+        plain = published(models.first)
         for pipeline in pipelines:
             assert_equal(pipeline, plain)
         assert len(library_hub.weight_gets()) == len(ALL_WEIGHTS)
@@ -71,7 +76,7 @@ class TestThreads:
         for name, objects in (("text_encoder", 1), ("vae", 1), ("unet", 2)):
             assert len({id(getattr(each, name)) for each in pipelines}) == objects
         for pipeline, folder in zip(pipelines, (models.first, models.second) * 2, strict=True):
-            assert_equal(pipeline, plainly(folder))
+            assert_equal(pipeline, published(folder))
         assert_sound(library_hub)
 
 
@@ -96,7 +101,7 @@ def worker(
 def drawn(models: Models) -> dict[str, object]:
     """What the pipelines draw without smartcache."""
     folders = {"org/first": models.first, "org/second": models.second}
-    return {name: picture(plainly(folder)).tolist() for name, folder in folders.items()}
+    return {name: picture(published(folder)).tolist() for name, folder in folders.items()}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models, files_of
 from tests.pretrained.libraries import LibraryHub
@@ -17,6 +18,7 @@ from tests.pretrained.scenarios import (
     assert_sound,
     load,
     plainly,
+    published,
     store,
     tensors,
 )
@@ -98,7 +100,7 @@ class TestRights:
         hub.tokens = {"hf_good": {"org/gated"}}
         hub.cdn = True
         pipeline = load("org/gated", token="hf_good", share=True)  # noqa: S106
-        assert_equal(pipeline, plainly(models.first))
+        assert_equal(pipeline, published(models.first))
         assert not any(each.authorized for each in hub.requests if each.origin == "cdn")
         assert_sound(library_hub)
 
@@ -121,10 +123,12 @@ class TestRights:
         self, library_hub: LibraryHub, share: bool
     ) -> None:
         with pytest.raises(OSError, match="org/nothing") as ours:
-            load("org/nothing", share=share)
+            load("org/nothing", way="flag", share=share)
         with pytest.raises(OSError, match="org/nothing") as plain:
             plainly("org/nothing")
         assert ours.type is plain.type
+        with pytest.raises(RepositoryNotFoundError, match="org/nothing"):
+            load("org/nothing", share=share)
         assert not library_hub.repo_folder("org/nothing").exists()
 
 
@@ -168,7 +172,7 @@ def test_a_task_finds_its_pipeline(library_hub: LibraryHub, models: Models) -> N
     assert type(second).__name__ == "StableDiffusionImg2ImgPipeline"
     assert library_hub.weight_gets() == [f"org/second/{OWN_WEIGHTS}"]
     assert first.vae is second.vae
-    assert_equal(second, plainly(models.second))
+    assert_equal(second, published(models.second))
 
 
 def test_what_was_loaded_is_kept_from_prune_until_the_cache_forgets_it(

@@ -19,6 +19,7 @@ from tests.pretrained.scenarios import (
     files_of_store,
     load,
     plainly,
+    published,
     store,
 )
 from tests.store.files import edit, mode_of
@@ -54,7 +55,7 @@ def test_training_and_saving_elsewhere_does_not_touch_the_store(
     pipeline.save_pretrained(tmp_path / "mine")
     assert files_of_store() == before
     assert_equal(plainly(tmp_path / "mine"), pipeline)
-    assert_equal(load(f"org/{name}", share=share), plainly(getattr(models, name)))
+    assert_equal(load(f"org/{name}", share=share), published(getattr(models, name)))
 
 
 def test_saving_over_a_copy_made_of_links_does_not_touch_the_store(
@@ -86,7 +87,7 @@ class TestSavingIntoTheCache:
         if offline:
             with pytest.raises(DigestMismatchError):
                 load("org/first", share=share, local_files_only=True)
-        assert_equal(load("org/first", share=share), plainly(models.first))
+        assert_equal(load("org/first", share=share), published(models.first))
 
     def test_a_pickle_written_through_the_pointer_is_found(
         self, repos: LibraryHub, models: Models, share: bool, offline: bool
@@ -97,12 +98,12 @@ class TestSavingIntoTheCache:
         path = repos.snapshot("org/pickled") / PICKLE
         assert mode_of(path.resolve()) == 0o444
         path.resolve().chmod(0o644)
-        torch.save(plainly(models.second).unet.state_dict(), path)
+        torch.save(published(models.second).unet.state_dict(), path)
         path.resolve().chmod(0o444)
         if offline:
             with pytest.raises(DigestMismatchError, match=PICKLE):
                 load("org/pickled", share=share, local_files_only=True)
-        assert_equal(load("org/pickled", share=share), plainly(models.pickled))
+        assert_equal(load("org/pickled", share=share), published(models.pickled))
         assert not store().verify(full=True).damaged
 
     def test_a_byte_written_to_a_blob_is_found(
@@ -113,7 +114,7 @@ class TestSavingIntoTheCache:
         if offline:
             with pytest.raises(DigestMismatchError, match=OWN_WEIGHTS):
                 load("org/first", share=share, local_files_only=True)
-        assert_equal(load("org/first", share=share), plainly(models.first))
+        assert_equal(load("org/first", share=share), published(models.first))
         assert not store().verify(full=True).damaged
 
 
@@ -122,7 +123,7 @@ def test_damage_is_not_lent_to_another_repo(repos: LibraryHub, models: Models) -
     edit(repos.blob("org/first", OWN_WEIGHTS), b"\1\2\3\4", offset=500_000)
     repos.hub.add_folder("org/copy", models.first)
     repos.clear()
-    assert_equal(load("org/copy"), plainly(models.first))
+    assert_equal(load("org/copy"), published(models.first))
     assert repos.weight_gets() == [f"org/copy/{OWN_WEIGHTS}"]
 
 
@@ -134,5 +135,5 @@ def test_an_object_is_not_shared_any_more_when_its_file_was_written_to(
     edit(repos.blob("org/first", OWN_WEIGHTS), b"\1\2\3\4", offset=500_000)
     pipeline = load("org/first", share=True)
     assert pipeline.unet is not held.unet
-    assert_equal(pipeline, plainly(models.first))
+    assert_equal(pipeline, published(models.first))
     assert not store().verify(full=True).damaged

@@ -21,6 +21,7 @@ from tests.pretrained.scenarios import (
     assert_sound,
     load,
     plainly,
+    published,
     store,
     tensors,
 )
@@ -121,7 +122,7 @@ class TestWithoutTheHub:
         library_hub.clear()
         with library_hub.offline():
             pipeline = load("org/first", share=share)
-        assert_equal(pipeline, plainly(models.first))
+        assert_equal(pipeline, published(models.first))
         assert_equal(load("org/first", local_files_only=True, share=share), pipeline)
         assert library_hub.hub.requests == []
 
@@ -135,9 +136,11 @@ class TestWithoutTheHub:
         library_hub.clear()
         with library_hub.offline():
             with pytest.raises(OSError, match="org/second") as ours:
-                load("org/second")
+                load("org/second", way="flag")
             with pytest.raises(OSError, match="org/second") as plain:
                 plainly("org/second")
+            with pytest.raises(OSError, match="org/second"):
+                load("org/second")
         assert (ours.type, str(ours.value)) == (plain.type, str(plain.value))
         assert library_hub.hub.requests == []
 
@@ -148,7 +151,7 @@ class TestWithoutTheHub:
         plainly("org/first")
         library_hub.clear()
         with library_hub.offline():
-            assert_equal(load("org/first"), plainly(models.first))
+            assert_equal(load("org/first"), published(models.first))
         assert library_hub.hub.requests == []
 
     def test_a_hub_that_does_not_answer_is_not_needed(
@@ -157,7 +160,7 @@ class TestWithoutTheHub:
         library_hub.hub.add_folder("org/first", models.first)
         load("org/first")
         library_hub.hub.close()
-        assert_equal(load("org/first"), plainly(models.first))
+        assert_equal(load("org/first"), published(models.first))
 
 
 class TestFolders:
@@ -166,7 +169,7 @@ class TestFolders:
         self, library_hub: LibraryHub, models: Models, share: bool
     ) -> None:
         before = {path: path.stat() for path in models.first.rglob("*")}
-        assert_equal(load(models.first, share=share), plainly(models.first))
+        assert_equal(load(models.first, share=share), published(models.first))
         assert library_hub.hub.requests == []
         assert {path: path.stat() for path in models.first.rglob("*")} == before
 
@@ -185,7 +188,7 @@ class TestFolders:
         library_hub.hub.add_folder("org/first", models.first)
         load("org/first")
         library_hub.clear()
-        assert_equal(load(library_hub.snapshot("org/first")), plainly(models.first))
+        assert_equal(load(library_hub.snapshot("org/first")), published(models.first))
         assert library_hub.hub.requests == []
 
 
@@ -196,7 +199,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(
     hub = library_hub.hub
     old = hub.add("org/name", files_of(models.first), tags=["v1"]).sha
     hub.add("org/name", files_of(models.second), revision="next")
-    first, second = plainly(models.first), plainly(models.second)
+    first, second = published(models.first), published(models.second)
     loaded = [load("org/name", revision=each, share=share) for each in ("v1", old, "main", "next")]
     for pipeline, wanted in zip(loaded, (first, first, first, second), strict=True):
         assert_equal(pipeline, wanted)
@@ -214,7 +217,7 @@ def test_a_branch_that_moves_on_is_followed(library_hub: LibraryHub, models: Mod
     library_hub.hub.add_folder("org/name", models.second)
     library_hub.clear()
     pipeline = load("org/name", share=True)
-    assert_equal(pipeline, plainly(models.second))
+    assert_equal(pipeline, published(models.second))
     assert library_hub.weight_gets() == [f"org/name/{OWN_WEIGHTS}"]
     assert_sound(library_hub)
 
@@ -262,7 +265,7 @@ def test_a_cache_on_another_filesystem_gets_copies_of_what_is_known(
     load("org/first")
     library_hub.clear()
     pipeline = load("org/second", cache_dir=elsewhere / "hf")
-    assert_equal(pipeline, plainly(models.second))
+    assert_equal(pipeline, published(models.second))
     assert library_hub.weight_gets() == [f"org/second/{OWN_WEIGHTS}"]
     (folder,) = (elsewhere / "hf").glob("models--*")
     used = {path.resolve().name for path in (folder / "snapshots").rglob("*")}
@@ -276,10 +279,10 @@ def test_a_cache_without_symlinks_is_used_as_it_is(library_hub: LibraryHub, mode
     with library_hub.set(HF_HUB_DISABLE_SYMLINKS="1"):
         load("org/first")
         library_hub.clear()
-        assert_equal(load("org/second"), plainly(models.second))
+        assert_equal(load("org/second"), published(models.second))
         assert library_hub.weights_fetched() <= sum(map(models.size, ALL_WEIGHTS))
         library_hub.clear()
-        assert_equal(load("org/second", share=True), plainly(models.second))
+        assert_equal(load("org/second", share=True), published(models.second))
         assert library_hub.weight_gets() == []
     report = store().verify(full=True)
     assert (report.damaged, report.missing, report.stray) == ([], [], [])
@@ -324,7 +327,7 @@ class TestWhereTheCacheIs:
         plainly("org/second", cache_dir=tmp_path / "mine")
         known.clear()
         pipeline = load("org/second", cache_dir=tmp_path / "mine")
-        assert_equal(pipeline, plainly(models.second))
+        assert_equal(pipeline, published(models.second))
         assert known.weight_gets() == []
 
     def test_it_has_a_part_of_it(self, known: LibraryHub, models: Models, tmp_path: Path) -> None:
@@ -333,7 +336,7 @@ class TestWhereTheCacheIs:
         plainly("org/second", UNet2DConditionModel, subfolder="unet", cache_dir=tmp_path / "mine")
         known.clear()
         pipeline = load("org/second", cache_dir=tmp_path / "mine")
-        assert_equal(pipeline, plainly(models.second))
+        assert_equal(pipeline, published(models.second))
         assert known.weight_gets() == []
 
 
@@ -355,16 +358,16 @@ class TestNames:
         monkeypatch.chdir(tmp_path)
         shutil.copytree(models.first, tmp_path / "org" / "name")
         library_hub.hub.add_folder("org/name", models.second)
-        assert_equal(load("org/name"), plainly(models.first))
+        assert_equal(load("org/name"), published(models.first))
         assert library_hub.hub.requests == []
 
     def test_a_branch_with_a_slash(self, library_hub: LibraryHub, models: Models) -> None:
         library_hub.hub.add("org/name", files_of(models.first))
         library_hub.hub.add("org/name", files_of(models.second), revision="refs/pr/1")
         pipeline = load("org/name", revision="refs/pr/1")
-        assert_equal(pipeline, plainly(models.second))
+        assert_equal(pipeline, published(models.second))
         library_hub.clear()
-        assert_equal(load("org/name"), plainly(models.first))
+        assert_equal(load("org/name"), published(models.first))
         assert library_hub.weight_gets() == [f"org/name/{OWN_WEIGHTS}"]
         assert_sound(library_hub)
 
@@ -381,7 +384,7 @@ def test_a_store_that_cannot_be_used_is_said_and_the_library_loads_by_itself(
     library_hub.hub.add_folder("org/first", models.first)
     with caplog.at_level(logging.WARNING, "smartcache"):
         pipeline = load("org/first")
-    assert_equal(pipeline, plainly(models.first))
+    assert_equal(pipeline, published(models.first))
     (record,) = [each for each in caplog.records if each.name.startswith("smartcache")]
     assert "smartcache is not used" in record.getMessage()
     assert tensors(pipeline)

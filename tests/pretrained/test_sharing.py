@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -308,11 +309,21 @@ CHANGES: dict[str, Callable[[StableDiffusionPipeline], object]] = {
 }
 
 
+VAE = "vae/diffusion_pytorch_model.safetensors"
 NO_OTHERS: dict[str, Any] = {"unet": None, "text_encoder": None}
 
 
 def vae_alone(folder: Path) -> StableDiffusionPipeline:
     return pipeline_of(folder, **NO_OTHERS)
+
+
+def replace_by_link(source: Path, path: Path) -> None:
+    beside = path.with_name("beside")
+    try:
+        os.link(source, beside)
+    except OSError:  # on another filesystem
+        shutil.copyfile(source, beside)
+    beside.replace(path)
 
 
 class TestChanged:
@@ -329,13 +340,32 @@ class TestChanged:
     def test_so_is_one_whose_file_was_written_to(self, models: Models, folder: Path) -> None:
         """Weights in memory may be a mapping of it, and what was written is in them then."""
         first = vae_alone(folder)
-        path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+        path = folder / VAE
         content = path.read_bytes()
         path.write_bytes(content[:-4] + b"\x00\x00\x80\x3f")
         path.write_bytes(content)
         second = vae_alone(models.first)
         assert second.vae is not first.vae
         assert vae_alone(folder).vae is second.vae
+
+    def test_not_one_whose_file_was_made_one_with_an_equal_file(
+        self, models: Models, folder: Path
+    ) -> None:
+        """As `dedup` does it; what is in memory is the old file, and nobody has written to that."""
+        first = vae_alone(folder)
+        replace_by_link(models.first / VAE, folder / VAE)
+        assert vae_alone(models.first).vae is first.vae
+        assert vae_alone(folder).vae is first.vae
+
+    def test_but_one_whose_old_file_was_written_to_under_another_name(
+        self, models: Models, folder: Path, tmp_path: Path
+    ) -> None:
+        first = vae_alone(folder)
+        os.link(folder / VAE, tmp_path / "other")
+        replace_by_link(models.first / VAE, folder / VAE)
+        content = (tmp_path / "other").read_bytes()
+        (tmp_path / "other").write_bytes(content)
+        assert vae_alone(folder).vae is not first.vae
 
     def test_it_is_still_shown_to_be_shared_by_its_holders(self, models: Models) -> None:
         first, second = pipeline_of(models.first), pipeline_of(models.second)
