@@ -296,20 +296,22 @@ def parsed() -> argparse.Namespace:
 
 def publish(room: Path, sizes: tuple[str, ...], tiny: Path | None) -> None:
     """Make the pipelines of each size and lay them out as repos."""
-    from tests.hub_server.pipelines import make_models
-
     if tiny is None:
-        make_models(room / "tiny")
+        _run("-m", "tests.hub_server.pipelines", room / "tiny")
     else:
         (room / "tiny").symlink_to(tiny.resolve())
     if "large" in sizes:
-        command = [sys.executable, str(ROOT / "scripts/bench/_models.py"), str(room / "large")]
-        subprocess.run(command, check=True, capture_output=True)
+        _run(ROOT / "scripts/bench/_models.py", room / "large")
     for size in sizes:
         for name in ("first", "second"):
             link = room / "served" / "models" / size / name
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(room / size / name)
+
+
+def _run(*words: str | Path) -> None:
+    """Run Python apart: the libraries must not be in this process yet, nor any thread."""
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, capture_output=True)
 
 
 def import_libraries(environment: dict[str, str], room: Path) -> None:
@@ -556,7 +558,7 @@ def describe(bench: Bench) -> None:
 def weights_of(bench: Bench, size: str) -> str:
     """Return the sizes of a pipeline's weights."""
     paths = sorted((bench.room / size / "first").rglob("*.safetensors"))
-    return ", ".join(f"{path.parent.name} {path.stat().st_size / 1e6:.2g}" for path in paths)
+    return ", ".join(f"{path.parent.name} {path.stat().st_size / 1e6:.1f}" for path in paths)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def class_of(
     else:
         found = _class_named(cls, folder)
     if found is None:
-        raise UnknownClassError(f"Neither diffusers nor transformers has a class {cls!r}")
+        raise UnknownClassError(
+            f"Neither diffusers nor transformers has a class {cls!r} to load {folder} with",
+            hint="Check how it is written, or leave `cls` out; a newer version may have it.",
+        )
     if not hasattr(found, "from_pretrained"):
         raise TypeError(f"{found.__name__} has no from_pretrained")
     return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,3 +269,7 @@ def _make_all(folder: Path) -> None:
     language.save_pretrained(made.language_sharded, max_shard_size="120KB")
     for path in (*folder.rglob("*.safetensors"), *folder.rglob("*.bin")):
         assert path.stat().st_size >= LEAST_WEIGHTS, path
+
+
+if __name__ == "__main__":
+    make_models(Path(sys.argv[1]))

@@ -44,8 +44,7 @@ def served(library_hub: LibraryHub, models: Models) -> LibraryHub:
 @pytest.fixture
 def known(served: LibraryHub) -> LibraryHub:
     """The same, the first pipeline is in the store."""
-    with smartcache.enable():
-        load(FIRST, smart_cache=True)
+    smartcache.snapshot_download(FIRST)
     served.clear()
     return served
 

@@ -26,6 +26,7 @@ from smartcache.pretrained.registry import components, registry
 from smartcache.pretrained.sharing import unshare
 from smartcache.pretrained.state import describe, have_equal_values
 from tests.hub_server.pipelines import Models
+from tests.pretrained.scenarios import published
 from tests.pretrained.sharing_loads import PARTS, model_of, pipeline_of, same_parts
 
 SHARED = {"text_encoder", "vae"}
@@ -88,9 +89,9 @@ class TestEqual:
     def test_what_they_make_is_what_the_library_alone_makes(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
-        second, plain = pipeline_of(models.second), plainly(models.second)
+        second, plain = pipeline_of(models.second), published(models.second)
         assert np.array_equal(picture(second), picture(plain))
-        assert np.array_equal(picture(first), picture(plainly(models.first)))
+        assert np.array_equal(picture(first), picture(published(models.first)))
         assert same_parts(second, pipeline_of(models.second)) == ALL
         assert_as_plain(second, plain)
         assert {**second.config, "_name_or_path": ""} == {**plain.config, "_name_or_path": ""}
@@ -267,7 +268,7 @@ class TestNotEqual:
         )
         after = pipeline_of(folder)
         assert same_parts(before, after) == SHARED
-        assert_as_plain(after, plainly(models.first))
+        assert_as_plain(after, published(models.first))
 
     def test_code_beside_the_weights(self, models: Models, folder: Path) -> None:
         before = pipeline_of(models.second)
@@ -335,7 +336,7 @@ class TestChanged:
         assert third.vae is not first.vae
         assert holder.vae is first.vae
         assert vae_alone(models.first).vae is third.vae
-        assert_as_plain(third, plainly(models.second, **NO_OTHERS), {"vae"})
+        assert_as_plain(third, published(models.second), {"vae"})
 
     def test_so_is_one_whose_file_was_written_to(self, models: Models, folder: Path) -> None:
         """Weights in memory may be a mapping of it, and what was written is in them then."""
@@ -412,14 +413,31 @@ class TestConstructors:
             assert second.vae.dtype == torch.float64
             assert second.vae.config.scaling_factor == 0.5
         assert np.array_equal(picture(first), expected)
-        assert_as_plain(first, plainly(models.first))
+        assert_as_plain(first, published(models.first))
         assert same_parts(first, pipeline_of(models.second)) == SHARED
 
     def test_what_it_has_changed_is_not_given_to_others(self, models: Models) -> None:
         first = pipeline_of(models.first, Meddling)
         second = pipeline_of(models.second)
         assert same_parts(first, second) == {"text_encoder"}
-        assert_as_plain(second, plainly(models.second))
+        assert_as_plain(second, published(models.second))
+
+
+@pytest.fixture(scope="module")
+def lora(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of the text encoder, in a folder."""
+    peft = pytest.importorskip("peft")
+    pipeline = plainly(models.first)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
+    pipeline.text_encoder.add_adapter(config)
+    with torch.no_grad():
+        for name, each in pipeline.text_encoder.named_parameters():
+            if "lora_B" in name:
+                each.fill_(0.01)
+    weights = peft.get_peft_model_state_dict(pipeline.text_encoder)
+    folder = tmp_path_factory.mktemp("lora")
+    type(pipeline).save_lora_weights(folder, text_encoder_lora_layers=weights)
+    return folder
 
 
 class TestLora:
@@ -434,31 +452,19 @@ class TestLora:
 
     @pytest.mark.parametrize("steps", CHANGES, ids=["-".join(each) for each in CHANGES])
     def test_others_see_it_and_the_next_load_does_not(
-        self, models: Models, tmp_path: Path, steps: tuple[str, ...]
+        self, models: Models, lora: Path, steps: tuple[str, ...]
     ) -> None:
-        peft = pytest.importorskip("peft")
         first, second = pipeline_of(models.first), pipeline_of(models.second)
-        self.write(peft, plainly(models.first), tmp_path)
         for step in steps:
             if step == "load":
-                first.load_lora_weights(tmp_path)
+                first.load_lora_weights(lora)
             else:
                 words = {} if step == "unload" else {"components": ["text_encoder"]}
                 getattr(first, f"{step}_lora{'_weights' if step == 'unload' else ''}")(**words)
         third = pipeline_of(models.second)
         assert second.text_encoder is first.text_encoder
         assert third.text_encoder is not first.text_encoder
-        assert_as_plain(third, plainly(models.second))
-
-    def write(self, peft: Any, pipeline: Any, folder: Path) -> None:  # noqa: ANN401 - untyped
-        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
-        pipeline.text_encoder.add_adapter(config)
-        with torch.no_grad():
-            for name, each in pipeline.text_encoder.named_parameters():
-                if "lora_B" in name:
-                    each.fill_(0.01)
-        weights = peft.get_peft_model_state_dict(pipeline.text_encoder)
-        type(pipeline).save_lora_weights(folder, text_encoder_lora_layers=weights)
+        assert_as_plain(third, published(models.second))
 
 
 class TestPlacement:
@@ -529,7 +535,7 @@ class TestThreads:
         made = self.run(lambda number: pipeline_of((models.first, models.second)[number % 2]))
         assert {same_parts_text(made[0], each) for each in made[::2]} == {"text_encoder unet vae"}
         assert {same_parts_text(made[0], each) for each in made[1::2]} == {"text_encoder vae"}
-        assert_as_plain(made[1], plainly(models.second))
+        assert_as_plain(made[1], published(models.second))
 
     def test_one_that_fails_does_not_stop_the_others(self, models: Models, folder: Path) -> None:
         (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
@@ -627,7 +633,7 @@ class TestUnshare:
         assert same_parts(first, second) == {"text_encoder"}
         second.vae.enable_tiling()
         next(second.vae.parameters()).data.zero_()
-        assert_as_plain(first, plainly(models.first))
+        assert_as_plain(first, published(models.first))
         assert first.vae is pipeline_of(models.second).vae
         assert [each.cls for each in components() if len(each.holders) > 1] == ["CLIPTextModel"]
 
@@ -635,7 +641,7 @@ class TestUnshare:
         first, second = pipeline_of(models.first), pipeline_of(models.second)
         unshare(second)
         assert same_parts(first, second) == set()
-        assert_as_plain(second, plainly(models.second))
+        assert_as_plain(second, published(models.second))
 
     def test_does_not_copy_what_nobody_else_has(self, first: StableDiffusionPipeline) -> None:
         before = first.vae
