@@ -1,4 +1,4 @@
-"""What smartcache does with downloads, pipelines and the model folders of several programs.
+"""What smartcache does with downloads, pipelines, computed tensors and the folders of programs.
 
 Run by scripts/demo; `--without-pipelines` leaves diffusers out. Everything lies in one temporary
 folder. Folders in it play the home directory, so that smartcache finds what is there and nothing
@@ -91,12 +91,13 @@ State = dict[str, tuple[object, ...]]
 
 
 def main() -> None:
-    """Show downloads first, then pipelines and the folders of programs; remove everything."""
+    """Show downloads, pipelines, computed tensors and the folders of programs; clean up."""
     room = Path(tempfile.mkdtemp(prefix="smartcache-demo-"))
     try:
         show_downloads(room / "downloads")
         if "--without-pipelines" not in sys.argv[1:]:
             show_pipelines(room / "pipelines")
+        show_artifacts(room / "artifacts")
         show_folders(room / "folders")
     finally:
         shutil.rmtree(room)
@@ -145,6 +146,42 @@ def show_pipelines(room: Path) -> None:
     say("Two tiny pipelines of diffusers, with one text encoder and one VAE. In Python:")
     script = ROOT / "scripts" / "_demo_pipelines.py"
     subprocess.run([sys.executable, str(script)], check=True, env=environment, cwd=home)
+
+
+LATENTS = """\
+import numpy as np
+from smartcache import SmartCache, compute_key
+
+def encode(image, size):  # stands for a VAE and a text encoder
+    encode.calls += 1
+    latent = np.random.default_rng(image).standard_normal((4, size // 8, size // 8))
+    return {"latent": latent.astype(np.float16), "caption": np.ones((77, 768), np.float16)}
+
+encode.calls = 0
+with SmartCache() as cache:
+    for size in (256, 512, 512):  # the third time everything is there
+        with cache.artifacts("latents", fingerprint={"vae": "demo", "size": size}) as latents:
+            keys = [compute_key({"image": image}) for image in range(100)]
+            for image, key in enumerate(keys):
+                latents.get_or_compute(key, lambda: encode(image, size))
+            batch = latents.get_batch(keys[40:72])
+            print(size, batch["latent"].shape, f"{encode.calls} computed so far")
+"""
+
+
+def show_artifacts(room: Path) -> None:
+    """Compute latents of two sizes, each once, and show what is kept of them."""
+    home = room / "home"
+    home.mkdir(parents=True)
+    environment = environment_of(home, room / "store")
+    say("Latents are computed once, and read back in batches. In Python:")
+    print("".join(f"  {line}\n" for line in LATENTS.splitlines()), flush=True)
+    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", LATENTS]
+    subprocess.run(command, check=True, env=environment | {"PYTHONPATH": path}, cwd=home)
+    print(flush=True)
+    say("Two sets, and what tells them apart; the caption that all have is kept once:")
+    run(environment, "artifacts", "ls")
 
 
 def show_folders(room: Path) -> None:

@@ -9,11 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smartcache.artifacts.keys import compute_key
+    from smartcache.artifacts.registered import register_codec
     from smartcache.cache import SmartCache
     from smartcache.config import Settings, load_settings
     from smartcache.errors import (
+        ArtifactError,
+        ArtifactNotFoundError,
         BlobNotFoundError,
         ConfigError,
+        DamagedArtifactError,
         DamagedBlobError,
         DeviceMemoryError,
         DigestMismatchError,
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
         SmartcacheError,
         StoreError,
         UnknownClassError,
+        UnsupportedValueError,
         WrongVariantError,
     )
     from smartcache.functions import (
@@ -45,8 +51,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArtifactError",
+    "ArtifactNotFoundError",
     "BlobNotFoundError",
     "ConfigError",
+    "DamagedArtifactError",
     "DamagedBlobError",
     "DeviceMemoryError",
     "DigestMismatchError",
@@ -63,10 +72,12 @@ __all__ = [
     "Store",
     "StoreError",
     "UnknownClassError",
+    "UnsupportedValueError",
     "WrongVariantError",
     "__version__",
     "cache_mapping",
     "components",
+    "compute_key",
     "disable",
     "enable",
     "from_pretrained",
@@ -75,6 +86,7 @@ __all__ = [
     "load_encoders",
     "load_settings",
     "plan_download",
+    "register_codec",
     "snapshot_download",
     "unshare",
 ]
@@ -85,6 +97,7 @@ _HOMES = {
     "Store": "store.store",
     "cache_mapping": "functions",
     "components": "pretrained.registry",
+    "compute_key": "artifacts.keys",
     "disable": "integrations",
     "enable": "integrations",
     "from_pretrained": "pretrained.api",
@@ -93,6 +106,7 @@ _HOMES = {
     "load_encoders": "pretrained.encoders",
     "load_settings": "config",
     "plan_download": "functions",
+    "register_codec": "artifacts.registered",
     "snapshot_download": "functions",
     "unshare": "pretrained.sharing",
 }

@@ -6,7 +6,7 @@ one object. A layer is imported when it is first used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,17 +14,22 @@ from typing import TYPE_CHECKING, Self
 
 from smartcache.config import Settings, with_home
 from smartcache.progress import Progress, silent
+from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
+    from smartcache.artifacts.artifactset import ArtifactSet
+    from smartcache.artifacts.figures import SetInfo
+    from smartcache.artifacts.sets import ArtifactSets
     from smartcache.folders.dedup import Allow, DedupPlan
     from smartcache.folders.records import Scan
     from smartcache.hub.dropin import Call
     from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
+    from smartcache.store.holder import Holder
 
 
 class SmartCache:
@@ -133,8 +138,63 @@ class SmartCache:
         keep = self.settings.keep_writable if keep_writable is None else keep_writable
         return plan_dedup(self.store, found, keep_writable=keep, allow=allow)
 
+    @property
+    def sets(self) -> ArtifactSets:
+        """All sets of artifacts of this store."""
+        return sets_of(self.store)
+
+    def holders(self) -> list[Holder]:
+        """Return what layers keep in the store besides blobs, to be measured and looked after."""
+        return holders_of(self.store)
+
+    def artifacts(
+        self,
+        name: str,
+        *,
+        fingerprint: Mapping[str, object],
+        max_size: int | None = None,
+        ttl: float | timedelta | None = None,
+        evictable: bool | None = None,
+        durable: bool | None = None,
+    ) -> ArtifactSet:
+        """Open the set of a name and a fingerprint, made if it is not there.
+
+        `max_size` (bytes) and `ttl` (from a put) bound it, `evictable=False` forbids to evict
+        anything of it, `durable` makes every put survive power loss. What is given is kept with
+        the set, what is not given stays as it was.
+        """
+        return self.sets.open(
+            name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable
+        )
+
+    def artifact_sets(self, name: str | None = None) -> list[SetInfo]:
+        """List all sets of artifacts, or those of one name."""
+        return self.sets.infos(name)
+
     def cache_mapping(self) -> CacheMapping:
         """Return {sha256: path} of everything known, as a read-only mapping."""
         from smartcache.hub.mapping import cache_mapping
 
         return cache_mapping(self.store)
+
+
+def sets_of(store: Store) -> ArtifactSets:
+    """Return all sets of artifacts of a store."""
+    from smartcache.artifacts.sets import ArtifactSets
+
+    settings = store.settings
+    return ArtifactSets(
+        store.volume.layout.sets, threads=settings.threads, max_size=settings.artifacts_max_size
+    )
+
+
+def holders_of(store: Store) -> list[Holder]:
+    """Return the holders of what is in a store besides blobs; none, and none loaded, for nothing.
+
+    The hub and the folders hold blobs, as owners: the store itself measures and prunes those.
+    """
+    if not has_sets(store.volume.layout):
+        return []
+    from smartcache.artifacts.holder import SetsHolder
+
+    return [SetsHolder(sets_of(store))]

@@ -12,6 +12,7 @@ is where the user has to correct it. An empty variable counts as unset.
     shared               SMARTCACHE_SHARED           as keep_writable
     lock_timeout         SMARTCACHE_LOCK_TIMEOUT     seconds, "5m", or "none": wait for ever
     everywhere           SMARTCACHE                  as keep_writable; `import smartcache.auto` asks
+    artifacts_max_size   SMARTCACHE_ARTIFACTS_MAX_SIZE  a size: bound of all artifacts together
 
 The file is `$SMARTCACHE_CONFIG`, or `smartcache/config.toml` in `$XDG_CONFIG_HOME` or `~/.config`.
 """
@@ -52,6 +53,7 @@ class Settings:
     shared: bool = False
     lock_timeout: float | None = None
     everywhere: bool = False
+    artifacts_max_size: int | None = None
 
 
 class Overrides(TypedDict, total=False):
@@ -64,6 +66,7 @@ class Overrides(TypedDict, total=False):
     shared: bool | str | None
     lock_timeout: float | str | None
     everywhere: bool | str | None
+    artifacts_max_size: int | str | None
 
 
 def load_settings(**overrides: Unpack[Overrides]) -> Settings:
@@ -242,6 +245,7 @@ _PARSERS: Mapping[str, Callable[[object, Path], object]] = {
     "shared": _flag,
     "lock_timeout": _timeout,
     "everywhere": _flag,
+    "artifacts_max_size": _size,
 }
 _VARIABLES = {"everywhere": "SMARTCACHE"}
 """The settings whose variable is not called after them."""

@@ -1,6 +1,19 @@
 """Every exception of smartcache.
 
     SmartcacheError
+    ├── ArtifactError
+    │   ├── ArtifactNotFoundError(KeyError) no artifact of that key is in the set
+    │   │   └── ArtifactGoneError           what a handle stood for was deleted, replaced or evicted
+    │   ├── DamagedArtifactError(OSError)   the bytes of an artifact are not those that were put
+    │   ├── UnsupportedValueError(TypeError)  a value that cannot be kept, and where it is
+    │   ├── LayoutError(ValueError)         the description of an artifact is malformed
+    │   ├── UnknownCodecError(LookupError)  a value that needs a codec nobody has registered
+    │   ├── BadKeyError(ValueError)         no key, or a config of which no key can be made
+    │   ├── BadSetNameError(ValueError)
+    │   ├── BatchShapeError(ValueError)     artifacts that do not fit into one batch, or a buffer
+    │   ├── RememberedFailureError(RuntimeError)  computing it failed before; not tried again yet
+    │   ├── SetFormatError                  a set of a newer format, or none
+    │   └── SetIndexDamagedError            the index of a set is no readable SQLite file
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
     ├── HubError
     │   ├── UnsafeNameError(ValueError)     the Hub lists a file whose name leads out of its folder
@@ -77,6 +90,85 @@ def _rebuild(
 
 class ConfigError(SmartcacheError, ValueError):
     """A setting, size, age or filter cannot be understood."""
+
+
+class ArtifactError(SmartcacheError):
+    """Something about a set of artifacts, or about a value that was to become one."""
+
+
+class ArtifactNotFoundError(ArtifactError, KeyError):
+    """The set has no artifact of that key."""
+
+    default_hint = "Compute it: get_or_compute(key, fn) does both."
+    keys: tuple[str, ...] = ()
+
+
+class ArtifactGoneError(ArtifactNotFoundError):
+    """What a handle stood for was deleted, replaced or evicted since."""
+
+    default_hint = "Ask the set for the key again."
+
+
+class DamagedArtifactError(ArtifactError, OSError):
+    """The bytes of an artifact are not those that were put; it counts as missing from now on."""
+
+    default_hint = "Compute it again: get_or_compute(key, fn) does so by itself."
+
+
+class UnsupportedValueError(ArtifactError, TypeError):
+    """A value that cannot be kept; `path` says where in the artifact it is."""
+
+    default_hint = "Leave it out, or register a codec for its type: register_codec(...)."
+    path: str = ""
+
+
+class LayoutError(ArtifactError, ValueError):
+    """The description of an artifact is malformed; nothing was made of it."""
+
+    default_hint = "Run 'smartcache artifacts verify'."
+
+
+class UnknownCodecError(ArtifactError, LookupError):
+    """An artifact holds a value for which this program has registered no codec."""
+
+    default_hint = "Register the codec of that name before reading: register_codec(...)."
+    name: str = ""
+
+
+class BadKeyError(ArtifactError, ValueError):
+    """The key cannot be used, or no key can be made of the config; `path` says of what in it."""
+
+    path: str = ""
+
+
+class BadSetNameError(ArtifactError, ValueError):
+    """The name of a set is no plain name."""
+
+    default_hint = "Use letters, digits, '.', '_' and '-', at most 100, a letter or digit first."
+
+
+class BatchShapeError(ArtifactError, ValueError):
+    """Artifacts that do not fit into one batch, or an output buffer that does not fit them."""
+
+
+class RememberedFailureError(ArtifactError, RuntimeError):
+    """Computing the artifact failed before, and it is not time to try again."""
+
+    default_hint = "Cure the cause and call forget_failure(key), or wait for the next try."
+    reason: str = ""
+    count: int = 0
+
+
+class SetFormatError(ArtifactError):
+    """The folder holds a set of a newer format, or none at all."""
+
+    default_hint = "Update smartcache, or remove the set: 'smartcache artifacts rm'."
+
+
+class SetIndexDamagedError(ArtifactError):
+    """The index of a set is no SQLite database any more; its packs hold all there was."""
+
+    default_hint = "Run 'smartcache artifacts verify --rebuild': nothing is computed again."
 
 
 class HubError(SmartcacheError):

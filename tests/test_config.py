@@ -15,6 +15,7 @@ from smartcache.errors import ConfigError
 
 NAMES = [
     "home", "threads", "keep_writable", "link_min_size", "shared", "lock_timeout", "everywhere",
+    "artifacts_max_size",
 ]  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
         shared=False,
         lock_timeout=None,
         everywhere=False,
+        artifacts_max_size=None,
     )
 
 
@@ -70,6 +72,7 @@ def test_every_setting_can_come_from_the_environment(
     monkeypatch.setenv("SMARTCACHE_SHARED", "1")
     monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "2.5")
     monkeypatch.setenv("SMARTCACHE", "1")
+    monkeypatch.setenv("SMARTCACHE_ARTIFACTS_MAX_SIZE", "2TB")
     assert load_settings() == Settings(
         home=tmp_path / "store",
         threads=3,
@@ -78,6 +81,7 @@ def test_every_setting_can_come_from_the_environment(
         shared=True,
         lock_timeout=2.5,
         everywhere=True,
+        artifacts_max_size=2 * 10**12,
     )
 
 
@@ -92,6 +96,7 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         shared = true
         lock_timeout = "5m"
         everywhere = true
+        artifacts_max_size = "500 GB"
         """,
     )
     assert load_settings() == Settings(
@@ -102,6 +107,7 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         shared=True,
         lock_timeout=300,
         everywhere=True,
+        artifacts_max_size=500 * 10**9,
     )
 
 
@@ -114,6 +120,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
         shared=True,
         lock_timeout=0,
         everywhere=True,
+        artifacts_max_size=10**9,
     )
     assert (
         load_settings(
@@ -124,6 +131,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
             shared=True,
             lock_timeout=0,
             everywhere=True,
+            artifacts_max_size="1GB",
         )
         == expected
     )
@@ -220,6 +228,8 @@ BAD_VALUES = [
     ("lock_timeout", "nan"),
     ("home", "~nobody-has-this-name/x"),
     ("everywhere", "sometimes"),
+    ("artifacts_max_size", "plenty"),
+    ("artifacts_max_size", "-1"),
 ]
 
 
@@ -249,6 +259,8 @@ def test_a_bad_key_of_the_file_is_named_with_the_file(name: str, value: str, use
         "shared = 1",
         "lock_timeout = true",
         "lock_timeout = [1]",
+        "artifacts_max_size = true",
+        "artifacts_max_size = 1.5",
         "home = 3",
         'home = ""',
         'home = "a\\u0000b"',

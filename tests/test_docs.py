@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from smartcache.artifacts.setschema import MIGRATIONS
 from smartcache.store.journal import Change
 from smartcache.store.layout import Layout
 from smartcache.store.schema import connect
@@ -264,6 +266,20 @@ class TestOnDiskFormat:
             for table, column in columns
             if f"`{column}`" not in self.section(f"### {table}")
         ]
+        assert not missing
+
+    def test_every_table_and_column_of_a_set_is_described(self) -> None:
+        text = self.section("## sets/")
+        with contextlib.closing(sqlite3.connect(":memory:")) as index:
+            for script in MIGRATIONS:
+                index.executescript(script)
+            columns = index.execute(
+                "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
+                "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
+            ).fetchall()
+        assert columns
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+        missing = [f"{t}.{c}" for t, c in columns if f"`{c}`" not in rows.get(t, "")]
         assert not missing
 
     def test_every_entry_of_the_root_is_described(self, tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ class TestPackaging:
         assert isinstance(dependencies, list)
         names = {text.split(">")[0] for text in dependencies}
         assert names == {
-            "blake3", "click", "filelock", "huggingface_hub", "pyyaml", "safetensors", "xxhash",
+            "blake3", "click", "filelock", "huggingface_hub", "numpy", "pyyaml", "safetensors",
+            "xxhash",
         }  # fmt: skip
 
     def test_torch_is_pinned_for_the_scripts(self) -> None:

@@ -22,6 +22,7 @@ _COMMANDS = {
     "folders": ("folders", "Remember more folders to scan, list or forget them."),
     "download": ("download", "Download a repo without fetching what this machine already has."),
     "hub": ("hub", "Look after the Hugging Face repos on this machine."),
+    "artifacts": ("artifacts", "Look after computed tensors, set by set."),
     "df": ("df", "Show what is on the disk, links counted once."),
     "ls": ("ls", "List the blobs in the store."),
     "add": ("add", "Bring files into the store."),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,6 +92,43 @@ class Group(click.Group):
         return args[0], found, args[1:]
 
 
+class LazyGroup(Group):
+    """A group whose commands are modules, loaded when they are called: some import much."""
+
+    modules: Mapping[str, tuple[str, str]]
+    """Command: its module and its short help, which must be the first sentence of its docstring."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order of the help text."""
+        del ctx
+        return list(self.modules)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load a command."""
+        del ctx
+        if cmd_name not in self.modules:
+            return None
+        module = import_module(f"smartcache.cli.{self.modules[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name}_command")
+        assert isinstance(command, click.Command)  # noqa: S101 - for the type checker
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without loading them."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in self.modules.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command meant by the first word, or suggest the nearest one."""
+        found = self.get_command(ctx, args[0])
+        if found is None:
+            raise no_such_command(ctx, args[0], list(self.modules))
+        return args[0], found, args[1:]
+
+
 def no_such_command(ctx: click.Context, word: str, known: list[str]) -> click.UsageError:
     """Return the error for a command that does not exist, with the nearest that does."""
     from difflib import get_close_matches  # for the hint alone
@@ -141,6 +179,20 @@ def group(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F],
         return made
 
     return decorate
+
+
+def lazy_group(
+    name: str,
+    *,
+    text: str,
+    modules: Mapping[str, tuple[str, str]],
+    examples: tuple[tuple[str, str], ...],
+) -> LazyGroup:
+    """Return a command whose commands are loaded when they are called."""
+    made = LazyGroup(name, help=text, context_settings={"max_content_width": 100})
+    made.modules = modules
+    made.examples = examples
+    return made
 
 
 def _common() -> list[click.Parameter]:

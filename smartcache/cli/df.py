@@ -7,6 +7,13 @@ from pathlib import Path
 import click
 
 from smartcache.cli._command import FILE, command
+from smartcache.cli._holders import (
+    holders,
+    part_document,
+    show_parts,
+    usage_rows,
+    warn_of_parts,
+)
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -14,6 +21,7 @@ from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, clock
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
+from smartcache.store.holder import HolderUsage
 from smartcache.store.usage import FolderUsage, StoreUsage, folder_usage
 
 _MOST_NAMED = 5
@@ -58,6 +66,7 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool, chec
 
     Of the store, or of any folders: LOGICAL is what the names add up to, ON DISK the blocks in use,
     each file once. What is SHARED has names outside too; deleting the folder does not free it.
+    Artifact sets are shown if there are any.
     """
     if paths:
         _show_folders(_measure(session, paths))
@@ -65,9 +74,14 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool, chec
     with session.stores() as stores:
         by_owner = verbose or out.mode == "json"
         figures = [store.usage(check=check, by_owner=by_owner, progress=bars) for store in stores]
+        held = [holder.usage() for holder in holders(stores)]
+    warn_of_parts(held)
     out.show(
-        human=lambda: _show_stores(figures, verbose=verbose, check=check),
-        document=lambda: {"stores": [_store_document(each) for each in figures], "folders": []},
+        human=lambda: _show_stores(figures, held, verbose=verbose, check=check),
+        document=lambda: {
+            "stores": [_store_document(each, _of(each, figures, held)) for each in figures],
+            "folders": [],
+        },
         ids=lambda: [each.root for each in figures],
     )
 
@@ -85,29 +99,41 @@ def _measure(session: Session, paths: tuple[Path, ...]) -> list[FolderUsage]:
     return folder_usage(paths, progress=bars)
 
 
-def _show_stores(figures: list[StoreUsage], *, verbose: bool, check: bool) -> None:
+def _of(usage: StoreUsage, figures: list[StoreUsage], held: list[HolderUsage]) -> list[HolderUsage]:
+    """Return what is in a store besides blobs: all of it lies in the first."""
+    return held if usage is figures[0] else []
+
+
+def _show_stores(
+    figures: list[StoreUsage], held: list[HolderUsage], *, verbose: bool, check: bool
+) -> None:
     for number, each in enumerate(figures):
+        own = _of(each, figures, held)
         if number:
             out.line()
         out.line(f"{each.root}, as of {clock(each.as_of)} ({ago(each.as_of)})")
-        out.table(_FIGURES, _rows(each, verbose=verbose))
+        out.table(_FIGURES, _rows(each, own, verbose=verbose))
         if verbose and each.owners:
             out.line()
             out.table(_OWNERS, _owner_rows(each))
+        for usage in own if verbose else ():
+            out.line()
+            show_parts(usage)
         if each.is_rebuilt:
             out.talk("The index was rebuilt: prune refuses until 'smartcache scan' has run.")
     if figures and not check:
         out.talk("These are figures of the index; --check looks at every blob again.")
 
 
-def _rows(usage: StoreUsage, *, verbose: bool) -> list[list[str]]:
+def _rows(usage: StoreUsage, held: list[HolderUsage], *, verbose: bool) -> list[list[str]]:
     rows = [
         ["  blobs", f"{usage.blobs:,}", ""],
         ["  logical", format_size(usage.logical), "what their names add up to"],
         ["  on disk", format_size(usage.physical), "each file once"],
         ["    shared", format_size(usage.shared), "with files outside the store"],
         ["    only here", format_size(usage.only_smartcache), "held by smartcache alone"],
-        ["  can be freed", format_size(usage.reclaimable), "by 'smartcache prune', now"],
+        *usage_rows(held),
+        ["  can be freed", format_size(_reclaimable(usage, held)), "by 'smartcache prune', now"],
         ["  saved", format_size(usage.saved), "by sharing instead of copying"],
     ]
     if verbose:
@@ -120,6 +146,10 @@ def _rows(usage: StoreUsage, *, verbose: bool) -> list[list[str]]:
             ["  all of it", format_size(usage.total), "everything in the store's directory"],
         ]
     return rows
+
+
+def _reclaimable(usage: StoreUsage, held: list[HolderUsage]) -> int:
+    return usage.reclaimable + sum(each.reclaimable for each in held)
 
 
 def _owner_rows(usage: StoreUsage) -> list[list[str]]:
@@ -136,7 +166,7 @@ def _owner_rows(usage: StoreUsage) -> list[list[str]]:
     ]
 
 
-def _store_document(usage: StoreUsage) -> dict[str, object]:
+def _store_document(usage: StoreUsage, held: list[HolderUsage]) -> dict[str, object]:
     return {
         "root": usage.root,
         "as_of": usage.as_of,
@@ -145,7 +175,7 @@ def _store_document(usage: StoreUsage) -> dict[str, object]:
         "physical": usage.physical,
         "shared": usage.shared,
         "only_smartcache": usage.only_smartcache,
-        "reclaimable": usage.reclaimable,
+        "reclaimable": _reclaimable(usage, held),
         "saved": usage.saved,
         "trash": usage.trash,
         "bad": usage.bad,
@@ -155,6 +185,7 @@ def _store_document(usage: StoreUsage) -> dict[str, object]:
         "total": usage.total,
         "is_rebuilt": usage.is_rebuilt,
         "owners": usage.owners,
+        "artifact_sets": [part_document(part) for each in held for part in each.parts],
     }
 
 

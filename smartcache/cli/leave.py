@@ -32,27 +32,38 @@ from smartcache.store.undo import Undone
 )
 @click.option("--keep-shared", is_flag=True, help="Let replaced files go on sharing their bytes.")
 @click.option("--drop-pinned", is_flag=True, help="Lose pinned blobs that are only in the store.")
+@click.option("--drop-artifacts", is_flag=True, help="Lose all artifact sets.")
 @asks
 @click.pass_context
 def eject_command(
-    ctx: click.Context, *, keep_shared: bool, drop_pinned: bool, dry_run: bool, yes: bool
+    ctx: click.Context,
+    *,
+    keep_shared: bool,
+    drop_pinned: bool,
+    drop_artifacts: bool,
+    dry_run: bool,
+    yes: bool,
 ) -> None:
     """Give every file its own bytes back and remove the store.
 
     Modes, times and places too, on every volume. Room is checked first. Blobs that nothing outside
-    the store has go with it; pinned ones are not lost unless that is allowed.
+    the store has go with it; pinned ones, and artifacts, are not lost unless that is allowed.
     """
     with ctx.ensure_object(Session).store() as store:
         # The neighbours first: only the store itself knows of them.
         volumes = list(reversed(store.stores()))
         plans = [
-            each.plan_eject(keep_shared=keep_shared, drop_pinned=drop_pinned) for each in volumes
+            each.plan_eject(
+                keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_artifacts
+            )
+            for each in volumes
         ]
         for warning in dict.fromkeys(text for plan in plans for text in plan.warnings):
             out.warn(warning)
         results: list[Undone] = []
         if not dry_run:
             _refuse_pinned(plans)
+            _refuse_artifacts(plans)
             _refuse_lack_of_room(plans)
             if not yes and out.mode == "human":
                 _say_plans(plans, as_talk=True)
@@ -74,6 +85,17 @@ def _refuse_pinned(plans: list[EjectPlan]) -> None:
         raise BlobInUseError(message, hint=hint, digests=digests)
 
 
+def _refuse_artifacts(plans: list[EjectPlan]) -> None:
+    """Say before the question that what was computed would be lost."""
+    sets = [path for plan in plans if not plan.drop_sets for path in plan.sets]
+    if sets:
+        size = format_size(sum(plan.sets_size for plan in plans))
+        names = named(list(dict.fromkeys(path.parent.name for path in sets)), "name")
+        message = f"Computed artifacts would be lost, {size}: {names}; nothing was changed"
+        hint = "Copy the folder 'sets' of the store elsewhere, or lose them with --drop-artifacts."
+        raise BlobInUseError(message, hint=hint, sets=tuple(sets))
+
+
 def _refuse_lack_of_room(plans: list[EjectPlan]) -> None:
     """Raise before the first volume goes if another has no room."""
     for plan in plans:
@@ -93,6 +115,10 @@ def _plan_lines(plan: EjectPlan) -> list[str]:
     ]
     if plan.pinned_only:
         lines.append(f"  {counted(len(plan.pinned_only), 'pinned blob')} only in the store")
+    if plan.sets:
+        sets, size = counted(len(plan.sets), "artifact set"), format_size(plan.sets_size)
+        verb = "are lost" if plan.drop_sets else "would be lost: --drop-artifacts allows it"
+        lines.append(f"  {sets} ({size}) {verb}")
     return lines
 
 
@@ -137,6 +163,8 @@ def _ejection(plan: EjectPlan) -> dict[str, object]:
         "free_size": plan.free_size,
         "freed_size": plan.freed_size,
         "pinned_only": plan.pinned_only,
+        "artifact_sets": plan.sets,
+        "artifact_sets_size": plan.sets_size,
         "warnings": plan.warnings,
     }
 

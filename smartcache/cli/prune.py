@@ -7,12 +7,14 @@ from datetime import timedelta
 import click
 
 from smartcache.cli._command import age, asks, command, size
+from smartcache.cli._holders import holders, prune_document, show_victims
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
+from smartcache.store.holder import HolderPlan, HolderResult
 from smartcache.store.prune import PrunePlan, PruneResult, Victim
 from smartcache.store.store import Store
 
@@ -60,7 +62,9 @@ def prune_command(
     """Free what only smartcache holds and nobody wants.
 
     Blobs without a pin, owner, symlink or hard link go, and the trash is emptied: what it holds
-    cannot be undone afterwards. `smartcache gc` is the same command.
+    cannot be undone afterwards. Of artifact sets, what is past its time and dead room go, never an
+    artifact that is wanted: 'smartcache artifacts prune' evicts those. `smartcache gc` is the same
+    command.
     """
     with session.stores() as stores:
         plans = [
@@ -73,33 +77,78 @@ def prune_command(
             )
             for store in stores
         ]  # fmt: skip
-        for warning in dict.fromkeys(text for _, plan in plans for text in plan.warnings):
+        pruning = _Pruning(plans, [holder.plan_prune() for holder in holders(stores)])
+        for warning in pruning.warnings():
             out.warn(warning)
-        results: list[PruneResult] = []
-        if not dry_run and _victims(plans):
-            _ask(plans, verbose=verbose, yes=yes)
-            results = [plan.execute(progress=bars) for _, plan in plans if plan.victims]
+        if not dry_run and not pruning.is_empty():
+            _ask(pruning, verbose=verbose, yes=yes)
+            pruning.execute()
         out.show(
-            human=lambda: _say(plans, results, verbose=verbose, dry_run=dry_run),
-            document=lambda: _document(plans, results, dry_run=dry_run),
-            ids=lambda: [victim.digest for victim in _victims(plans)],
+            human=lambda: _say(pruning, verbose=verbose, dry_run=dry_run),
+            document=lambda: _document(pruning, dry_run=dry_run),
+            ids=lambda: [victim.digest for victim in pruning.victims()],
         )
 
 
-def _victims(plans: list[tuple[Store, PrunePlan]]) -> list[Victim]:
-    return [victim for _, plan in plans for victim in plan.victims]
+class _Pruning:
+    """The plans for blobs, those for what is kept besides them, and what came of both."""
+
+    def __init__(self, blobs: list[tuple[Store, PrunePlan]], held: list[HolderPlan]) -> None:
+        self.blobs = blobs
+        self.held = held
+        self.results: list[PruneResult] = []
+        self.held_results: list[HolderResult] = []
+
+    def victims(self) -> list[Victim]:
+        """Return the blobs that would go."""
+        return [victim for _, plan in self.blobs for victim in plan.victims]
+
+    def artifacts(self) -> int:
+        """Return how many artifacts would go."""
+        return sum(plan.items for plan in self.held)
+
+    def is_empty(self) -> bool:
+        """Say whether nothing would be freed."""
+        return not self.victims() and not any(plan.victims for plan in self.held)
+
+    def warnings(self) -> list[str]:
+        """Return what the user should know, each once."""
+        texts = [text for _, plan in self.blobs for text in plan.warnings]
+        return list(dict.fromkeys([*texts, *(t for plan in self.held for t in plan.warnings)]))
+
+    def planned_size(self) -> int:
+        """Return what is expected to come back."""
+        blobs = sum(plan.freed_size for _, plan in self.blobs)
+        return blobs + sum(plan.freed_size for plan in self.held)
+
+    def freed_size(self) -> int:
+        """Return what the filesystem has given back."""
+        blobs = sum(result.freed_size for result in self.results)
+        return blobs + sum(result.freed_size for result in self.held_results)
+
+    def execute(self) -> None:
+        """Do it: the blobs first, because artifacts are copied to be compacted."""
+        self.results = [plan.execute(progress=bars) for _, plan in self.blobs if plan.victims]
+        self.held_results = [plan.execute(bars) for plan in self.held if plan.victims]
 
 
-def _ask(plans: list[tuple[Store, PrunePlan]], *, verbose: bool, yes: bool) -> None:
+def _ask(pruning: _Pruning, *, verbose: bool, yes: bool) -> None:
     if not yes and out.mode == "human":
-        _show(plans, verbose=verbose, as_talk=True)
-    victims = _victims(plans)
-    freed = format_size(sum(plan.freed_size for _, plan in plans))
-    out.confirm(f"Remove {counted(len(victims), 'blob')} for good and free {freed}?", yes=yes)
+        _show(pruning, verbose=verbose, as_talk=True)
+    what = _what(len(pruning.victims()), pruning.artifacts())
+    freed = format_size(pruning.planned_size())
+    question = f"Remove {what} for good and free {freed}?" if what else f"Free {freed}?"
+    out.confirm(question, yes=yes)
 
 
-def _show(plans: list[tuple[Store, PrunePlan]], *, verbose: bool, as_talk: bool) -> None:
-    victims = sorted(_victims(plans), key=lambda victim: -victim.allocated)
+def _what(blobs: int, artifacts: int) -> str:
+    """Return "2 blobs and 30 artifacts"; empty where only dead room goes."""
+    words = [counted(blobs, "blob")] if blobs else []
+    return " and ".join([*words, counted(artifacts, "artifact")] if artifacts else words)
+
+
+def _show(pruning: _Pruning, *, verbose: bool, as_talk: bool) -> None:
+    victims = sorted(pruning.victims(), key=lambda victim: -victim.allocated)
     shown = victims if verbose else victims[:_MOST_SHOWN]
     rows = (
         [
@@ -114,36 +163,42 @@ def _show(plans: list[tuple[Store, PrunePlan]], *, verbose: bool, as_talk: bool)
     out.table(_COLUMNS, rows, as_talk=as_talk)
     if len(victims) > len(shown):
         out.talk(f"... and {len(victims) - len(shown):,} smaller ones; -v shows all")
+    if victims and any(plan.victims for plan in pruning.held):
+        out.line(as_talk=as_talk)
+    show_victims(pruning.held, as_talk=as_talk)
 
 
-def _say(
-    plans: list[tuple[Store, PrunePlan]],
-    results: list[PruneResult],
-    *,
-    verbose: bool,
-    dry_run: bool,
-) -> None:
-    victims = _victims(plans)
-    held = sum(plan.held_size for _, plan in plans)
+def _say(pruning: _Pruning, *, verbose: bool, dry_run: bool) -> None:
+    held = sum(plan.held_size for _, plan in pruning.blobs)
     stays = f"; {format_size(held)} are held and stay" if held else ""
-    if not victims:
+    if pruning.is_empty():
         out.line(f"Nothing to prune{stays}.")
     elif dry_run:
-        _show(plans, verbose=verbose, as_talk=False)
-        freed = format_size(sum(plan.freed_size for _, plan in plans))
-        out.talk(f"Would remove {counted(len(victims), 'blob')} and free {freed}{stays}.")
+        _show(pruning, verbose=verbose, as_talk=False)
+        what, freed = _what(len(pruning.victims()), pruning.artifacts()), pruning.planned_size()
+        words = f"remove {what} and free" if what else "free"
+        out.talk(f"Would {words} {format_size(freed)}{stays}.")
     else:
-        removed = sum(result.removed for result in results)
-        freed = format_size(sum(result.freed_size for result in results))
-        out.line(f"Removed {counted(removed, 'blob')}, freed {freed}{stays}.")
-        kept = sum(result.kept for result in results)
-        if kept:
-            out.talk(f"{counted(kept, 'blob')} came into use again meanwhile and stayed.")
+        _say_done(pruning, stays)
 
 
-def _document(
-    plans: list[tuple[Store, PrunePlan]], results: list[PruneResult], *, dry_run: bool
-) -> dict[str, object]:
+def _say_done(pruning: _Pruning, stays: str) -> None:
+    removed = sum(result.removed for result in pruning.results)
+    artifacts = sum(result.items for result in pruning.held_results)
+    what = _what(removed, artifacts) or ("0 blobs" if pruning.victims() else "")
+    freed = format_size(pruning.freed_size())
+    out.line(f"Removed {what}, freed {freed}{stays}." if what else f"Freed {freed}{stays}.")
+    kept = sum(result.kept for result in pruning.results)
+    if kept:
+        out.talk(f"{counted(kept, 'blob')} came into use again meanwhile and stayed.")
+    planned = sum(plan.freed_size for plan in pruning.held)
+    if artifacts and sum(each.freed_size for each in pruning.held_results) < planned // 2:
+        out.talk("Artifacts give more back with 'smartcache artifacts compact --force'.")
+    for text in (text for result in pruning.held_results for text in result.problems):
+        out.warn(text)
+
+
+def _document(pruning: _Pruning, *, dry_run: bool) -> dict[str, object]:
     return {
         "dry_run": dry_run,
         "victims": [
@@ -155,13 +210,14 @@ def _document(
                 "used_at": victim.used_at,
                 "root": store.root,
             }
-            for store, plan in plans
+            for store, plan in pruning.blobs
             for victim in plan.victims
         ],
-        "planned_size": sum(plan.freed_size for _, plan in plans),
-        "held_size": sum(plan.held_size for _, plan in plans),
-        "removed": sum(result.removed for result in results),
-        "freed_size": sum(result.freed_size for result in results),
-        "kept": sum(result.kept for result in results),
-        "warnings": [text for _, plan in plans for text in plan.warnings],
+        "planned_size": pruning.planned_size(),
+        "held_size": sum(plan.held_size for _, plan in pruning.blobs),
+        "removed": sum(result.removed for result in pruning.results),
+        "freed_size": pruning.freed_size(),
+        "kept": sum(result.kept for result in pruning.results),
+        "artifact_sets": prune_document(pruning.held, pruning.held_results),
+        "warnings": pruning.warnings(),
     }

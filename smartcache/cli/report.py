@@ -10,6 +10,7 @@ import click
 from smartcache.cli._command import age, command
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._folders import chooses_folders, existing, folder_document, warn_of
+from smartcache.cli._holders import part_document
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -102,6 +103,7 @@ def _document(report: Report, warnings: list[str]) -> dict[str, object]:
         "across": report.across,
         "elsewhere": report.elsewhere,
         "unread": _unread(report.unread),
+        "artifact_sets": [part_document(part) for part in report.artifact_sets],
         "min_size": report.min_size,
         "uncompared": report.uncompared,
         "problems": report.problems,

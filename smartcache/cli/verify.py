@@ -8,11 +8,13 @@ import click
 
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
+from smartcache.cli._holders import holders, say_parts
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._words import counted, short
 from smartcache.sizes import format_size
+from smartcache.store.holder import HolderReport
 from smartcache.store.layout import Layout
 from smartcache.store.store import Store
 from smartcache.store.verify import VerifyReport
@@ -41,6 +43,7 @@ def verify_command(
 
     Damaged blobs go to bad/ and are named; their files outside the store stay as they are. Exits
     with 3 if something is damaged or missing that was not healed. Only --rebuild asks first.
+    Of artifact sets the index and the sizes of packs are checked, with --full every artifact.
     """
     session = ctx.ensure_object(Session)
     if dry_run and not rebuild:
@@ -49,14 +52,20 @@ def verify_command(
     if rebuild and session.has_store():
         rebuilt = _rebuild(session, dry_run=dry_run, yes=yes)
     reports: list[tuple[Store, VerifyReport]] = []
+    held: list[HolderReport] = []
     if not dry_run:
         with session.stores() as stores:
             for store in stores:
                 report = store.verify(full=full, repair=repair, progress=bars)
                 reports.append((store, report))
-    _show(reports, rebuilt, repair=repair, dry_run=dry_run)
-    if any(report.has_damage for _, report in reports):
+            held = [holder.verify(full=full, progress=bars) for holder in holders(stores)]
+    _show(reports, held, rebuilt, repair=repair, dry_run=dry_run)
+    if _has_damage(reports, held):
         ctx.exit(DAMAGED)
+
+
+def _has_damage(reports: list[tuple[Store, VerifyReport]], held: list[HolderReport]) -> bool:
+    return any(report.has_damage for _, report in reports) or any(each.has_damage for each in held)
 
 
 def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
@@ -86,21 +95,24 @@ def _count_blobs(root: Path) -> int:
 
 def _show(
     reports: list[tuple[Store, VerifyReport]],
+    held: list[HolderReport],
     rebuilt: int | None,
     *,
     repair: bool,
     dry_run: bool,
 ) -> None:
     out.show(
-        human=lambda: _say(reports, rebuilt, repair=repair, dry_run=dry_run),
+        human=lambda: _say(reports, held, rebuilt, repair=repair, dry_run=dry_run),
         document=lambda: {
             "dry_run": dry_run,
             "rebuilt": rebuilt,
-            "has_damage": any(report.has_damage for _, report in reports),
+            "has_damage": _has_damage(reports, held),
             "stores": [_document(store, report) for store, report in reports],
+            "artifact_sets": [part for each in held for part in each.parts],
         },
         ids=lambda: [
-            digest for _, report in reports for digest in (*report.damaged, *report.missing)
+            *(digest for _, report in reports for digest in (*report.damaged, *report.missing)),
+            *(part.name for each in held for part in each.parts if part.damage),
         ],
     )
 
@@ -124,6 +136,7 @@ def _document(store: Store, report: VerifyReport) -> dict[str, object]:
 
 def _say(
     reports: list[tuple[Store, VerifyReport]],
+    held: list[HolderReport],
     rebuilt: int | None,
     *,
     repair: bool,
@@ -142,6 +155,12 @@ def _say(
             out.talk(f"Damage was found. {advice}: what was known of the blobs is kept.")
         elif not (report.healed or report.dead_links or report.unindexed or report.stray):
             out.line("No damage was found.")
+    for each in held:
+        artifacts = counted(sum(part.items for part in each.parts), "artifact")
+        size = sum(part.read_size for part in each.parts)
+        read = f", {format_size(size)} read" if size else ""
+        out.line(f"Checked {artifacts} of {counted(len(each.parts), 'set')}{read}.")
+        say_parts(each)
 
 
 def _say_differences(report: VerifyReport) -> None:

@@ -10,12 +10,13 @@ import heapq
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
+from smartcache.cache import holders_of
 from smartcache.folders.records import Group, ModelFolder, Problem, Scan
 from smartcache.folders.scan import survey
 from smartcache.folders.titles import kind_of
@@ -23,6 +24,7 @@ from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles
 from smartcache.report.unread import Unread, Watch
+from smartcache.store.holder import Part
 from smartcache.store.records import Seen
 from smartcache.store.store import Store
 
@@ -88,6 +90,8 @@ class Report:
     """Files from `min_size` that have another of their size and were never compared with it."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
+    artifact_sets: tuple[Part, ...] = ()
+    """Sets of computed tensors, the largest first."""
 
 
 def make_report(
@@ -111,7 +115,9 @@ def make_report(
             job.advance(len(same))
     for group in found.largest():
         counting.add_group(group)
-    return counting.report(found, now)
+    parts = [part for holder in holders_of(store) for part in holder.usage().parts]
+    parts.sort(key=lambda part: (-part.on_disk, part.name))
+    return replace(counting.report(found, now), artifact_sets=tuple(parts))
 
 
 class _Table:

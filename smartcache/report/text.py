@@ -10,10 +10,12 @@ from smartcache.report.figures import Across, Report, SharedFile, Sums
 from smartcache.report.naming import from_home
 from smartcache.report.unread import Unread
 from smartcache.sizes import format_age, format_size
+from smartcache.store.holder import Part
 
 MOST_ROWS = 20
 _MOST_FILES = 10
 _MOST_PATHS = 4
+_ENOUGH_OF_ID = 12
 _SUMS = ("FILES", "SIZE", "ON DISK", "SAVED", "DUPLICATE")
 
 
@@ -46,6 +48,8 @@ def sections(report: Report) -> Iterator[Section]:
     if report.across:
         yield _across(report.across, report.elsewhere)
     yield _unread(report.unread)
+    if report.artifact_sets:
+        yield _artifact_sets(report.artifact_sets)
 
 
 def _summary(report: Report) -> Iterator[str]:
@@ -138,6 +142,37 @@ def _unread(unread: Unread) -> Section:
         ),
         notes=tuple(notes),
     )
+
+
+def _artifact_sets(parts: tuple[Part, ...]) -> Section:
+    reclaimable = sum(part.reclaimable for part in parts)
+    artifacts = _count(sum(part.items for part in parts), "artifact")
+    size = format_size(sum(part.on_disk for part in parts))
+    notes = [f"{artifacts} in {_count(len(parts), 'set')}, {size} on disk."]
+    if reclaimable:
+        notes.append(f"'smartcache prune' would free {format_size(reclaimable)} of that.")
+    if len(parts) > MOST_ROWS:
+        notes.insert(0, f"... and {len(parts) - MOST_ROWS:,} more; --json has them all")
+    return Section(
+        title="Computed tensors",
+        columns=("ARTIFACTS", "LIVE", "ON DISK", "CAN BE FREED", "SET"),
+        rows=tuple(
+            (f"{part.items:,}", *map(format_size, _sizes(part)), _set_label(part))
+            for part in parts[:MOST_ROWS]
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _sizes(part: Part) -> tuple[int, int, int]:
+    return part.live, part.on_disk, part.reclaimable
+
+
+def _set_label(part: Part) -> str:
+    """Return the name of a set with enough of its id to name it by."""
+    name, _, id_ = part.name.rpartition("/")
+    problem = f": {part.problem}" if part.problem else ""
+    return f"{name}/{id_[:_ENOUGH_OF_ID]}{problem}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from smartcache.errors import StoreError
 from smartcache.store.schema import connect, make_or_connect, translated
@@ -29,6 +29,9 @@ _PAGE = 1000
 class Database:
     """A connection, transactions, notes about the whole, and a consistent copy."""
 
+    migrations: ClassVar[tuple[str, ...] | None] = None
+    """What makes the tables, version by version; None: those of the store's index."""
+
     def __init__(self, path: Path, *, wal: bool) -> None:
         self.path = path
         self._wal = wal
@@ -37,7 +40,9 @@ class Database:
         self._is_open = True
         self._is_stranded = False
         self._connection: sqlite3.Connection | None
-        self._connection, self.is_new = make_or_connect(path, wal=wal, create=True)
+        self._connection, self.is_new = make_or_connect(
+            path, wal=wal, create=True, migrations=self.migrations
+        )
         self._streams: set[sqlite3.Connection] = set()
         _databases.add(self)
 
@@ -83,6 +88,15 @@ class Database:
             finally:
                 if durable:
                     self._run("PRAGMA synchronous = NORMAL")
+
+    def _is_writing(self) -> bool:
+        """Say whether this thread is in a transaction."""
+        if not self._gate.acquire(blocking=False):
+            return False  # another thread is at work
+        try:
+            return self._depth > 0
+        finally:
+            self._gate.release()
 
     def note(self, key: str) -> str | None:
         """Return a note about the database as a whole."""
@@ -134,6 +148,9 @@ class Database:
             self._is_stranded = True
         self._gate.release()
 
+    def _connect(self) -> sqlite3.Connection:
+        return connect(self.path, wal=self._wal, create=False, migrations=self.migrations)
+
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None or self._is_stranded:
             if self._is_stranded:
@@ -141,7 +158,7 @@ class Database:
                 raise StoreError(message, hint="Open the store again in the child process.")
             if not self._is_open:
                 raise StoreError(f"{self.path} was closed", hint="Open the store again.")
-            self._connection = connect(self.path, wal=self._wal, create=False)
+            self._connection = self._connect()
         return self._connection
 
     def _all(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
@@ -156,13 +173,14 @@ class Database:
         """Go through many rows in flat memory, as they were when it began.
 
         On a connection of its own, so that the index may be written meanwhile; without WAL a reader
-        would block that, so there all rows are fetched at once.
+        would block that, so there all rows are fetched at once. So they are within a transaction of
+        this thread, which another connection does not see.
         """
-        if not self._wal:
+        if not self._wal or self._is_writing():
             yield from self._all(sql, *values)
             return
         with self._gate:
-            stream = connect(self.path, wal=self._wal, create=False)
+            stream = self._connect()
             self._streams.add(stream)
         try:
             cursor = stream.execute(sql, values)

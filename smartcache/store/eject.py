@@ -4,8 +4,8 @@ Files that were replaced get their own bytes, adopted ones their mode, moved one
 links that were placed become ordinary files. Files that share blocks with each other (reflinks)
 stay so: they are ordinary files, have no tie to the store, and nobody can tell but by the space
 that is saved. Space is checked before the first step. A store that has the last copy of something
-pinned is not removed unless that is allowed. Every step is one of `undo`, so a killed eject can
-simply be run again.
+pinned, or artifacts that were computed, is not removed unless that is allowed. Every step is one of
+`undo`, so a killed eject can simply be run again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from smartcache.store.own_copy import give_own_copy
 from smartcache.store.owners import link_liveness
 from smartcache.store.records import Blob, Link, Trust
 from smartcache.store.restored import is_our_link, is_restored, needed_bytes
+from smartcache.store.setfolders import set_folders, sets_size
 from smartcache.store.undo import Undoing, Undone, new_undoing, undo_adopt, undo_one
 from smartcache.store.volume import Volume, all_blobs
 
@@ -50,9 +51,13 @@ class EjectPlan:
     freed_size: int
     pinned_only: tuple[str, ...]
     """Digests of pinned blobs whose last copy is the store's."""
+    sets: tuple[Path, ...]
+    """Folders of artifact sets: they go with the store, and nothing outside has them."""
+    sets_size: int
     warnings: tuple[str, ...]
     keep_shared: bool
     drop_pinned: bool
+    drop_sets: bool
     _execute: Callable[[EjectPlan, Progress], list[Undone]] = field(repr=False, compare=False)
 
     def execute(self, progress: Progress = silent) -> list[Undone]:
@@ -61,7 +66,11 @@ class EjectPlan:
 
 
 def plan_eject(
-    volume: Volume, *, keep_shared: bool = False, drop_pinned: bool = False
+    volume: Volume,
+    *,
+    keep_shared: bool = False,
+    drop_pinned: bool = False,
+    drop_sets: bool = False,
 ) -> EjectPlan:
     """Plan to leave. `keep_shared` lets replaced files go on sharing one inode: no space needed."""
     undoable = ("adopt", "replace", "move")
@@ -80,12 +89,14 @@ def plan_eject(
         warnings.append(
             "Files that were replaced keep sharing bytes: writing into one changes the others"
         )
-    totals = volume.index.totals()
+    computed = sets_size(volume.layout)
     return EjectPlan(
         root=volume.root, changes=tuple(changes), links=links, needed_size=needed,
-        free_size=free_bytes(volume.root), freed_size=totals.only_allocated, pinned_only=pinned,
+        free_size=free_bytes(volume.root),
+        freed_size=volume.index.totals().only_allocated + computed, pinned_only=pinned,
+        sets=tuple(set_folders(volume.layout)), sets_size=computed,
         warnings=tuple(warnings),
-        keep_shared=keep_shared, drop_pinned=drop_pinned,
+        keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_sets,
         _execute=lambda plan, progress: _execute(volume, plan, progress),
     )  # fmt: skip
 
@@ -161,9 +172,19 @@ def _refuse_losing_pinned(volume: Volume, plan: EjectPlan, known: set[str]) -> N
         raise BlobInUseError(message, hint=hint, digests=pinned)
 
 
+def _refuse_losing_sets(volume: Volume, plan: EjectPlan) -> None:
+    """Raise if there are artifacts, which somebody has computed, unless they may be lost."""
+    found = () if plan.drop_sets else set_folders(volume.layout)
+    if found:
+        message = f"{len(found)} artifact sets would be lost, such as {found[0].parent.name}"
+        hint = "Copy their folders elsewhere, remove them, or allow it with --drop-artifacts."
+        raise BlobInUseError(message, hint=hint, sets=tuple(found))
+
+
 def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone]:
     keep_shared = plan.keep_shared
     _refuse_losing_pinned(volume, plan, set())
+    _refuse_losing_sets(volume, plan)
     pinned_before = _pinned(volume)
     if plan.needed_size > plan.free_size:
         message = (
@@ -189,6 +210,7 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
             job.advance()
     _refuse_losing_moved_files(results)
     _refuse_losing_pinned(volume, plan, pinned_before)
+    _refuse_losing_sets(volume, plan)
     remove_store(volume, modes.items())
     return results
 

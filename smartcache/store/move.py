@@ -5,7 +5,8 @@ and the old root holds a `moved-to` file and a `blobs` symlink, so that programs
 know the old place still work. On another filesystem every blob is copied and hashed on the way,
 then the old root is switched over, then emptied. What remains to be done after the switch
 (symlinks to point anew, old files to remove) is noted in the index first and finished by the next
-open if this process dies.
+open if this process dies. Artifact sets come along: renamed with the store they can stay open, and
+a `sets` symlink leads to them; to be copied they must not be open for writing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import exchange, sync_directory
 from smartcache.store.layout import Layout
 from smartcache.store.records import Blob, Trust
+from smartcache.store.setfolders import copy_sets, has_sets, held_still, sets_size
 from smartcache.store.swap import beside, swap_in
 from smartcache.store.volume import Volume, all_blobs, has_row
 
@@ -40,6 +42,8 @@ FORMER_ROOTS = "former_roots"
 """Note in the index: where this store was before; each of these places leads here."""
 _NEW_FORWARDING = ".moved-to-new"
 _MOVING = ".moving"
+_FORWARDING = frozenset({"moved-to", "blobs", "sets", _NEW_FORWARDING})
+"""All that a former root may have in it."""
 _PAGE = 500
 
 
@@ -73,7 +77,7 @@ def plan_move(volume: Volume, new_root: Path) -> MovePlan:
     place = nearest_existing(new_root)
     is_rename = os.stat(place).st_dev == volume.device
     totals = volume.index.totals()
-    copied = 0 if is_rename else totals.allocated
+    copied = 0 if is_rename else totals.allocated + sets_size(volume.layout)
     warnings = []
     if not is_rename:
         warnings.append(
@@ -106,7 +110,7 @@ def _is_free(new_root: Path, volume: Volume) -> bool:
     names = set(os.listdir(new_root))
     if _MOVING in names:
         return True
-    is_forwarding = names <= {"moved-to", "blobs", _NEW_FORWARDING}
+    is_forwarding = names <= _FORWARDING
     if new_root in former_roots(volume):
         return is_forwarding
     return is_forwarding and Layout(new_root).forwarding() in (None, volume.root, new_root)
@@ -135,7 +139,7 @@ def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
 
 
 def _rename(volume: Volume, new_root: Path) -> None:
-    _write_forwarding(new_root, new_root)
+    _write_forwarding(new_root, new_root, with_sets=has_sets(volume.layout))
     reached("move: prepared")
     with volume.guard("move the store", exclusive=True):
         volume.index.set_note(MOVED_FROM, quote_path(volume.root))
@@ -151,12 +155,15 @@ def _rename(volume: Volume, new_root: Path) -> None:
     sync_directory(new_root.parent)
 
 
-def _write_forwarding(where: Path, target: Path) -> None:
+def _write_forwarding(where: Path, target: Path, *, with_sets: bool) -> None:
     """Make a directory into a former root that leads to `target`."""
     where.mkdir(exist_ok=True)
-    blobs = where / "blobs"
-    if not os.path.lexists(blobs):
-        os.symlink(target / "blobs", blobs)
+    for name in ("blobs", "sets") if with_sets else ("blobs",):
+        link = where / name
+        if link.is_symlink() and Path(os.readlink(link)) != target / name:
+            link.unlink()  # it led to a root before that
+        if not os.path.lexists(link):
+            os.symlink(target / name, link)
     temporary = where / _NEW_FORWARDING
     temporary.write_bytes(os.fsencode(target) + b"\n")
     os.replace(temporary, where / "moved-to")
@@ -166,8 +173,7 @@ def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
     new = Layout(new_root)
     new_root.mkdir(exist_ok=True)
     (new_root / "moved-to").unlink(missing_ok=True)
-    if (new_root / "blobs").is_symlink():
-        (new_root / "blobs").unlink()
+    _remove_symlinks(new_root)
     (new_root / _MOVING).write_bytes(os.fsencode(volume.root))
     for directory in (new.blobs, new.sets, new.tmp, new.trash, new.bad, new.leases):
         directory.mkdir(exist_ok=True)
@@ -177,6 +183,14 @@ def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
     with progress("Copying blobs", volume.index.totals().size, "bytes") as job:
         _copy_blobs(volume, new, copied, job.advance)
     reached("move: blobs copied")
+    with held_still(volume.layout, volume.on_wait):
+        with progress("Copying artifact sets", sets_size(volume.layout), "bytes") as job:
+            copy_sets(volume.layout, new, job.advance)
+        _switch(volume, new, copied)
+
+
+def _switch(volume: Volume, new: Layout, copied: set[bytes]) -> None:
+    """Copy the rest, and let the old root lead to the new one; nobody has the store meanwhile."""
     with volume.guard("move the store", exclusive=True):
         # Only what came in meanwhile: the store's lock is not held while terabytes are copied.
         _copy_blobs(volume, new, copied, lambda _: None)
@@ -185,11 +199,11 @@ def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
                 os.unlink(new.blob(digest))
         _copy_rest(volume, new)
         reached("move: copied")
-        sync_directory(new_root)
+        sync_directory(new.root)
         volume.close()
-        # The switch: from here on the old root leads to the new one.
+        # From here on the old root leads to the new one.
         temporary = volume.root / _NEW_FORWARDING
-        temporary.write_bytes(os.fsencode(new_root) + b"\n")
+        temporary.write_bytes(os.fsencode(new.root) + b"\n")
         os.replace(temporary, volume.layout.moved_to)
         sync_directory(volume.root)
         reached("move: switched")
@@ -244,7 +258,7 @@ def _copy_blob(volume: Volume, blob: Blob, new: Layout, target: str) -> None:
 
 def _copy_rest(volume: Volume, new: Layout) -> None:
     """Copy the index, the journal and the side folders, under the exclusive lock."""
-    for name in ("sets", "trash", "bad"):
+    for name in ("trash", "bad"):
         shutil.copytree(volume.root / name, new.root / name, dirs_exist_ok=True)
     if volume.layout.journal.exists():
         shutil.copy2(volume.layout.journal, new.journal)
@@ -296,10 +310,16 @@ def remove_former_roots(roots: list[Path]) -> None:
     """Remove the directories that lead from former roots to a store that is no more."""
     for root in roots:
         (root / "moved-to").unlink(missing_ok=True)
-        if (root / "blobs").is_symlink():
-            (root / "blobs").unlink()
+        _remove_symlinks(root)
         with suppress(OSError):  # somebody put something there
             root.rmdir()
+
+
+def _remove_symlinks(root: Path) -> None:
+    """Remove what leads from a former root to where things are."""
+    for link in (root / "blobs", root / "sets"):
+        if link.is_symlink():
+            link.unlink()
 
 
 def quote_path(path: Path) -> str:
@@ -316,7 +336,7 @@ def _clear_old_root(old: Layout, new_root: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    _write_forwarding(old.root, new_root)
+    _write_forwarding(old.root, new_root, with_sets=has_sets(Layout(new_root)))
 
 
 def _point_anew(path: Path, old_target: str, new_target: str, digest: str, batch: Batch) -> None:

@@ -179,13 +179,20 @@ def signed(inode: int) -> int:
     return inode - (1 << 64) if inode >= 1 << 63 else inode
 
 
-def connect(path: Path, *, wal: bool, create: bool) -> sqlite3.Connection:
+def connect(
+    path: Path, *, wal: bool, create: bool, migrations: tuple[str, ...] | None = None
+) -> sqlite3.Connection:
     """Open the index, bring its schema up to date, and set what every connection needs."""
-    return make_or_connect(path, wal=wal, create=create)[0]
+    return make_or_connect(path, wal=wal, create=create, migrations=migrations)[0]
 
 
-def make_or_connect(path: Path, *, wal: bool, create: bool) -> tuple[sqlite3.Connection, bool]:
-    """Open the index as `connect` does; and say whether this call has made its tables."""
+def make_or_connect(
+    path: Path, *, wal: bool, create: bool, migrations: tuple[str, ...] | None = None
+) -> tuple[sqlite3.Connection, bool]:
+    """Open the index as `connect` does; and say whether this call has made its tables.
+
+    `migrations` are those of another database than the store's index.
+    """
     # A path may hold any byte; percent-encoding carries it through the URI.
     uri = f"file:{quote_from_bytes(os.fsencode(path))}?mode=rw"
     try:
@@ -207,7 +214,7 @@ def make_or_connect(path: Path, *, wal: bool, create: bool) -> tuple[sqlite3.Con
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA cache_size = -16000")
-        is_made = migrate(connection, path)
+        is_made = migrate(connection, path, MIGRATIONS if migrations is None else migrations)
     except sqlite3.Error as error:
         raise translated(error, path) from error
     return connection, is_made
@@ -247,17 +254,18 @@ def _make_file(path: Path) -> None:
     os.close(descriptor)
 
 
-def migrate(connection: sqlite3.Connection, path: Path) -> bool:
+def migrate(connection: sqlite3.Connection, path: Path, migrations: tuple[str, ...]) -> bool:
     """Apply the migrations this index lacks; two processes at once apply each once.
 
     Returns whether this call has made the first tables.
     """
     is_made = False
-    while (version := _version(connection)) < VERSION:
+    newest = len(migrations)
+    while (version := _version(connection)) < newest:
         connection.execute("BEGIN IMMEDIATE")
         try:
             if _version(connection) == version:
-                for statement in _statements(MIGRATIONS[version]):
+                for statement in _statements(migrations[version]):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {version + 1}")
                 is_made |= version == 0
@@ -266,8 +274,8 @@ def migrate(connection: sqlite3.Connection, path: Path) -> bool:
             if connection.in_transaction:  # a full disk has rolled it back already
                 connection.execute("ROLLBACK")
             raise
-    if version > VERSION:
-        message = f"{path} has schema {version}; this smartcache reads up to {VERSION}"
+    if version > newest:
+        message = f"{path} has schema {version}; this smartcache reads up to {newest}"
         raise StoreFormatError(message, path=path)
     return is_made
 

@@ -364,10 +364,12 @@ class Store(StoreReader):
         return _undo.plan_undo(self.volume, wanted)
 
     def plan_eject(
-        self, *, keep_shared: bool = False, drop_pinned: bool = False
+        self, *, keep_shared: bool = False, drop_pinned: bool = False, drop_sets: bool = False
     ) -> _eject.EjectPlan:
         """Plan to give every file its own state back and to remove the store."""
-        return _eject.plan_eject(self.volume, keep_shared=keep_shared, drop_pinned=drop_pinned)
+        return _eject.plan_eject(
+            self.volume, keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_sets
+        )
 
     def plan_move(self, new_root: str | Path) -> _move.MovePlan:
         """Plan to move the store to another root; close this object after executing it."""

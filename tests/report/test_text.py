@@ -6,6 +6,7 @@ from pathlib import Path
 from smartcache.report.figures import Across, Report, SharedFile, Sums
 from smartcache.report.text import Section, sections
 from smartcache.report.unread import OldFile
+from smartcache.store.holder import Part
 from tests.report.values import GB, report, unread
 
 
@@ -103,3 +104,23 @@ class TestUnread:
         parts = unread(unknown={Path("/mnt"): "mounted noatime"}, unknown_files=3)
         (note,) = section(report(unread=parts), "Not read").notes
         assert note == "/mnt: mounted noatime, so it cannot be known there."
+
+
+def test_sets_of_artifacts_are_the_last_part() -> None:
+    parts = [
+        Part(name=f"latents/{number:032x}", items=1000, live=GB, on_disk=2 * GB, reclaimable=GB)
+        for number in range(25)
+    ]
+    broken = Part(name="x/" + "a" * 32, items=0, live=0, on_disk=5, reclaimable=0, problem="lost")
+    made = report(artifact_sets=(broken, *parts))
+    assert titles(made)[-1] == "Computed tensors"
+    found = section(made, "Computed")
+    assert found.columns == ("ARTIFACTS", "LIVE", "ON DISK", "CAN BE FREED", "SET")
+    assert found.rows[0] == ("0", "0 B", "5 B", "0 B", "x/aaaaaaaaaaaa: lost")
+    assert found.rows[1] == ("1,000", "1 GB", "2 GB", "1 GB", "latents/000000000000")
+    assert len(found.rows) == 20
+    assert found.notes == (
+        "... and 6 more; --json has them all",
+        "25,000 artifacts in 26 sets, 50 GB on disk.",
+        "'smartcache prune' would free 25 GB of that.",
+    )

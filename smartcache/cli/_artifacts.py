@@ -1,0 +1,178 @@
+"""What the commands of `smartcache artifacts` share: which sets are meant, and their words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from smartcache.artifacts.figures import SetInfo
+from smartcache.artifacts.holder import name_of
+from smartcache.artifacts.refusals import shown
+from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult, SetVictim
+from smartcache.artifacts.tensors import TensorSpec
+from smartcache.cache import sets_of
+from smartcache.cli._output import out
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column
+from smartcache.cli._words import counted, short
+from smartcache.errors import BadSetNameError
+from smartcache.sizes import format_size
+from smartcache.store.layout import Layout
+
+MORE = "More comes back once more of a pack is dead: 'artifacts compact --force' does not wait."
+_MOST_NAMED = 5
+_COLUMNS = (
+    Column(title="SET", gives_way=True),
+    Column(title="ARTIFACTS", right=True),
+    Column(title="FREES", right=True),
+    Column(title="WHY"),
+)
+_REASONS = {
+    "removed": "the whole set",
+    "deleted": "asked for",
+    "expired": "past their time",
+    "unused": "not used for long",
+    "over size": "over the size",
+    "dead": "room of what is gone",
+}
+
+
+@contextmanager
+def all_sets(session: Session) -> Iterator[ArtifactSets]:
+    """Open the store for its sets; where there is none yet, say so and give no set."""
+    with session.stores() as stores:
+        nothing = Layout(session.settings.home).sets
+        yield sets_of(stores[0]) if stores else ArtifactSets(nothing)
+
+
+def chosen(sets: ArtifactSets, words: Sequence[str]) -> list[SetInfo]:
+    """Return the sets that words name, each once; all of them without words."""
+    if not words:
+        return sets.infos()
+    found = {info.path: info for word in words for info in named(sets, word)}
+    return list(found.values())
+
+
+def named(sets: ArtifactSets, word: str) -> list[SetInfo]:
+    """Return the sets that one word names: a name stands for all of it, an id for one."""
+    found = sets.find(word)
+    if len(found) > 1 and any(info.name != word for info in found):
+        raise several(word, found)
+    return found
+
+
+def one(sets: ArtifactSets, word: str) -> SetInfo:
+    """Return the one set that a word names; BadSetNameError if there are several."""
+    found = sets.find(word)
+    if len(found) > 1:
+        raise several(word, found)
+    return found[0]
+
+
+def several(word: str, found: Sequence[SetInfo]) -> BadSetNameError:
+    """Return the error for a word that does not say which set is meant."""
+    names = ", ".join(label(info) for info in found[:_MOST_NAMED])
+    more = " ..." if found[_MOST_NAMED:] else ""
+    return BadSetNameError(
+        f"{word!r} stands for {len(found)} sets", hint=f"Name one of them: {names}{more}"
+    )
+
+
+def label(info: SetInfo) -> str:
+    """Return a set as people see it, short, and as commands take it."""
+    return f"{info.name}/{short(info.id)}"
+
+
+def entry(info: SetInfo) -> dict[str, object]:
+    """Return a set for programs."""
+    return {
+        "name": info.name,
+        "id": info.id,
+        "path": info.path,
+        "created_at": info.created_at,
+        "used_at": info.used_at,
+        "artifacts": info.artifacts,
+        "live": info.live,
+        "on_disk": info.on_disk,
+        "options": info.options,
+        "fingerprint": None if info.fingerprint is None else readable(info.fingerprint.values),
+        "problem": info.problem,
+    }
+
+
+def readable(value: object) -> object:
+    """Return a plain value as JSON can show it; set.json has fingerprints with all their types."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {
+            key if isinstance(key, str) else repr(key): readable(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [readable(item) for item in value]
+    if isinstance(value, TensorSpec):
+        return {"kind": value.kind, "dtype": value.dtype, "shape": value.shape}
+    return value.hex() if isinstance(value, (bytes, bytearray)) else shown(value)
+
+
+def warn_of_problems(infos: Sequence[SetInfo]) -> None:
+    """Say which sets cannot be read, and what helps."""
+    for info in infos:
+        if info.problem:
+            out.warn(f"{label(info)}: {info.problem}")
+    if any(info.problem for info in infos):
+        out.talk("'smartcache artifacts verify --rebuild' makes an index again from the packs.")
+
+
+# plans
+
+
+def show_plan(plan: SetPlan, *, as_talk: bool) -> None:
+    """Show what a plan would free, set by set."""
+    rows = (
+        [
+            label(victim.info),
+            f"{victim.artifacts:,}" if victim.artifacts else "-",
+            format_size(victim.size),
+            _REASONS[victim.reason],
+        ]
+        for victim in plan.victims
+    )
+    out.table(_COLUMNS, rows, as_talk=as_talk)
+
+
+def what_goes(plan: SetPlan) -> str:
+    """Return "2 sets with 30 artifacts", "30 artifacts", or "" where only dead room goes."""
+    sets = sum(victim.reason == "removed" for victim in plan.victims)
+    artifacts = counted(plan.artifacts, "artifact")
+    if sets:
+        return f"{counted(sets, 'set')} with {artifacts}"
+    return artifacts if plan.artifacts else ""
+
+
+def plan_document(plan: SetPlan, result: SetResult | None) -> dict[str, object]:
+    """Return a plan, and what came of it, for programs."""
+    return {
+        "dry_run": result is None,
+        "victims": [_victim(victim) for victim in plan.victims],
+        "planned_size": plan.freed_size,
+        "sets": 0 if result is None else result.sets,
+        "artifacts": 0 if result is None else result.artifacts,
+        "freed_size": 0 if result is None else result.freed_size,
+        "problems": () if result is None else result.problems,
+        "warnings": plan.warnings,
+    }
+
+
+def _victim(victim: SetVictim) -> dict[str, object]:
+    return {
+        "set": name_of(victim.info),
+        "reason": victim.reason,
+        "artifacts": victim.artifacts,
+        "size": victim.size,
+        "keys": victim.keys,
+    }

@@ -1,0 +1,91 @@
+"""Conditions and orders that a user writes: `--filter "size>1GB"`, `--sort used:desc`.
+
+A table of columns says what there is; each column is a size, a time (compared by its age), a number
+or a word.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Generic, Literal, TypeVar
+
+from smartcache.cli._failures import BadValueError
+from smartcache.errors import ConfigError
+from smartcache.sizes import parse_age, parse_size
+
+_T = TypeVar("_T")
+_FILTER = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "=": operator.eq, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_EQUALITY = ("=", "==", "!=")
+_NEVER = datetime.fromtimestamp(0, UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Field(Generic[_T]):
+    """What can be asked of a row; `value` gives an int, a time (None: never) or a text."""
+
+    kind: Literal["size", "time", "number", "word"]
+    value: Callable[[_T], object]
+
+
+class Fields(Generic[_T]):
+    """All that can be asked of rows of one kind, with a hint that shows how."""
+
+    def __init__(self, fields: Mapping[str, Field[_T]], hint: str) -> None:
+        self._fields = fields
+        self._hint = hint
+
+    def condition(self, text: str) -> Callable[[_T], bool]:
+        """Read a condition."""
+        found = _FILTER.fullmatch(text)
+        try:
+            test = None if found is None else self._test(found[1], found[2], found[3])
+        except (ConfigError, ValueError) as error:
+            raise BadValueError(f"{error} in {text!r}", hint=self._hint) from None
+        if test is None:
+            raise BadValueError(f"not a filter: {text!r}", hint=self._hint)
+        return test
+
+    def _test(self, name: str, sign: str, value: str) -> Callable[[_T], bool] | None:
+        field = self._fields.get(name)
+        if field is None or (field.kind == "word" and sign not in _EQUALITY):
+            return None
+        if field.kind == "word":
+            return lambda row: (field.value(row) == value) == (sign != "!=")
+        compare, of = _COMPARE[sign], self._number(field)
+        if field.kind != "time":
+            wanted = parse_size(value) if field.kind == "size" else int(value)
+            return lambda row: compare(of(row), wanted)
+        now, age = datetime.now(UTC).timestamp(), parse_age(value).total_seconds()
+        return lambda row: compare(now - of(row), age)
+
+    def order(self, text: str) -> tuple[str, bool]:
+        """Read a sort key with an optional direction; return whether the largest comes first."""
+        name, _, direction = text.partition(":")
+        if name not in self._fields or direction not in ("", "asc", "desc"):
+            hint = f"Write {', '.join(self._fields)}, with :asc or :desc behind it if you like."
+            raise BadValueError(f"not a sort key: {text!r}", hint=hint)
+        return name, direction == "desc" if direction else self._fields[name].kind != "word"
+
+    def sorted(self, rows: Iterable[_T], order: tuple[str, bool]) -> list[_T]:
+        """Return rows in an order; those that are equal stay as they are."""
+        field = self._fields[order[0]]
+        if field.kind == "word":
+            return sorted(rows, key=lambda row: str(field.value(row)), reverse=order[1])
+        return sorted(rows, key=self._number(field), reverse=order[1])
+
+    def _number(self, field: Field[_T]) -> Callable[[_T], float]:
+        def number(row: _T) -> float:
+            value = field.value(row)
+            if isinstance(value, datetime):
+                return value.timestamp()
+            return _NEVER.timestamp() if value is None else float(value)  # type: ignore[arg-type]
+
+        return number

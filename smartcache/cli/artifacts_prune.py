@@ -1,0 +1,131 @@
+"""Freeing room in sets: `artifacts prune`, `artifacts compact`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import click
+
+from smartcache.artifacts.holder import name_of
+from smartcache.artifacts.plans import plan_compact
+from smartcache.artifacts.sets import SetPlan, SetResult
+from smartcache.cli._artifacts import (
+    MORE,
+    all_sets,
+    chosen,
+    plan_document,
+    show_plan,
+    warn_of_problems,
+    what_goes,
+)
+from smartcache.cli._command import age, asks, command, never_asks, size
+from smartcache.cli._failures import FAILED
+from smartcache.cli._output import out
+from smartcache.cli._progress import bars
+from smartcache.cli._session import Session
+from smartcache.sizes import format_size
+
+
+@command(
+    "prune",
+    examples=(
+        ("smartcache artifacts prune --dry-run", "what is expired or dead, and what that frees"),
+        ("smartcache artifacts prune --max-size 200GB", "the least recently used, until it fits"),
+        ("smartcache artifacts prune sdxl-latents --unused-for 90d -y", "from a timer"),
+    ),
+)
+@click.argument("words", nargs=-1, metavar="[SET]...")
+@click.option(
+    "--max-size", type=size, metavar="SIZE",
+    help="Evict the least recently used until all that is live fits.",
+)  # fmt: skip
+@click.option("--unused-for", type=age, metavar="AGE", help="Evict what was not used since.")
+@asks
+@click.pass_context
+def prune_command(
+    ctx: click.Context,
+    *,
+    words: tuple[str, ...],
+    max_size: int | None,
+    unused_for: timedelta | None,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Evict old artifacts, and free what is expired or dead.
+
+    Of these sets, or of all. Without options nothing goes that anybody could still ask for. Pinned
+    artifacts, those being computed, and sets that are not evictable stay in any case.
+    """
+    with all_sets(ctx.ensure_object(Session)) as sets:
+        infos = chosen(sets, words)
+        warn_of_problems(infos)
+        plan = sets.plan_prune(infos, max_size=max_size, unused_for=unused_for)
+        for warning in plan.warnings:
+            out.warn(warning)
+        result: SetResult | None = None
+        if not dry_run and plan.victims:
+            if not yes and out.mode == "human":
+                show_plan(plan, as_talk=True)
+            what, freed = what_goes(plan), format_size(plan.freed_size)
+            question = f"Remove {what} and free {freed}?" if what else f"Free {freed}?"
+            out.confirm(question, yes=yes)
+            result = plan.execute(bars)
+        _show(plan, result, dry_run=dry_run, nothing="Nothing to prune.")
+    if result is not None and result.problems:
+        ctx.exit(FAILED)
+
+
+@command(
+    "compact",
+    examples=(
+        ("smartcache artifacts compact", "packs that are more than half dead; puts do so too"),
+        ("smartcache artifacts compact sdxl-latents --force", "every pack with anything dead"),
+    ),
+)
+@click.argument("words", nargs=-1, metavar="[SET]...")
+@click.option("--force", is_flag=True, help="Also packs of which little is dead.")
+@never_asks
+@click.pass_context
+def compact_command(
+    ctx: click.Context, *, words: tuple[str, ...], force: bool, dry_run: bool
+) -> None:
+    """Give back the room of artifacts that are gone.
+
+    What is wanted is copied to a new pack, then the old one goes: that needs room for the copy, and
+    disturbs nobody who reads or writes meanwhile. No artifact is lost by it.
+    """
+    with all_sets(ctx.ensure_object(Session)) as sets:
+        plan = plan_compact(chosen(sets, words), force=force)
+        for warning in plan.warnings:
+            out.warn(warning)
+        result = plan.execute(bars) if plan.victims and not dry_run else None
+        more = "" if force else " (--force: also packs of which little is dead)"
+        _show(plan, result, dry_run=dry_run, nothing=f"Nothing is worth compacting{more}.")
+    if plan.warnings or (result is not None and result.problems):
+        ctx.exit(FAILED)
+
+
+def _show(plan: SetPlan, result: SetResult | None, *, dry_run: bool, nothing: str) -> None:
+    for text in () if result is None else result.problems:
+        out.warn(text)
+    out.show(
+        human=lambda: _say(plan, result, nothing),
+        document=lambda: {**plan_document(plan, result), "dry_run": dry_run},
+        ids=lambda: dict.fromkeys(name_of(victim.info) for victim in plan.victims),
+    )
+
+
+def _say(plan: SetPlan, result: SetResult | None, nothing: str) -> None:
+    what = what_goes(plan)
+    if not plan.victims:
+        out.line(nothing)
+    elif result is None:
+        show_plan(plan, as_talk=False)
+        freed = format_size(plan.freed_size)
+        out.talk(f"Would remove {what} and free {freed}." if what else f"Would free {freed}.")
+    else:
+        freed = format_size(result.freed_size)
+        removed = f"{result.artifacts:,} artifact{'' if result.artifacts == 1 else 's'}"
+        out.line(f"Removed {removed}, freed {freed}." if what else f"Freed {freed}.")
+        if what and result.freed_size < plan.freed_size // 2:
+            out.talk(MORE)

@@ -1,0 +1,131 @@
+"""The folders of artifact sets, as far as the store has to know them: to move or remove them.
+
+A set is a folder `sets/<name>/<id>/` with packs, an index and a lock. Who puts artifacts shares the
+lock while anything is uncounted, and keeps the pack it writes locked: a set whose lock is held
+alone, with no pack locked, has all that was ever acknowledged in its files, and gets nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import quote_from_bytes
+
+from smartcache.errors import StoreError
+from smartcache.store.kernel import sync_directory
+from smartcache.store.layout import Layout
+from smartcache.store.locks import OnWait, is_free, lock
+from smartcache.store.statkey import allocated_bytes
+
+_INDEX = "index.sqlite3"
+_LEFT_BEHIND = frozenset({"lock", "lock.turn", f"{_INDEX}-wal", f"{_INDEX}-shm"})
+_PIECE = 8 << 20
+
+
+def set_folders(layout: Layout) -> list[Path]:
+    """Return the folders of all sets."""
+    return [
+        Path(inner.path)
+        for outer in _directories(layout.sets)
+        for inner in _directories(outer.path)
+    ]
+
+
+def has_sets(layout: Layout) -> bool:
+    """Say whether there is any set; quick."""
+    return any(True for outer in _directories(layout.sets) for _ in _directories(outer.path))
+
+
+def sets_size(layout: Layout) -> int:
+    """Return the disk blocks of all sets."""
+    return sum(allocated_bytes(os.lstat(path)) for path in _files(layout.sets))
+
+
+@contextmanager
+def held_still(layout: Layout, on_wait: OnWait | None = None) -> Iterator[None]:
+    """Let nobody put anything into any set for the length of a block.
+
+    StoreError if a process has a set open for writing: it would go on in files that are gone.
+    """
+    with ExitStack() as stack:
+        for folder in set_folders(layout):
+            name = f"the set {folder.parent.name}"
+            stack.enter_context(
+                lock(folder / "lock", exclusive=True, what="moving", on_wait=on_wait, name=name)
+            )
+            if not all(map(is_free, folder.glob("*.pack"))):
+                message = f"A program has the set {folder.parent.name} open for writing"
+                hint = "End it, or let it close the set; nothing was changed."
+                raise StoreError(message, hint=hint, path=folder)
+        yield
+
+
+def copy_sets(old: Layout, new: Layout, advance: Callable[[int], None]) -> None:
+    """Copy all sets to another root, synced; what a killed copy left there is replaced."""
+    shutil.rmtree(new.sets)
+    shutil.copytree(old.sets, new.sets, copy_function=_no_copy, ignore=_ignored)
+    for path in _files(old.sets):
+        target = new.sets / path.relative_to(old.sets)
+        if path.name in _LEFT_BEHIND or not target.parent.is_dir():
+            continue
+        if path.name != _INDEX or not _copy_index(path, target):
+            _copy(path, target)
+        advance(path.lstat().st_size)
+    for folder, _, _ in os.walk(new.sets):
+        sync_directory(Path(folder))
+
+
+def _no_copy(source: str, target: str) -> str:
+    """Stand in for what copies files: `copytree` makes the directories alone."""
+    del source
+    return target
+
+
+def _ignored(_: str, names: list[str]) -> set[str]:
+    """Name what is of this place only: locks, and what was being removed."""
+    return {name for name in names if name == "leases" or name.startswith(".removed-")}
+
+
+def _copy(source: Path, target: Path) -> None:
+    with open(source, "rb") as reading, open(target, "wb") as writing:
+        shutil.copyfileobj(reading, writing, _PIECE)
+        writing.flush()
+        os.fsync(writing.fileno())
+    shutil.copystat(source, target)
+
+
+def _copy_index(source: Path, target: Path) -> bool:
+    """Copy a database as it is in one moment: readers write to it too; False: it is none."""
+    uri = f"file:{quote_from_bytes(os.fsencode(source))}?mode=ro"
+    try:
+        with (
+            closing(sqlite3.connect(uri, uri=True)) as reading,
+            closing(sqlite3.connect(target)) as writing,
+        ):
+            reading.backup(writing)
+    except sqlite3.DatabaseError:
+        target.unlink(missing_ok=True)
+        return False
+    shutil.copymode(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
+    return True
+
+
+def _directories(path: str | Path) -> Iterator[os.DirEntry[str]]:
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                yield entry
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(root):
+        for name in sorted(names):
+            path = Path(folder, name)
+            if os.path.lexists(path):
+                yield path

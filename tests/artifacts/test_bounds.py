@@ -1,0 +1,342 @@
+"""Bounds of a set and of all sets: time, size, least recently used first; and what must stay."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.sets import ArtifactSets
+from smartcache.errors import ArtifactNotFoundError, ConfigError
+from tests.artifacts.opening import array, engine_of, open_set
+from tests.artifacts.rows import check_rows, live_size
+
+Advance = Callable[[float], None]
+SIZE = 10_000
+"""Of the tensor of one artifact."""
+
+
+def put(opened: ArtifactSet, *names: str) -> None:
+    """Put artifacts of one size, one second after the other."""
+    for name in names:
+        opened.put(name, {"x": array(int.from_bytes(name.encode()), SIZE)})
+    opened.flush()
+
+
+class TestTimeToLive:
+    def test_what_is_past_its_time_is_not_there(
+        self, latents: ArtifactSet, pass_time: Advance
+    ) -> None:
+        latents.put("key", {"x": 1}, ttl=60)
+        latents.put("other", {"x": 2})
+        pass_time(55)
+        assert "key" in latents
+        pass_time(10)
+        assert "key" not in latents
+        assert latents.get("key", 5) == 5
+        assert list(latents) == ["other"]
+        assert len(latents) == 1
+        with pytest.raises(ArtifactNotFoundError):
+            latents["key"]
+        with pytest.raises(ArtifactNotFoundError):
+            latents.get_batch(["key"])
+
+    def test_it_is_not_there_for_who_opens_the_set_later(
+        self, sets: ArtifactSets, pass_time: Advance
+    ) -> None:
+        with open_set(sets) as opened:
+            opened.put("key", 1, ttl=timedelta(minutes=1))
+        pass_time(61)
+        with open_set(sets) as opened:
+            assert "key" not in opened
+
+    def test_it_never_ends_early(self, latents: ArtifactSet) -> None:
+        for n in range(20):
+            latents.put(f"k{n}", 1, ttl=1)
+            assert f"k{n}" in latents
+            time.sleep(0.06)
+
+    def test_a_put_begins_it_anew_or_ends_it(
+        self, latents: ArtifactSet, pass_time: Advance
+    ) -> None:
+        latents.put_many({})
+        latents.put("longer", 1, ttl=60)
+        latents.put("for ever", 1, ttl=60)
+        pass_time(50)
+        latents.put("longer", 2, ttl=60)
+        latents.put("for ever", 2)
+        pass_time(50)
+        assert latents.get("longer") == 2
+        pass_time(1000)
+        assert latents.get("for ever") == 2
+
+    def test_the_set_has_one_for_all_puts(self, sets: ArtifactSets, pass_time: Advance) -> None:
+        with open_set(sets, ttl=timedelta(minutes=1)) as opened:
+            opened.put("key", 1)
+            opened.put("own", 1, ttl=600)
+            pass_time(61)
+            assert list(opened) == ["own"]
+
+    def test_evict_removes_it(self, latents: ArtifactSet, pass_time: Advance) -> None:
+        latents.put("key", {"x": array(1)}, ttl=60)
+        latents.put("other", {"x": array(2)})
+        pass_time(61)
+        assert latents.evict().artifacts == 1
+        assert latents.stats().artifacts == 1
+        check_rows(latents.path)
+
+    def test_puts_remove_it_by_themselves(self, sets: ArtifactSets, pass_time: Advance) -> None:
+        with open_set(sets, ttl=60) as opened:
+            opened.put("key", {"x": array(1)})
+            opened.flush()
+            pass_time(61)
+            opened.put_many((f"k{n}", n) for n in range(200))
+            assert opened.stats().artifacts == 200
+
+    def test_a_pinned_artifact_outlives_it(self, latents: ArtifactSet, pass_time: Advance) -> None:
+        latents.put("key", {"x": 1}, ttl=60)
+        latents.pin("key")
+        pass_time(61)
+        assert latents.get("key") == {"x": 1}
+        assert list(latents) == ["key"]
+        assert len(latents) == 1
+        latents.evict()
+        assert "key" in latents
+        latents.put("key", {"x": 2}, ttl=60)  # stays pinned
+        pass_time(61)
+        assert latents.get("key") == {"x": 2}
+        latents.unpin("key")
+        assert "key" not in latents
+
+    @pytest.mark.parametrize("ttl", [0, -1, float("nan"), timedelta(0)])
+    def test_none_at_all_is_refused(self, latents: ArtifactSet, ttl: float | timedelta) -> None:
+        with pytest.raises(ConfigError):
+            latents.put("key", 1, ttl=ttl)
+
+    @pytest.mark.parametrize("ttl", [float("inf"), 1e30])
+    def test_one_without_end_never_ends(
+        self, latents: ArtifactSet, pass_time: Advance, ttl: float
+    ) -> None:
+        latents.put("key", 1, ttl=ttl)
+        latents.flush()
+        pass_time(1e9)
+        assert "key" in latents
+
+
+class TestMaxSize:
+    def test_the_least_recently_used_go_first(self, sets: ArtifactSets, pass_time: Advance) -> None:
+        with open_set(sets) as opened:
+            for name in "abcdefgh":
+                put(opened, name)
+                pass_time(10)
+            opened.touch("a")
+            opened.touch("c")
+        with open_set(sets, max_size=5 * SIZE) as opened:
+            assert opened.evict().artifacts == 4
+            assert set(opened) == {"a", "c", "g", "h"}
+            check_rows(opened.path)
+
+    def test_of_those_put_in_one_second_the_first_go_first(self, sets: ArtifactSets) -> None:
+        names = "hdbfaceg"
+        with open_set(sets) as opened:
+            put(opened, *names)
+        with open_set(sets, max_size=5 * SIZE) as opened:
+            opened.evict()
+            assert set(opened) == set(names[4:])
+
+    def test_reading_counts_as_use_after_an_hour(
+        self, sets: ArtifactSets, pass_time: Advance
+    ) -> None:
+        with open_set(sets) as opened:
+            put(opened, *"abcdefgh")
+            pass_time(3700)
+            opened.get("a")
+            opened.get_batch(["b"])
+        with open_set(sets, max_size=3 * SIZE) as opened:
+            opened.evict()
+            assert set(opened) == {"a", "b"}
+
+    def test_puts_keep_to_it_by_themselves(self, sets: ArtifactSets) -> None:
+        with open_set(sets, max_size=20 * SIZE) as opened:
+            opened.put_many((f"k{n}", {"x": array(n, SIZE)}) for n in range(300))
+            opened.flush()
+            assert live_size(opened.path) <= (20 + 64) * (SIZE + 300)
+            assert "k299" in opened
+            assert "k0" not in opened
+            assert sum(p.stat().st_size for p in opened.path.glob("*.pack")) < 120 * SIZE
+
+    def test_slow_puts_keep_to_it_too(self, sets: ArtifactSets) -> None:
+        """Rows are written between two puts then, by another thread."""
+        with open_set(sets, max_size=5 * SIZE) as opened:
+            for n in range(12):
+                opened.put(f"k{n}", {"x": array(n, SIZE)})
+                time.sleep(0.08)
+            assert len(opened) <= 7
+
+    def test_pinned_artifacts_stay(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            put(opened, *"abcdefgh")
+            opened.pin("a")
+            opened.pin("b")
+            opened.unpin("b")
+        with open_set(sets, max_size=3 * SIZE) as opened:
+            opened.evict()
+            assert set(opened) == {"a", "h"}
+
+    def test_a_set_that_is_not_evictable_keeps_all(self, sets: ArtifactSets) -> None:
+        with open_set(sets, max_size=SIZE, evictable=False) as opened:
+            put(opened, *"abcd")
+            assert opened.evict().artifacts == 0
+            assert len(opened) == 4
+
+    def test_what_is_being_computed_stays(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            put(opened, *"abcdefgh")
+            with engine_of(opened).leases.hold("a"):
+                with open_set(sets, max_size=3 * SIZE) as bounded:
+                    bounded.evict()
+                assert set(opened) == {"a", "h"}
+
+    def test_what_has_an_open_sample_stays(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            put(opened, *"abcdefgh")
+            first, second = opened["a"], opened["a"]
+            del first
+            gc.collect()
+            with open_set(sets, max_size=3 * SIZE) as bounded:
+                bounded.evict()
+            assert set(opened) == {"a", "h"}
+            assert np.array_equal(second["x"], array(int.from_bytes(b"a"), SIZE))  # type: ignore[arg-type]
+            del second
+            gc.collect()
+            opened.evict()
+
+    def test_what_was_replaced_meanwhile_stays(self, sets: ArtifactSets) -> None:
+        from smartcache.artifacts import bounds
+
+        with open_set(sets) as opened:
+            put(opened, *"abcd")
+            engine = engine_of(opened)
+            chosen = list(bounds.victims(engine, free=10 * SIZE))
+            assert len(chosen) == 4
+            opened.put("b", {"x": array(77, SIZE)})
+            put(opened, "c")
+            assert bounds.evict(engine, iter(chosen)).artifacts == 2
+            assert set(opened) == {"b", "c"}
+
+    def test_shared_tensors_count_when_the_last_owner_goes(self, sets: ArtifactSets) -> None:
+        """Each tensor has two owners: no artifact alone gives anything back."""
+        with open_set(sets) as opened:
+            for n in range(20):
+                opened.put(f"a{n}", {"x": array(n, SIZE)})
+                opened.put(f"b{n}", {"x": array(n, SIZE)})
+        with open_set(sets, max_size=15 * SIZE) as opened:
+            opened.evict()
+            assert 22 <= len(opened) <= 28
+            assert live_size(opened.path) <= 15 * SIZE
+
+    def test_its_room_comes_back(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            put(opened, *"abcdefghijklmnop")
+        with open_set(sets, max_size=4 * SIZE) as opened:
+            opened.evict()
+            assert _blocks(opened.path) < 6 * SIZE
+
+
+class TestAllSets:
+    def test_the_least_recently_used_of_all_go(self, tmp_path: Path, pass_time: Advance) -> None:
+        sets = ArtifactSets(tmp_path / "sets", max_size=6 * SIZE)
+        with open_set(sets, "one") as one, open_set(sets, "two") as two:
+            put(one, "a", "b", "c")
+            pass_time(10)
+            put(two, "d", "e", "f")
+            pass_time(10)
+            put(one, "g")
+            sets.make_room()
+            assert set(one) == {"c", "g"}
+            assert set(two) == {"d", "e", "f"}
+
+    def test_puts_make_room_in_other_sets(self, tmp_path: Path, pass_time: Advance) -> None:
+        sets = ArtifactSets(tmp_path / "sets", max_size=100 * SIZE)
+        with open_set(sets, "one") as one, open_set(sets, "two") as two:
+            put(one, *(f"a{n}" for n in range(90)))
+            pass_time(10)
+            for n in range(128):
+                two.put(f"b{n}", {"x": array(n, SIZE)})
+                if n % 16 == 15:
+                    two.flush()
+                    pass_time(1)
+            two.flush()
+            assert len(one) == 0
+            assert "b127" in two
+            total = live_size(one.path) + live_size(two.path)
+            assert total < 130 * SIZE
+
+    def test_sets_that_are_not_evictable_are_left_alone(
+        self, tmp_path: Path, pass_time: Advance
+    ) -> None:
+        sets = ArtifactSets(tmp_path / "sets", max_size=3 * SIZE)
+        with open_set(sets, "one", evictable=False) as one, open_set(sets, "two") as two:
+            put(one, "a", "b", "c")
+            pass_time(10)
+            put(two, "d", "e")
+            sets.make_room()
+            assert set(one) == {"a", "b", "c"}
+            assert set(two) == set()
+
+
+class TestPrunePlan:
+    def test_what_is_past_its_time_and_dead_goes(
+        self, sets: ArtifactSets, pass_time: Advance
+    ) -> None:
+        with open_set(sets) as opened:
+            put(opened, "dead", "stays")
+            opened.put("old", {"x": array(5, SIZE)}, ttl=60)
+            opened.delete("dead")
+            pass_time(61)
+            plan = sets.plan_prune()
+            assert {victim.reason for victim in plan.victims} == {"expired", "dead"}
+            assert plan.artifacts == 1
+            assert plan.freed_size >= 2 * SIZE
+            assert len(opened) == 1
+            before = _blocks(opened.path)
+            result = plan.execute()
+            assert result.artifacts == 1
+            assert not result.problems
+            assert result.freed_size == before - _blocks(opened.path)
+            assert list(opened) == ["stays"]
+
+    def test_unused_artifacts_go_if_asked(self, sets: ArtifactSets, pass_time: Advance) -> None:
+        with open_set(sets) as opened:
+            put(opened, "a", "b")
+            pass_time(7200)
+            put(opened, "c")
+            opened.touch("b")
+            plan = sets.plan_prune(unused_for=timedelta(hours=1))
+            assert [victim.keys for victim in plan.victims] == [("a",)]
+            plan.execute()
+            assert set(opened) == {"b", "c"}
+
+    def test_a_bound_that_cannot_be_reached_is_said(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            put(opened, "a", "b")
+            opened.pin("a")
+            plan = sets.plan_prune(max_size=100)
+            assert plan.warnings
+            plan.execute()
+            assert list(opened) == ["a"]
+
+    def test_nothing_is_planned_for_a_tidy_set(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            put(opened, "a", "b")
+            assert sets.plan_prune().victims == ()
+
+
+def _blocks(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in path.glob("*.pack"))

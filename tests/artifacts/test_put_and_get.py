@@ -1,0 +1,288 @@
+"""Put, get, replace, delete; keys; metadata; what is returned is the caller's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.keys import compute_key
+from smartcache.artifacts.sets import ArtifactSets
+from smartcache.errors import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    BadKeyError,
+    UnsupportedValueError,
+)
+from tests.artifacts.exact import exactly
+from tests.artifacts.opening import array, engine_of, open_set
+from tests.artifacts.rows import check_rows
+
+VALUES: dict[str, object] = {
+    "latent": {"latent": torch.randn(4, 32, 32).half(), "crop": [0, 0, 64, 64], "caption": "a cat"},
+    "nested": {"cond": [[torch.randn(2, 600), {"pooled": np.arange(900.0)}], (None, True)], 3: b""},
+    "list": [torch.randn(700), torch.ones(2), "text"],
+    "tensor": torch.arange(2000, dtype=torch.bfloat16),
+    "array": np.arange(5000, dtype=">i4").reshape(50, 100),
+    "small tensor": torch.tensor(1.5),
+    "none": None,
+    "number": 1 << 70,
+    "empty dict": {},
+    "empty tensor": torch.empty(0, 4),
+}
+
+
+class TestPutAndGet:
+    @pytest.mark.parametrize("name", VALUES)
+    def test_a_value_comes_back_as_it_was(self, latents: ArtifactSet, name: str) -> None:
+        latents.put("key", VALUES[name])
+        assert exactly(latents.get("key")) == exactly(VALUES[name])
+
+    @pytest.mark.parametrize("name", VALUES)
+    def test_a_value_comes_back_after_the_set_was_closed(
+        self, sets: ArtifactSets, name: str
+    ) -> None:
+        with open_set(sets) as opened:
+            opened.put("key", VALUES[name])
+        with open_set(sets) as opened:
+            assert exactly(opened.get("key")) == exactly(VALUES[name])
+
+    @pytest.mark.parametrize("name", VALUES)
+    def test_a_value_is_the_same_the_second_time_it_is_read(
+        self, latents: ArtifactSet, name: str
+    ) -> None:
+        """The second time nothing is verified, and tensors come out of a mapping."""
+        latents.put("key", VALUES[name])
+        latents.flush()
+        latents.get("key")
+        assert exactly(latents.get("key")) == exactly(VALUES[name])
+
+    def test_a_put_replaces(self, latents: ArtifactSet) -> None:
+        latents.put("key", {"x": array(1)})
+        latents.flush()
+        latents.put("key", {"x": array(2)})
+        assert np.array_equal(latents.get("key")["x"], array(2))
+        latents.flush()
+        assert np.array_equal(latents.get("key")["x"], array(2))
+        assert len(latents) == 1
+
+    def test_a_missing_key_gives_the_default(self, latents: ArtifactSet) -> None:
+        assert latents.get("key") is None
+        assert latents.get("key", 7) == 7
+
+    def test_a_sample_of_a_missing_key_is_an_error_that_names_it(
+        self, latents: ArtifactSet
+    ) -> None:
+        with pytest.raises(ArtifactNotFoundError, match="has no artifact one") as caught:
+            latents["one"]
+        assert isinstance(caught.value, KeyError)
+        assert caught.value.keys == ("one",)
+
+    def test_put_many_counts(self, latents: ArtifactSet) -> None:
+        assert latents.put_many((f"k{n}", {"x": array(n)}) for n in range(200)) == 200
+        assert latents.put_many({"k0": {"x": 1}, "new": {"x": 2}}) == 2
+        assert len(latents) == 201
+        assert latents.get("k0") == {"x": 1}
+
+    def test_a_value_that_cannot_be_kept_leaves_the_old_one(self, latents: ArtifactSet) -> None:
+        latents.put("key", 1)
+        with pytest.raises(UnsupportedValueError) as caught:
+            latents.put("key", {"hooks": [object()]})
+        assert "hooks" in caught.value.path
+        assert latents.get("key") == 1
+
+    def test_a_closed_set_says_so(self, sets: ArtifactSets) -> None:
+        opened = open_set(sets)
+        opened.close()
+        opened.close()
+        with pytest.raises(ArtifactError, match="closed"):
+            opened.put("key", 1)
+
+    def test_two_objects_of_one_set_see_the_same_at_once(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as one, open_set(sets) as other:
+            one.put("key", 1)
+            assert other.get("key") == 1
+            one.close()
+            other.put("key", 2)
+            assert other.get("key") == 2
+
+    def test_rows_add_up_after_many_changes(self, latents: ArtifactSet) -> None:
+        for n in range(150):
+            latents.put(f"k{n % 40}", {"x": array(n % 7), "n": n})
+            if n % 5 == 0:
+                latents.delete(f"k{n % 11}")
+        latents.flush()
+        check_rows(latents.path)
+
+
+class TestDelete:
+    def test_a_deleted_artifact_is_gone(self, latents: ArtifactSet) -> None:
+        latents.put("key", 1)
+        assert latents.delete("key")
+        assert "key" not in latents
+        assert latents.get("key") is None
+        latents.flush()
+        assert "key" not in latents
+        assert len(latents) == 0
+
+    def test_deleting_what_is_not_there_says_so(self, latents: ArtifactSet) -> None:
+        assert not latents.delete("key")
+        with pytest.raises(ArtifactNotFoundError):
+            del latents["key"]
+
+    def test_a_deleted_key_can_be_put_again(self, latents: ArtifactSet) -> None:
+        latents.put("key", 1)
+        del latents["key"]
+        latents.put("key", 2)
+        latents.flush()
+        assert latents.get("key") == 2
+
+    def test_delete_many_counts_those_that_were_there(self, latents: ArtifactSet) -> None:
+        latents.put_many({"a": 1, "b": 2})
+        assert latents.delete_many(["a", "missing", "b", "a"]) == 2
+
+
+class TestMapping:
+    def test_keys_come_back_as_they_were_given(self, latents: ArtifactSet) -> None:
+        keys = {
+            compute_key({"n": 1}),
+            "a path/like.name",
+            "K" * 64,
+            "\udc80 lone",
+            "日本",
+            "a" * 1024,
+        }
+        latents.put_many((key, 1) for key in keys)
+        assert set(latents) == set(latents.keys()) == keys
+        assert all(key in latents for key in keys)
+
+    def test_len_and_iteration_count_what_has_no_row_yet(self, latents: ArtifactSet) -> None:
+        latents.put("a", 1)
+        latents.put("b", 1)
+        latents.delete("a")
+        assert len(latents) == 1
+        assert list(latents) == ["b"]
+
+    def test_iteration_goes_on_while_artifacts_come_and_go(self, latents: ArtifactSet) -> None:
+        latents.put_many((f"{n:05d}", n) for n in range(2500))
+        seen = []
+        for key in latents:
+            seen.append(key)
+            latents.delete(key)
+            latents.put(f"!{key}", 0)  # sorts before all that are still to come
+        assert seen == [f"{n:05d}" for n in range(2500)]
+
+    @pytest.mark.parametrize("key", ["", "x" * 1025, None, 7, b"bytes", ("a",)])
+    def test_a_bad_key_is_refused_with_a_hint(self, latents: ArtifactSet, key: str) -> None:
+        with pytest.raises(BadKeyError) as caught:
+            latents.put(key, 1)
+        assert "compute_key" in caught.value.hint
+        with pytest.raises(BadKeyError):
+            latents.get(key)
+
+    def test_what_is_no_text_is_not_in_the_set(self, latents: ArtifactSet) -> None:
+        assert 7 not in latents
+
+
+class TestPrivateCopies:
+    @pytest.mark.parametrize("is_flushed", [False, True])
+    def test_changing_what_was_returned_changes_nothing(
+        self, latents: ArtifactSet, is_flushed: bool
+    ) -> None:
+        tensor = torch.randn(50, 50)
+        latents.put("key", {"large": tensor, "small": torch.ones(3), "list": [1]})
+        if is_flushed:
+            latents.flush()
+        for _ in range(3):
+            value = latents.get("key")
+            sample = latents["key"]
+            one: torch.Tensor = sample["large"]  # type: ignore[assignment]
+            batch = latents.get_batch(["key"])
+            assert torch.equal(value["large"], tensor)
+            assert torch.equal(one, tensor)
+            assert torch.equal(batch["large"][0], tensor)
+            assert torch.equal(value["small"], torch.ones(3))
+            for each in (value["large"], value["small"], one, batch["large"], batch["small"]):
+                each.zero_()
+            value["list"].append(2)
+
+    def test_changing_what_was_put_changes_nothing(self, latents: ArtifactSet) -> None:
+        tensor = torch.ones(1000)
+        small = torch.ones(3)
+        latents.put("key", {"large": tensor, "small": small})
+        tensor.zero_()
+        small.zero_()
+        value = latents.get("key")
+        assert value["large"].min() == 1
+        assert value["small"].min() == 1
+
+
+class TestMetadata:
+    def test_metadata_comes_back(self, latents: ArtifactSet) -> None:
+        latents.put("key", {"x": array(1)}, metadata={"file": "cat.png", "size": (3, 4)})
+        assert latents.metadata("key") == {"file": "cat.png", "size": (3, 4)}
+        assert latents["key"].metadata == {"file": "cat.png", "size": (3, 4)}
+
+    @pytest.mark.parametrize("second", [{"b": 2}, None])
+    def test_a_put_replaces_metadata_too(self, latents: ArtifactSet, second: object) -> None:
+        latents.put("key", 1, metadata={"a": 1})
+        latents.flush()
+        latents.put("key", 1, metadata=second)
+        assert latents.metadata("key") == second
+        latents.flush()
+        assert latents.metadata("key") == second
+
+    def test_metadata_is_read_without_the_tensors(self, latents: ArtifactSet) -> None:
+        latents.put("key", {"x": array(1, 100_000)}, metadata="about it")
+        latents.flush()
+        before = _bytes_read()
+        assert latents.metadata("key") == "about it"
+        assert _bytes_read() - before < 50_000
+
+    def test_a_large_tensor_is_no_metadata(self, latents: ArtifactSet) -> None:
+        with pytest.raises(UnsupportedValueError) as caught:
+            latents.put("key", 1, metadata={"x": array(1)})
+        assert caught.value.path == "metadata"
+        assert "key" not in latents
+
+    def test_metadata_of_a_missing_key_is_an_error(self, latents: ArtifactSet) -> None:
+        with pytest.raises(ArtifactNotFoundError):
+            latents.metadata("key")
+
+
+class TestStats:
+    def test_figures_of_a_set(self, latents: ArtifactSet) -> None:
+        latents.put("a", {"x": array(1)})
+        latents.put("b", {"x": array(1)})
+        latents.put("c", {"x": array(2)})
+        latents.delete("c")
+        latents.pin("a")
+        found = latents.stats()
+        assert (found.artifacts, found.chunks, found.pinned, found.packs) == (2, 1, 1, 1)
+        assert found.saved == 4096
+        assert found.logical == found.live + 4096
+        assert found.dead == found.on_disk - 64 - found.live
+        assert found.on_disk == next(latents.path.glob("*.pack")).stat().st_size
+
+    def test_hits_and_misses_are_counted(self, latents: ArtifactSet) -> None:
+        latents.put("a", 1)
+        latents.get("a")
+        latents.get("b")
+        found = latents.stats()
+        assert (found.hits, found.misses) == (1, 1)
+
+    def test_describe_names_the_set(self, latents: ArtifactSet) -> None:
+        latents.put("a", 1)
+        found = latents.describe()
+        assert (found.name, found.id, found.artifacts) == ("latents", latents.id, 1)
+        assert found.path == latents.path == engine_of(latents).path
+        assert found.fingerprint == latents.fingerprint
+        assert found.problem == ""
+        assert found.used_at is not None
+
+
+def _bytes_read() -> int:
+    """What this process has read so far, from files or the page cache."""
+    with open("/proc/self/io", encoding="ascii") as file:
+        return int(file.readline().removeprefix("rchar:"))

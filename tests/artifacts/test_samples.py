@@ -1,0 +1,225 @@
+"""Samples and handles: nothing is read before it is asked for, and it stays what it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.lazy import Handle, Sample
+from smartcache.artifacts.sets import ArtifactSets
+from smartcache.errors import ArtifactError, ArtifactGoneError, ArtifactNotFoundError
+from tests.artifacts.exact import exactly
+from tests.artifacts.opening import array, engine_of, open_set
+from tests.processes.children import Child
+
+VALUE: dict[object, object] = {
+    "latent": torch.randn(4, 40, 40),
+    "brain": torch.randn(60, 20).bfloat16(),
+    "small": torch.tensor([1.0, 2.0]),
+    "ids": np.arange(3000).reshape(30, 100),
+    "crop": [0, 0, 512, 512],
+    "nested": [{"deep": torch.ones(900)}, "text"],
+    7: None,
+}
+
+
+@pytest.fixture
+def sample(latents: ArtifactSet) -> Sample:
+    latents.put("key", VALUE, metadata={"n": 1})
+    latents.flush()
+    return latents["key"]
+
+
+class TestLazy:
+    def test_structure_is_known_without_the_pack(self, sets: ArtifactSets) -> None:
+        """The pack cannot even be opened: whatever is told here was read from no pack."""
+        with open_set(sets) as opened:
+            opened.put("key", VALUE)
+        for pack in (sets.root / "latents").glob("*/*.pack"):
+            pack.rename(pack.with_suffix(".away"))
+        with open_set(sets) as opened:
+            sample = opened["key"]
+            assert list(sample) == list(sample.keys()) == list(VALUE)
+            assert len(sample) == len(VALUE)
+            assert "latent" in sample
+            assert "other" not in sample
+            assert sample.handle("latent").shape == (4, 40, 40)
+            assert sample.handle("brain").dtype == "bfloat16"
+            assert sample.handle("small").nbytes == 8
+            assert "float32 [4, 40, 40]" in repr(sample.handle("latent"))
+
+    @pytest.mark.parametrize("name", VALUE)
+    def test_an_item_is_what_was_put(self, sample: Sample, name: object) -> None:
+        assert exactly(sample[name]) == exactly(VALUE[name])
+
+    def test_the_whole_value_is_what_was_put(self, sample: Sample) -> None:
+        assert exactly(sample.value()) == exactly(VALUE)
+        assert exactly(dict(sample)) == exactly(VALUE)
+
+    def test_an_item_that_is_not_there_is_a_key_error(self, sample: Sample) -> None:
+        with pytest.raises(KeyError):
+            sample["other"]
+        assert sample.get("other", 5) == 5
+
+    def test_only_tensors_have_handles(self, sample: Sample) -> None:
+        with pytest.raises(ArtifactError, match="no tensor"):
+            sample.handle("crop")
+
+    def test_a_value_that_is_no_dict_has_no_items(self, latents: ArtifactSet) -> None:
+        latents.put("list", [1, torch.ones(500)])
+        sample = latents["list"]
+        with pytest.raises(ArtifactError, match="no dict"):
+            len(sample)
+        assert exactly(sample.value()) == exactly([1, torch.ones(500)])
+
+    def test_samples_of_one_artifact_are_equal_until_it_is_replaced(
+        self, latents: ArtifactSet, sample: Sample
+    ) -> None:
+        assert sample == latents["key"]
+        assert hash(sample) == hash(latents["key"])
+        latents.put("key", VALUE)
+        assert sample != latents["key"]
+
+
+class TestViews:
+    @pytest.mark.parametrize("name", ["latent", "small", "ids"])
+    def test_a_view_is_right_and_read_only(self, sample: Sample, name: str) -> None:
+        view = sample.handle(name).numpy()
+        assert np.array_equal(view, np.asarray(VALUE[name]))
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0
+
+    def test_a_view_of_a_dtype_that_numpy_has_not_shows_its_bits(self, sample: Sample) -> None:
+        brain: torch.Tensor = VALUE["brain"]  # type: ignore[assignment]
+        view = sample.handle("brain").numpy()
+        assert view.dtype == np.uint16
+        assert np.array_equal(view, brain.view(torch.int16).numpy().view(np.uint16))
+
+    def test_a_view_outlives_its_artifact(self, latents: ArtifactSet) -> None:
+        latents.put("key", {"x": array(1)})
+        view = latents["key"].handle("x").numpy()
+        latents.delete("key")
+        latents.put_many((f"k{n}", {"x": array(n + 2)}) for n in range(5))
+        latents.compact(force=True)
+        latents.close()
+        gc.collect()
+        assert np.array_equal(view, array(1))
+
+
+class TestStaysReadable:
+    @pytest.mark.parametrize("is_read_before", [False, True])
+    def test_after_delete_and_compaction(
+        self, latents: ArtifactSet, sample: Sample, is_read_before: bool
+    ) -> None:
+        if is_read_before:
+            sample.value()
+        latents.delete("key")
+        assert latents.compact(force=True).packs == 1
+        assert list(latents.path.glob("*.pack")) == []
+        assert exactly(sample.value()) == exactly(VALUE)
+        assert exactly(sample["latent"]) == exactly(VALUE["latent"])
+        assert sample.metadata == {"n": 1}
+
+    def test_after_a_replacement(self, latents: ArtifactSet, sample: Sample) -> None:
+        latents.put("key", {"latent": 0}, metadata={"n": 2})
+        latents.flush()
+        latents.compact(force=True)
+        assert exactly(sample.value()) == exactly(VALUE)
+        assert sample.metadata == {"n": 1}
+
+    def test_after_the_set_was_closed(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            opened.put("key", VALUE)
+            sample = opened["key"]
+        assert exactly(sample.value()) == exactly(VALUE)
+
+    def test_of_an_artifact_whose_chunk_was_moved_before_the_set_was_opened(
+        self, sets: ArtifactSets
+    ) -> None:
+        """Rows tell where a chunk was born; where it is now must be found out in time."""
+        with open_set(sets) as opened:
+            opened.put("dead", {"x": array(9, 50_000)})
+            opened.put("first", {"x": array(1)})
+            opened.flush()
+            engine_of(opened).seal()
+            opened.put("key", {"x": array(1), "n": 5})  # in another pack than its chunk
+            opened.put("filler", {"x": array(2, 20_000)})
+            opened.delete("dead")
+            assert opened.compact().packs == 1
+        with open_set(sets) as opened:
+            sample = opened["key"]
+            opened.delete_many(["first", "key"])
+            opened.compact(force=True)
+            assert np.array_equal(sample["x"], array(1))  # type: ignore[arg-type]
+
+    def test_when_another_process_moves_a_chunk_of_it_twice(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            opened.put("dead", {"x": array(9, 50_000)})
+            opened.put("first", {"x": array(1)})
+            opened.flush()
+            engine_of(opened).seal()
+            opened.put("key", {"x": array(1), "n": 5})
+            opened.flush()
+            engine_of(opened).seal()
+            sample = opened["key"]
+            with Child(lambda: _compact_without(sets, "dead")) as child:
+                child.result()
+            assert opened.get("key")["n"] == 5  # sees that the chunk is elsewhere now
+            with Child(lambda: _compact_without(sets, "first", "key")) as child:
+                child.result()
+            assert "key" not in opened
+            assert np.array_equal(sample["x"], array(1))  # type: ignore[arg-type]
+
+
+class TestPickled:
+    def test_a_sample_and_a_handle_come_back(self, sample: Sample) -> None:
+        again = pickle.loads(pickle.dumps(sample))  # noqa: S301 - our own bytes
+        handle = pickle.loads(pickle.dumps(sample.handle("latent")))  # noqa: S301 - our own bytes
+        assert again == sample
+        assert exactly(again.value()) == exactly(VALUE)
+        assert again.metadata == {"n": 1}
+        assert handle.shape == (4, 40, 40)
+        assert exactly(handle.tensor()) == exactly(VALUE["latent"])
+        assert len(pickle.dumps(sample)) < 500
+
+    def test_a_handle_of_a_small_tensor_comes_back(self, sample: Sample) -> None:
+        handle = copy.deepcopy(sample.handle("small"))
+        assert exactly(handle.tensor()) == exactly(VALUE["small"])
+        assert np.array_equal(handle.numpy(), [1.0, 2.0])
+
+    @pytest.mark.parametrize("what", ["delete", "replace"])
+    def test_is_gone_after_delete_or_replacement(
+        self, latents: ArtifactSet, sample: Sample, what: str
+    ) -> None:
+        pickled = pickle.dumps((sample, sample.handle("latent")))
+        if what == "delete":
+            latents.delete("key")
+        else:
+            latents.put("key", VALUE)
+        again: Sample
+        handle: Handle
+        again, handle = pickle.loads(pickled)  # noqa: S301 - our own bytes
+        with pytest.raises(ArtifactGoneError, match="gone" if what == "delete" else "replaced"):
+            again.value()
+        with pytest.raises(ArtifactGoneError):
+            handle.numpy()
+        with pytest.raises(ArtifactNotFoundError):
+            assert handle.shape
+
+    def test_is_read_in_another_process(self, sample: Sample) -> None:
+        pickled = pickle.dumps(sample)
+        with Child(lambda: exactly(pickle.loads(pickled).value())) as child:  # noqa: S301 - our own bytes
+            assert child.result() == exactly(VALUE)
+
+
+def _compact_without(sets: ArtifactSets, *keys: str) -> None:
+    opened = open_set(sets)
+    opened.delete_many(keys)
+    opened.flush()
+    assert opened.compact(force=True).packs

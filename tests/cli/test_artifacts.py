@@ -1,0 +1,372 @@
+"""Looking at sets of artifacts and removing them: `artifacts ls`, `show`, `rm`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smartcache.cache import SmartCache
+from tests.cli.computed import SHAPE, fill, keys
+from tests.cli.running import ROOT, Here, Smartcache
+
+
+@pytest.fixture
+def two(sc: Here, home: Path) -> tuple[str, str]:
+    """Two sets of one name, and one of another; the ids of the two, the last used first."""
+    old = fill(home, count=3, size=512, vae={"digest": "ab", "scale": 0.5})
+    fill(home, "captions", count=1)
+    new = fill(home, count=10, size=1024, vae={"digest": "ab", "scale": 0.25})
+    age_set(home, old)
+    return new, old
+
+
+def age_set(home: Path, id_: str, days: int = 40) -> None:
+    """Let all artifacts of a set be last used so many days ago."""
+    import sqlite3
+
+    (path,) = (home / "sets").glob(f"*/{id_}/index.sqlite3")
+    index = sqlite3.connect(path)
+    with index:
+        index.execute("UPDATE artifacts SET used_at = used_at - ?", (days * 86_400,))
+    index.close()
+
+
+class TestLs:
+    def test_lists_sets_by_name_with_their_figures(self, sc: Here, two: tuple[str, str]) -> None:
+        new, old = two
+        done = sc("artifacts", "ls")
+        lines = done.stdout.splitlines()
+        assert re.fullmatch(r"SET +ID +ARTIFACTS +LIVE +ON DISK +USED", lines[0])
+        assert [line.split()[0] for line in lines[1:4]] == ["captions", "latents", "latents"]
+        (line,) = [line for line in lines[1:4] if old[:12] in line]
+        assert re.search(r" 3 .* 1 month ago$", line)
+        assert "3 sets, 14 artifacts" in done.stderr
+        assert new[:12] in done.stdout
+
+    def test_says_what_tells_sets_of_one_name_apart(self, sc: Here, two: tuple[str, str]) -> None:
+        """From the point of view of the older one; equal values are not mentioned."""
+        new, old = two
+        text = sc("artifacts", "ls", "latents").stdout
+        assert f"latents {old[:12]} differs from {new[:12]}:\n" in text
+        assert "  size: 512 / 1024\n" in text
+        assert "  vae.scale: 0.5 / 0.25\n" in text
+        assert "digest" not in text
+        assert "captions" not in text
+
+    def test_one_set_of_a_name_is_compared_with_nothing(self, sc: Here, home: Path) -> None:
+        fill(home, size=1)
+        assert "differs" not in sc("artifacts", "ls").stdout
+
+    def test_the_document_has_everything(self, sc: Here, two: tuple[str, str]) -> None:
+        new, old = two
+        document = sc("artifacts", "ls", "--json").json
+        entries = {each["id"]: each for each in document["sets"]}
+        assert len(entries) == 3
+        assert entries[new]["differs_from"] is None
+        assert entries[old]["differs_from"] == new
+        assert {each["path"] for each in entries[old]["differences"]} == {"size", "vae.scale"}
+        assert entries[new]["fingerprint"] == {"size": 1024, "vae": {"digest": "ab", "scale": 0.25}}
+        assert entries[new]["artifacts"] == 10
+        assert entries[new]["live"] <= entries[new]["on_disk"]
+        assert document["artifacts"] == 14
+
+    def test_quiet_prints_what_rm_takes(self, sc: Here, two: tuple[str, str]) -> None:
+        new, old = two
+        (name,) = sc("artifacts", "ls", "-q", "--filter", "used>30d").ids
+        assert name == f"latents/{old}"
+        sc("artifacts", "rm", "-y", name)
+        assert set(sc("artifacts", "ls", "-q", "latents").ids) == {f"latents/{new}"}
+
+    @pytest.mark.parametrize(
+        ("words", "counts"),
+        [
+            (["--filter", "artifacts>=3"], [3, 10]),
+            (["--filter", "name=captions"], [1]),
+            (["--filter", "name!=captions", "--sort", "artifacts"], [10, 3]),
+            (["--filter", "used<1d", "--sort", "live:asc"], [1, 10]),
+            (["--sort", "size", "--limit", "1"], [10]),
+            (["--sort", "used:asc", "--limit", "1"], [3]),
+            (["--filter", "size>1TB"], []),
+        ],
+    )
+    @pytest.mark.usefixtures("two")
+    def test_filters_and_orders(self, words: list[str], counts: list[int], sc: Here) -> None:
+        found = [each["artifacts"] for each in sc("artifacts", "ls", "--json", *words).json["sets"]]
+        assert (found if "--sort" in words else sorted(found)) == counts
+
+    @pytest.mark.parametrize(
+        "words", [["--filter", "refs=main"], ["--filter", "size>big"], ["--sort", "colour"]]
+    )
+    def test_a_bad_filter_or_order_is_explained(self, words: list[str], sc: Here) -> None:
+        done = sc("artifacts", "ls", *words, code=2)
+        assert done.hint.startswith("Write ")
+
+    def test_a_set_that_cannot_be_read_is_listed_with_its_problem(
+        self, sc: Here, two: tuple[str, str], home: Path
+    ) -> None:
+        (home / "sets/latents" / two[0] / "index.sqlite3").write_bytes(b"no database" * 1000)
+        done = sc("artifacts", "ls")
+        assert re.search(rf"^latents +{two[0][:12]} +\? +\? ", done.stdout, re.MULTILINE)
+        assert f"Warning: latents/{two[0][:12]}: " in done.stderr
+        assert "verify --rebuild" in done.stderr
+        assert len(sc("artifacts", "ls", "-q").ids) == 3
+
+    def test_without_any_there_is_nothing_and_nothing_is_made(self, sc: Here, home: Path) -> None:
+        assert sc("artifacts", "ls").stdout == "There are no artifacts.\n"
+        assert sc("artifacts", "ls", "--json").json["sets"] == []
+        assert not home.exists()
+
+    @pytest.mark.usefixtures("two")
+    def test_an_unknown_name_is_an_error(self, sc: Here) -> None:
+        done = sc("artifacts", "ls", "nothing", code=1)
+        assert "There is no set 'nothing'" in done.error
+        assert "artifacts ls" in done.hint
+
+    def test_needs_no_numpy(self, home: Path) -> None:
+        """Listing is asked for often; loading numpy takes longer than all of it."""
+        fill(home)
+        code = "import sys; sys.modules['numpy'] = None; from smartcache.cli import main; main()"
+        command = [sys.executable, "-c", code, "artifacts", "ls", "-q"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("latents/")
+
+
+class TestShow:
+    @pytest.mark.parametrize("form", ["name", "id", "beginning", "both"])
+    def test_a_set_has_many_names(self, form: str, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        forms = {"name": "latents", "id": id_, "beginning": id_[:4], "both": f"latents/{id_[:6]}"}
+        assert sc("artifacts", "show", forms[form], "--json").json["id"] == id_
+
+    def test_several_of_a_name_are_named(self, sc: Here, two: tuple[str, str]) -> None:
+        done = sc("artifacts", "show", "latents", code=1)
+        assert done.error == "'latents' stands for 2 sets"
+        assert all(f"latents/{id_[:12]}" in done.hint for id_ in two)
+
+    def test_says_what_a_set_is(self, sc: Here, home: Path) -> None:
+        fill(home, size=1024, vae="a" * 70)
+        text = sc("artifacts", "show", "latents").stdout
+        assert f'  vae   "{"a" * 70}"' in text  # in full: people compare it
+        assert "  size  1024" in text
+        assert re.search(r"^  artifacts +10  0 of them pinned$", text, re.MULTILINE)
+        assert re.search(r"^  saved +18.4 KB  by keeping equal", text, re.MULTILINE)
+        assert re.search(r"^  latent +numpy float32 +\[4, 16, 16\]$", text, re.MULTILINE)
+        assert re.search(r"^  caption +values$", text, re.MULTILINE)
+        assert "Failed" not in text
+
+    def test_shows_options_pins_and_failures(self, sc: Here, home: Path) -> None:
+        def fail() -> object:
+            raise ValueError("no such image")
+
+        with (
+            SmartCache(home) as cache,
+            cache.artifacts("latents", fingerprint={}, max_size=10**9, ttl=86_400) as latents,
+        ):
+            latents.put("a", 1)
+            latents.pin("a")
+            with pytest.raises(ValueError, match="no such image"):
+                latents.get_or_compute("b", fail, remember_failures=True)
+        text = sc("artifacts", "show", "latents").stdout
+        assert re.search(r"^  bound +1 GB$", text, re.MULTILINE)
+        assert re.search(r"^  time to live +1 day$", text, re.MULTILINE)
+        assert "1 of them pinned" in text
+        assert "Failed: 1 computation" in text
+        assert "ValueError: no such image" in text
+        document = sc("artifacts", "show", "latents", "--json").json
+        assert document["options"]["max_size"] == 10**9
+        assert document["pinned"] == 1
+        (failure,) = document["failures"]
+        assert (failure["key"], failure["count"]) == ("b", 1)
+
+    def test_quiet_prints_the_keys(self, sc: Here, home: Path) -> None:
+        fill(home, count=3)
+        assert sc("artifacts", "show", "latents", "-q").ids == ["key-0", "key-1", "key-2"]
+
+    def test_an_artifact_is_shown_without_its_tensors(self, sc: Here, home: Path) -> None:
+        """Its chunk is damaged: whoever read it would notice."""
+        id_ = fill(home, count=1)
+        (pack,) = (home / "sets/latents" / id_).glob("*.pack")
+        data = bytearray(pack.read_bytes())
+        data[data.index(np.ones(64, np.float16).tobytes())] ^= 1
+        pack.write_bytes(data)
+        text = sc("artifacts", "show", "latents", "key-0").stdout
+        assert re.search(r"^  latent +numpy float32 \[4, 16, 16\], 4.1 KB$", text, re.MULTILINE)
+        assert '"a cat, take 0"' in text
+        assert "[0, 0, 16, 16]" in text
+        assert '  file  "0.png"' in text
+        document = sc("artifacts", "show", "latents", "key-0", "--json").json
+        assert document["parts"][0]["shape"] == list(SHAPE)
+        assert document["metadata"] == {"file": "0.png"}
+        assert document["expires_at"] is None
+        assert keys(home, id_) == {"key-0"}
+
+    def test_showing_is_no_use(self, sc: Here, home: Path) -> None:
+        """What is due to be evicted stays so."""
+        age_set(home, fill(home, count=1))
+        sc("artifacts", "show", "latents", "key-0")
+        document = sc("artifacts", "show", "latents", "key-0", "--json").json
+        used = datetime.fromisoformat(document["used_at"])
+        assert (datetime.now(UTC) - used).days >= 39
+
+    def test_a_key_may_be_given_by_its_beginning(self, sc: Here, home: Path) -> None:
+        digests = ["ab12" + "0" * 60, "ab12" + "f" * 60, "ab12f"]
+        with SmartCache(home) as cache, cache.artifacts("x", fingerprint={}) as some:
+            for number, key in enumerate([*digests, "picture-0001.png"]):
+                some.put(key, number)
+        for given, number in (("ab120", 0), ("ab12ff", 1), ("ab12f", 2), ("pict", 3)):
+            (part,) = sc("artifacts", "show", "x", given, "--json").json["parts"]
+            assert part["value"] == number
+        done = sc("artifacts", "show", "x", "ab12", code=1)
+        assert "Several artifacts of x have keys that begin with ab12" in done.error
+        assert "Write more of it" in done.hint
+        assert "no artifact pic" in sc("artifacts", "show", "x", "pic", code=1).error
+        done = sc("artifacts", "show", "x", "nothing", code=1)
+        assert "x has no artifact nothing" in done.error
+        assert "-q" in done.hint
+
+    def test_values_of_all_kinds_can_be_shown(self, sc: Here, home: Path) -> None:
+        value = {
+            1: b"\xff", "nan": float("nan"), (1, "a"): {"deep": [np.zeros(1000)]},
+            "set": {1}, "none": None, "big": 1 << 200, "scalar": np.float32(3),
+        }  # fmt: skip
+        with SmartCache(home) as cache, cache.artifacts("x", fingerprint={}) as some:
+            some.put("dict", value)
+            some.put("array", np.zeros((3, 1000), ">f4"))
+            some.put("text", "line\nbreak \x1b[31m")
+        text = sc("artifacts", "show", "x", "dict").stdout
+        assert "deep" in text
+        assert "numpy >f4 [3, 1000], 12 KB" in sc("artifacts", "show", "x", "array").stdout
+        assert "\x1b" not in sc("artifacts", "show", "x", "text").stdout
+        parts = sc("artifacts", "show", "x", "dict", "--json").json["parts"]
+        deep = next(part["value"] for part in parts if part["name"] == "[(1, 'a')]")
+        assert deep == {"deep": [{"kind": "numpy", "dtype": "<f8", "shape": [1000]}]}
+        assert sc("artifacts", "show", "x", "--json").json["structures"]
+
+    def test_what_needs_a_codec_is_said_and_no_obstacle(self, sc: Here, home: Path) -> None:
+        code = f"""
+import collections
+from smartcache import SmartCache, register_codec
+Point = collections.namedtuple("Point", "x y")
+register_codec("point", Point, tuple, lambda value: Point(*value))
+with SmartCache({str(home)!r}) as cache, cache.artifacts("x", fingerprint={{}}) as some:
+    some.put("a", {{"at": Point(1, 2), "name": "here"}})
+"""
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        text = sc("artifacts", "show", "x", "a").stdout
+        assert "the codec 'point'" in text
+        assert '"here"' in text
+
+    def test_a_damaged_record_is_an_error_with_a_hint(self, sc: Here, home: Path) -> None:
+        id_ = fill(home, count=1)
+        (pack,) = (home / "sets/latents" / id_).glob("*.pack")
+        data = bytearray(pack.read_bytes())
+        data[data.index(b"a cat, take")] ^= 1
+        pack.write_bytes(data)
+        done = sc("artifacts", "show", "latents", "key-0", code=1)
+        assert "damaged" in done.error
+        assert "artifacts verify" in done.hint
+
+    def test_needs_a_set(self, sc: Here) -> None:
+        assert "Missing argument 'SET'" in sc("artifacts", "show", code=2).error
+        assert "There is no set 'x'" in sc("artifacts", "show", "x", code=1).error
+
+
+class TestRm:
+    def test_removes_a_set_and_says_what_came_back(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        planned = sc("artifacts", "rm", "latents", "-n", "--json").json
+        assert planned["dry_run"]
+        assert (home / "sets/latents" / id_).exists()
+        done = sc("artifacts", "rm", "latents", "-y", "--json").json
+        assert done["victims"] == planned["victims"]
+        assert done["freed_size"] == done["planned_size"] > 10 * 4096
+        assert (done["sets"], done["artifacts"]) == (1, 10)
+        assert os.listdir(home / "sets") == []
+
+    def test_a_name_stands_for_all_sets_of_it(self, sc: Here, two: tuple[str, str]) -> None:
+        done = sc("artifacts", "rm", "latents", "-n")
+        assert all(id_[:12] in done.stdout for id_ in two)
+        assert "Would remove 2 sets with 13 artifacts" in done.stderr
+        assert set(sc("artifacts", "rm", "latents", "-y", "-q").ids) == {
+            f"latents/{id_}" for id_ in two
+        }
+        assert len(sc("artifacts", "ls", "-q").ids) == 1
+
+    @pytest.mark.usefixtures("two")
+    def test_at_a_terminal_it_says_how_to_name_one_of_them(
+        self, program: Smartcache, sc: Here
+    ) -> None:
+        done = program.at_terminal("artifacts", "rm", "latents", answer="n\n")
+        assert "latents are 2 sets; latents/" in done.stdout
+        assert "Remove 2 sets with 13 artifacts for good" in done.stdout
+        assert done.code == 1
+        assert len(sc("artifacts", "ls", "-q").ids) == 3
+
+    def test_an_id_removes_one(self, sc: Here, two: tuple[str, str]) -> None:
+        new, old = two
+        sc("artifacts", "rm", "-y", f"latents/{old[:4]}", "captions")
+        assert sc("artifacts", "ls", "-q").ids == [f"latents/{new}"]
+
+    def test_refuses_where_it_cannot_ask(self, sc: Here, home: Path) -> None:
+        fill(home)
+        assert "no terminal" in sc("artifacts", "rm", "latents", code=1).error
+        assert len(sc("artifacts", "ls", "-q").ids) == 1
+
+    def test_removes_artifacts_by_key(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        done = sc("artifacts", "rm", "latents", "key-1", "key-2", "-y")
+        assert done.stdout.startswith("Removed 2 artifacts, freed 0 B.")
+        assert "compact --force" in done.stderr
+        assert keys(home, id_) == {f"key-{n}" for n in (0, *range(3, 10))}
+
+    def test_what_is_half_dead_then_is_compacted(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        names = [f"key-{number}" for number in range(8)]
+        done = sc("artifacts", "rm", id_[:8], *names, "-y", "--json").json
+        assert done["artifacts"] == 8
+        assert done["freed_size"] > 6 * 4096
+        assert done["victims"][0]["keys"] == names
+        assert keys(home, id_) == {"key-8", "key-9"}
+
+    def test_a_missing_key_removes_nothing(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        assert "no artifact nope" in sc("artifacts", "rm", "latents", "key-1", "nope", code=1).error
+        assert len(keys(home, id_)) == 10
+
+    @pytest.mark.usefixtures("two")
+    def test_keys_need_one_set(self, sc: Here) -> None:
+        assert "stands for 2 sets" in sc("artifacts", "rm", "latents", "key-1", "-y", code=1).error
+
+    def test_sets_and_keys_are_not_mixed(self, sc: Here, two: tuple[str, str]) -> None:
+        done = sc("artifacts", "rm", two[0], "captions", "key-1", "-y", code=2)
+        assert "'captions' is a set" in done.error
+        assert len(sc("artifacts", "ls", "-q").ids) == 3
+
+    def test_a_set_that_somebody_has_open_goes_too(self, sc: Here, home: Path) -> None:
+        """Nothing is being written: it goes, and does not come back."""
+        with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={}) as latents:
+            latents.put("a", 1)
+            latents.flush()
+            sc("artifacts", "rm", "latents", "-y")
+            assert sc("artifacts", "ls", "-q").ids == []
+
+    def test_a_damaged_set_can_be_removed(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        (home / "sets/latents" / id_ / "set.json").write_text("nonsense")
+        assert "Warning: latents/" in sc("artifacts", "ls").stderr
+        sc("artifacts", "rm", "latents", "-y")
+        assert sc("artifacts", "ls", "-q").ids == []
+
+    def test_needs_a_set(self, sc: Here) -> None:
+        assert "Missing argument 'SET" in sc("artifacts", "rm", code=2).error

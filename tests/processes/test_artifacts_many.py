@@ -1,0 +1,598 @@
+"""Many processes and threads use one set at once, and every answer is right.
+
+Nobody damages anything here: so nothing is missing that was acknowledged, nothing is older than
+what its reader knows to be there, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if sys.platform == "win32":
+    pytest.skip("fork", allow_module_level=True)
+
+from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.lazy import Handle, Sample
+from smartcache.artifacts.sets import ArtifactSets
+from smartcache.errors import ArtifactError, ArtifactGoneError, ArtifactNotFoundError
+from smartcache.store import faults
+from tests.artifacts.opening import array, engine_of, open_set
+from tests.processes.artifact_writers import (
+    KEYS,
+    SMALL_PACK,
+    change,
+    in_fork,
+    key_of,
+    number_in,
+    value_of,
+)
+from tests.processes.children import Child
+from tests.processes.killing import Moment, die_at, was_killed
+
+Seconds = Callable[[float], float]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "sets"
+
+
+def wait_for(path: Path) -> None:
+    """Wait until another process has made a file."""
+    while not path.exists():
+        time.sleep(0.005)
+
+
+# all at once
+
+
+def read_and_write(root: Path, number: int, deadline: float) -> Counter[str]:
+    """Write keys of one's own, knowing what they are; read those of others, which only grow."""
+    chance = random.Random(number)
+    counts: Counter[str] = Counter()
+    own: dict[str, int] = {}
+    newest: dict[str, int] = {}
+    with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
+        while time.monotonic() < deadline:
+            key = key_of(number, chance.randrange(KEYS))
+            act = chance.random()
+            if act < 0.35:
+                own[key] = time.monotonic_ns()
+                opened.put(key, value_of(key, own[key]), metadata={"number": own[key]})
+                counts["put"] += 1
+            elif act < 0.42:
+                assert opened.delete(key) == (key in own), "it is known whether there is one"
+                own.pop(key, None)
+            elif act < 0.7:
+                value = opened.get(key)
+                assert (None if value is None else number_in(key, value)) == own.get(key)
+            else:
+                _read_others(opened, chance, newest, counts)
+            if chance.random() < 0.02:
+                _look_after(opened, chance, counts)
+        for key in (key_of(number, index) for index in range(KEYS)):
+            value = opened.get(key)
+            assert (None if value is None else number_in(key, value)) == own.get(key)
+    return counts
+
+
+def _read_others(
+    opened: ArtifactSet, chance: random.Random, newest: dict[str, int], counts: Counter[str]
+) -> None:
+    keys = [key_of(chance.randrange(4), chance.randrange(KEYS)) for _ in range(4)]
+    there = [key for key in keys if key in opened]
+    try:
+        if chance.random() < 0.5:
+            batch = opened.get_batch(there)
+            found = [{name: batch[name][index] for name in batch} for index in range(len(there))]
+        else:
+            samples = [opened[key] for key in there]
+            found = [{name: sample[name] for name in sample} for sample in samples]
+    except ArtifactNotFoundError:
+        counts["gone"] += 1
+        return
+    for key, value in zip(there, found, strict=True):
+        number = number_in(key, value)
+        assert number >= newest.get(key, 0), f"{key} was newer before"
+        newest[key] = number
+        counts["read"] += 1
+
+
+def _look_after(opened: ArtifactSet, chance: random.Random, counts: Counter[str]) -> None:
+    act = chance.randrange(3)
+    if act == 0:
+        counts["packs compacted"] += opened.compact(force=True).packs
+    elif act == 1:
+        report = opened.verify()
+        assert not report.has_damage, report
+        counts["verified"] += 1
+    else:
+        ArtifactSets(opened.path.parent.parent).rebuild(opened.describe())
+        counts["rebuilt"] += 1
+
+
+def test_four_processes_write_and_read_one_set(root: Path, seconds: Seconds) -> None:
+    deadline = time.monotonic() + seconds(5)
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(Child(partial(read_and_write, root, number, deadline)))
+            for number in range(4)
+        ]
+        counts: Counter[str] = Counter()
+        for child in children:
+            counts += child.result()
+    assert all(counts[each] for each in ("put", "read", "packs compacted", "verified"))
+    with open_set(ArtifactSets(root)) as opened:
+        assert not opened.verify().has_damage
+
+
+def test_two_processes_compact_at_once(root: Path) -> None:
+    with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
+        for number in range(1, 100):
+            change(opened, key_of(0, number % KEYS), number)
+    expected = {key_of(0, number % KEYS): number for number in range(1, 100)}
+
+    def work() -> int:
+        done = 0
+        with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
+            for turn in range(6):
+                opened.put(f"{os.getpid()} {turn}", {"t": array(turn)})
+                opened.delete(f"{os.getpid()} {turn}")
+                done += opened.compact(force=True).packs
+        return done
+
+    with Child(work) as one, Child(work) as other:
+        assert one.result() + other.result() > 2
+    with open_set(ArtifactSets(root)) as opened:
+        assert set(opened) == set(expected)
+        assert {key: number_in(key, opened.get(key)) for key in expected} == expected
+        assert not opened.verify().has_damage
+
+
+def test_nobody_writes_to_a_pack_that_is_being_compacted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even after a rebuild that has seen the pack while its writer was about to let go."""
+    sets = ArtifactSets(root)
+
+    def other(act: Callable[[ArtifactSet], object]) -> None:
+        def work() -> None:
+            faults.hook = None
+            with open_set(sets) as opened:
+                act(opened)
+
+        with Child(work) as child:
+            child.result()
+
+    seen = []
+
+    def hook(point: str) -> None:
+        if point == "set: sealed":
+            seen.append(point)
+            other(lambda opened: sets.rebuild(opened.describe()))
+        elif point == "compact: copied":
+            seen.append(point)
+            other(lambda opened: change(opened, "new", 5))
+
+    with open_set(sets) as opened:
+        change(opened, "k", 1)
+        change(opened, "k", 2)
+        monkeypatch.setattr(faults, "hook", hook)
+        assert opened.compact(force=True).packs == 1
+        monkeypatch.setattr(faults, "hook", None)
+        assert seen == ["set: sealed", "compact: copied"]
+        assert number_in("new", opened.get("new")) == 5
+        assert number_in("k", opened.get("k")) == 2
+        assert not opened.verify().has_damage
+
+
+def test_a_writer_whose_pack_is_removed_says_so_and_writes_on(root: Path) -> None:
+    """By a stranger: `rm` in the folder of the set."""
+    with open_set(ArtifactSets(root)) as opened:
+        change(opened, "k", 1)
+        opened.flush()
+        for path in (*opened.path.glob("*.pack"),):
+            path.unlink()
+        engine_of(opened).index.drop_pack(1)
+        engine_of(opened).packs.forget(1)
+        change(opened, "k", 2)
+        with pytest.raises(ArtifactError, match="removed"):
+            opened.flush()
+        change(opened, "k", 3)
+        opened.flush()
+        assert number_in("k", opened.get("k")) == 3
+
+
+def test_verify_takes_nothing_away_that_is_put_meanwhile(root: Path) -> None:
+    """Records that were written after a pack was read are not damaged."""
+    with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
+        for number in range(200):
+            opened.put(f"old {number}", {"t": array(number, 3000)})
+    stop = root.parent / "stop"
+
+    def put_and_compact() -> int:
+        number = 0
+        with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
+            while not stop.exists():
+                opened.put(f"new {number}", {"t": array(number, 2000)})
+                number += 1
+                if number % 40 == 0:
+                    opened.delete(f"old {number // 40}")
+                    opened.compact(force=True)
+        return number
+
+    with Child(put_and_compact) as child, open_set(ArtifactSets(root)) as opened:
+        reports = [opened.verify() for _ in range(6)]
+        stop.touch()
+        count = child.result()
+        assert not any(report.has_damage for report in reports), reports
+        assert count
+        assert all(f"new {number}" in opened for number in range(count))
+
+
+# one computation
+
+
+def test_many_threads_and_processes_compute_once(root: Path) -> None:
+    log = root.parent / "computed"
+
+    def compute() -> dict[str, object]:
+        with open(log, "a", encoding="ascii") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(0.2)
+        return value_of("k", 1)
+
+    def ask(opened: ArtifactSet) -> int:
+        return number_in("k", opened.get_or_compute("k", compute))
+
+    def process() -> list[int]:
+        with open_set(ArtifactSets(root)) as opened, ThreadPoolExecutor(16) as threads:
+            return list(threads.map(ask, [opened] * 16))
+
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(process)) for _ in range(4)]
+        assert [child.result() for child in children] == [[1] * 16] * 4
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_when_the_one_who_computes_is_killed_the_next_one_computes(root: Path) -> None:
+    started = root.parent / "started"
+
+    def hang() -> object:
+        started.touch()
+        time.sleep(60)
+        return None
+
+    def process() -> None:
+        with open_set(ArtifactSets(root)) as opened:
+            opened.get_or_compute("k", hang)
+
+    pid = in_fork(process)
+    wait_for(started)
+
+    def ask() -> int:
+        with open_set(ArtifactSets(root)) as opened:
+            return number_in("k", opened.get_or_compute("k", lambda: value_of("k", 2)))
+
+    with Child(ask) as waiting:
+        time.sleep(0.1)
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        assert waiting.result() == 2
+
+
+def test_what_a_killed_process_computed_is_not_computed_again(root: Path) -> None:
+    """It was in the pack before its row was written; who asks next reads the tail first."""
+    with open_set(ArtifactSets(root)) as opened:
+        assert opened.get("k") is None
+
+        def die() -> None:
+            with open_set(ArtifactSets(root)) as other:
+                die_at(Moment("pack: written", 1))
+                other.get_or_compute("k", lambda: value_of("k", 3))
+
+        assert was_killed(os.waitpid(in_fork(die), 0)[1])
+        found = opened.get_or_compute("k", lambda: pytest.fail("computed again"))
+        assert number_in("k", found) == 3
+
+
+# forks
+
+
+def test_a_fork_while_another_thread_writes(root: Path) -> None:
+    """The child sees all that was put before the fork, and both write on."""
+    stop = threading.Event()
+    last = [0]
+    with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
+
+        def write() -> None:
+            while not stop.is_set():
+                number = last[0] + 1
+                change(opened, f"parent {number}", number)
+                last[0] = number
+
+        writing = threading.Thread(target=write)
+        writing.start()
+        try:
+            for turn in range(8):
+                with Child(partial(_in_child, opened, turn, last[0])) as child:
+                    child.result()
+                key = f"child {turn}"
+                assert number_in(key, opened.get(key)) == turn + 1
+        finally:
+            stop.set()
+            writing.join()
+        for number in range(1, last[0] + 1):
+            key = f"parent {number}"
+            assert number_in(key, opened.get(key)) == number
+        assert not opened.verify().has_damage
+
+
+def _in_child(opened: ArtifactSet, turn: int, before: int) -> None:
+    for number in range(max(1, before - 200), before + 1):
+        key = f"parent {number}"
+        assert number_in(key, opened.get(key)) == number
+    key = f"child {turn}"
+    opened.put(key, value_of(key, turn + 1))
+    assert number_in(key, opened.get(key)) == turn + 1
+    assert not engine_of(opened).readers
+    opened.flush()
+
+
+def test_a_child_knows_what_another_process_changed_around_the_fork(root: Path) -> None:
+    """A connection made after the fork must not trust what the one before it had seen."""
+    with open_set(ArtifactSets(root)) as opened:
+        change(opened, "k", 1)
+        assert number_in("k", opened.get("k")) == 1
+        for number in range(2, 6):
+
+            def replace(number: int = number) -> None:
+                with open_set(ArtifactSets(root)) as inherited:
+                    change(inherited, "k", number)
+
+            with Child(replace) as child:
+                child.result()
+            assert number_in("k", opened.get("k")) == number
+
+            def read() -> int:
+                return number_in("k", opened.get("k"))
+
+            with Child(read) as reader:
+                assert reader.result() == number
+
+
+def test_forks_writes_and_collected_sets_do_not_wait_for_each_other(root: Path) -> None:
+    """Sets that the collector finds are let go of in whatever thread it runs."""
+    sets = ArtifactSets(root)
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def write(opened: ArtifactSet) -> None:
+        number = 0
+        try:
+            while not stop.is_set():
+                number += 1
+                opened.put(f"k{number % 5}", {"n": number})
+                cycle: list[object] = [open_set(sets, f"other-{number % 3}")]
+                cycle.append(cycle)
+                del cycle
+                gc.collect(0)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with open_set(sets) as opened:
+        threads = [threading.Thread(target=write, args=(opened,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(15):
+                with Child(lambda: opened.get("k1") is not None) as child:
+                    child.result()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(20)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# what is read by pickled samples
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """A dataset as people write it: samples or handles that were pickled into the workers."""
+
+    def __init__(self, items: Sequence[Sample | Handle | tuple[ArtifactSets, str]]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401
+        item = self.items[index]
+        if isinstance(item, Handle):
+            return item.tensor()
+        if isinstance(item, Sample):
+            return item["t"]
+        sets, key = item
+        with open_set(sets) as opened:
+            return opened.get_batch([key, key])["t"][1]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers_read_pickled_samples(root: Path, method: str) -> None:
+    sets = ArtifactSets(root)
+    with open_set(sets) as opened:
+        for number in range(12):
+            opened.put(f"k{number}", {"t": torch.full((600,), number), "n": number})
+        items: list[Any] = [opened[f"k{number}"] for number in range(4)]
+        items += [opened[f"k{number}"].handle("t") for number in range(4, 8)]
+        items += [(sets, f"k{number}") for number in range(8, 12)]
+        loader = torch.utils.data.DataLoader(
+            Samples(items),
+            batch_size=3,
+            num_workers=2 if method == "fork" else 1,  # an interpreter is slow to start
+            multiprocessing_context=method,
+        )
+        for _ in range(2 if method == "fork" else 1):
+            rows = [int(row[0]) for batch in loader for row in batch]
+            assert rows == list(range(12))
+        opened.put("k0", {"t": torch.zeros(600)})
+    with pytest.raises(ArtifactGoneError):
+        pickle.loads(pickle.dumps(items[0]))["t"]  # noqa: S301 - our own
+
+
+def test_an_open_sample_outlives_compaction_and_eviction_by_others(root: Path) -> None:
+    go = root.parent / "go"
+
+    def change_everything() -> None:
+        wait_for(go)
+        with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK, max_size=40_000) as other:
+            for number in range(0, 30, 2):
+                other.delete(f"k{number}")
+            other.compact(force=True)
+            other.evict()
+            other.put("new", {"t": array(99, 3000)})
+            other.compact(force=True)
+            assert other.stats().live <= 40_000
+
+    with (
+        Child(change_everything) as child,
+        open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened,
+    ):
+        for number in range(30):
+            opened.put(f"k{number}", {"t": array(number, 3000), "n": number})
+        opened.flush()
+        samples = [opened[f"k{number}"] for number in range(30)]
+        views = {number: samples[number].handle("t").numpy() for number in range(0, 30, 3)}
+        go.touch()
+        child.result()
+        for number, sample in enumerate(samples):
+            assert sample["n"] == number
+            assert np.array_equal(np.asarray(sample["t"]), array(number, 3000))
+        for number, view in views.items():
+            assert np.array_equal(view, array(number, 3000))
+        left = sorted(opened)
+        assert "k0" not in left
+        assert "new" in left
+        assert {key: opened.get(key)["n"] for key in left if key != "new"} == {
+            key: int(key[1:]) for key in left if key != "new"
+        }
+        with pytest.raises(ArtifactNotFoundError):
+            opened.get_batch(["k0"])
+
+
+# the order of what happens
+
+
+def test_a_value_that_was_just_replaced_is_never_read_again(root: Path, seconds: Seconds) -> None:
+    """Whatever moment a row is written in, between what is pending and what is remembered."""
+    deadline = time.monotonic() + seconds(1.5)
+    acknowledged = [0]
+    failures: list[str] = []
+    with open_set(ArtifactSets(root)) as opened:
+        opened.put("k", {"n": 0})
+
+        def read() -> None:
+            while time.monotonic() < deadline and not failures:
+                before = acknowledged[0]
+                found = opened.get("k")["n"]
+                if found < before:
+                    failures.append(f"read {found} after {before} was put")
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        number = 0
+        while time.monotonic() < deadline:
+            number += 1
+            opened.put("k", {"n": number})
+            acknowledged[0] = number
+            if number % 3 == 0:
+                opened.flush()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_a_value_of_another_process_is_seen_although_this_one_deleted_the_key(root: Path) -> None:
+    """Also if the deletion is the one with which a group of rows is written."""
+    with open_set(ArtifactSets(root)) as opened:
+        for number in range(130):
+            opened.put(f"k{number}", {"n": number})
+        opened.flush()
+        for number in range(130):
+            opened.delete(f"k{number}")
+        opened.flush()
+
+        def put_again() -> None:
+            with open_set(ArtifactSets(root)) as other:
+                for number in range(130):
+                    other.put(f"k{number}", {"n": -number})
+
+        with Child(put_again) as child:
+            child.result()
+        assert [opened.get(f"k{number}") for number in range(130)] == [
+            {"n": -number} for number in range(130)
+        ]
+
+
+def test_what_is_found_to_be_damaged_takes_nothing_newer_along(root: Path) -> None:
+    """Another process has put a whole value that is not counted yet, when damage is noticed."""
+    with open_set(ArtifactSets(root)) as opened:
+        change(opened, "k", 1)
+        opened.flush()
+        (pack,) = opened.path.glob("*.pack")
+        data = bytearray(pack.read_bytes())
+        data[64 + 64 + 500] ^= 1
+        pack.write_bytes(data)
+        go, done = os.pipe()
+
+        def put() -> None:
+            other = open_set(ArtifactSets(root))
+            engine_of(other).flush = lambda: None  # type: ignore[method-assign]
+            change(other, "k", 2)
+            os.write(done, b"1")
+            time.sleep(0.3)
+            del engine_of(other).flush
+            other.close()
+
+        pid = in_fork(put)
+        assert os.read(go, 1) == b"1"
+        assert opened.get("k") is None
+        assert os.waitpid(pid, 0)[1] == 0
+        assert number_in("k", opened.get("k")) == 2
+        os.close(go)
+        os.close(done)
+
+
+def test_a_worker_process_that_ends_has_its_rows_written(root: Path) -> None:
+    """Workers of multiprocessing end without `atexit`, sooner than rows are written."""
+    with open_set(ArtifactSets(root)) as opened:
+        worker = multiprocessing.get_context("fork").Process(target=_put_and_end, args=(opened,))
+        worker.start()
+        worker.join()
+        assert number_in("k", opened.get("k")) == 1
+
+
+def _put_and_end(opened: ArtifactSet) -> None:
+    change(opened, "k", 1)
