@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
+from smartcache.artifacts.records import room
 from smartcache.artifacts.rows import (
     Chunk,
     Entry,
     Pack,
     entry_values,
+    nonsense,
     signed,
     to_blob,
     to_chunk,
@@ -24,7 +28,9 @@ from smartcache.artifacts.rows import (
     to_pack,
 )
 from smartcache.artifacts.setschema import MIGRATIONS
+from smartcache.errors import StoreError
 from smartcache.store.database import Database
+from smartcache.store.schema import migrate
 
 _LATEST = 253_402_300_799
 """The last second that a date can have."""
@@ -33,6 +39,7 @@ _MOST_ASKED = 500
 _ENTRY = "seq, place, length, layout, chunks, used_at, expires_at, pinned"
 _OF_ARTIFACT = _ENTRY.replace("seq", "artifacts.seq")
 _UNPINNED = "COALESCE(pinned, 0) <= 0"
+_TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 _PACK = "number, sealed, watermark, live, artifacts, min_seq, max_seq"
 
 
@@ -122,9 +129,17 @@ class SetIndex(Database):
 
     def totals(self) -> tuple[int, int]:
         """Return how many artifacts there are, and the bytes of the records that are wanted."""
-        sql = "SELECT COALESCE(SUM(artifacts), 0), COALESCE(SUM(live), 0) FROM packs"
-        row = self._all(sql)[0]
-        return to_number(row[0]), to_number(row[1])
+        sql = "SELECT SUM(artifacts), SUM(live), SUM(watermark) FROM packs"
+        artifacts, live, size = (to_number(value or 0) for value in self._all(sql)[0])
+        if artifacts > size // room(1):  # a list of the set would take memory for all of them
+            raise nonsense("packs")
+        return artifacts, live
+
+    def is_sound(self) -> bool:
+        """Say whether SQLite finds the file whole, and its tables are those of a set."""
+        with suppress(StoreError):
+            return super().is_sound() and set(self._all(_TABLES)) == _tables()
+        return False
 
     def last_use(self) -> int | None:
         """Return when an artifact was last used; looks at all of them."""
@@ -333,3 +348,11 @@ def _marks(count: int) -> str:
 def _layout_id(digest: bytes) -> int:
     """Return the number of a layout: always the same, so that a rebuild does not mix them up."""
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+@cache
+def _tables() -> frozenset[tuple[Any, ...]]:
+    """Return what the schema of an index is: a bit of it may be wrong, too."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as made:
+        migrate(made, Path(), MIGRATIONS)
+        return frozenset(made.execute(_TABLES))

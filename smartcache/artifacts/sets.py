@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,8 +31,11 @@ from smartcache.errors import (
     ArtifactError,
     BadSetNameError,
     IndexDamagedError,
+    NoSpaceError,
     SetIndexDamagedError,
     SmartcacheError,
+    StoreError,
+    StoreUnwritableError,
 )
 from smartcache.progress import Progress, silent
 from smartcache.store.filesystems import is_network
@@ -320,7 +324,14 @@ class ArtifactSets:
 
 
 def _rebuilt(folder: SetFolder, progress: Progress) -> Rebuilt:
-    index = SetIndex(folder.path / "index.sqlite3", wal=not is_network(folder.path))
+    try:
+        index = SetIndex(folder.path / "index.sqlite3", wal=not is_network(folder.path))
+    except (NoSpaceError, StoreUnwritableError):
+        raise
+    except StoreError as error:
+        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            raise
+        raise SetIndexDamagedError(error.message, path=folder.path) from error
     try:
         if not index.is_sound():
             raise SetIndexDamagedError(f"The index of {folder.path} is damaged", path=folder.path)

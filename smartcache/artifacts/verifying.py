@@ -156,7 +156,9 @@ def _is_damaged(engine: SetEngine, key: bytes, entry: Entry) -> bool:
             return False
         found = engine.find(key)
         if found is None:
-            return not entry.expires_at  # a row of which nothing can be made
+            row = engine.index.entry(key)  # it may have been deleted between the two looks
+            is_same = row is not None and row.seq == entry.seq
+            return is_same and not entry.expires_at  # a row of which nothing can be made
         try:
             reading.read_through(engine.packs, found)
         except (DamagedArtifactError, LayoutError):

@@ -132,7 +132,7 @@ class Peer:
         context = get_context("fork")
         self._clock = clock
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self._pipe), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -155,7 +155,8 @@ class Peer:
         return call
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, parents: Connection) -> None:
+    parents.close()  # or its end would never be heard of here
     clock = Clock()
     time.time = clock
     actor = Actor()

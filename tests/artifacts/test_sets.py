@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from smartcache.errors import (
     SetFormatError,
     SetIndexDamagedError,
 )
-from smartcache.progress import Job, Unit
+from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import FINGERPRINT, array, engine_of, open_set
 from tests.processes.children import Child
 
@@ -206,26 +205,6 @@ class TestRemove:
         assert len(result.problems) == 1
 
 
-class Busy:
-    """A progress bar during which something happens, once."""
-
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
-        self._meanwhile = [meanwhile]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def advance(self, amount: int = 1) -> None:
-        if amount and self._meanwhile:
-            self._meanwhile.pop()()
-
-
 class TestVerify:
     def test_a_whole_set_is_whole(self, sets: ArtifactSets) -> None:
         with open_set(sets, pack_bytes=10_000) as opened:
@@ -262,10 +241,7 @@ class TestVerify:
                 opened.delete("k2")
                 opened.compact(force=True)
 
-            def progress(label: str, total: int | None = None, unit: Unit = "items") -> Job:
-                return Busy(meanwhile)
-
-            report = opened.verify(progress=progress)
+            report = opened.verify(progress=Meanwhile(meanwhile))
             assert report.damaged == []
             assert set(opened) == {"k0", "k1", "k3", "k4", "k5", "new"}
 

@@ -49,6 +49,12 @@ def number_in(key: str, value: Mapping[str, Any]) -> int:
     return int(value["number"])
 
 
+def wait_for(path: Path) -> None:
+    """Wait until another process has made a file."""
+    while not path.exists():
+        time.sleep(0.005)
+
+
 def key_of(writer: int, index: int) -> str:
     return f"writer {writer}, key {index}"
 

@@ -194,7 +194,9 @@ def test_nobody_writes_to_a_pack_while_its_tail_is_read(
     def hook(point: str) -> None:
         if point == "tail: read":
             monkeypatch.setattr(faults, "hook", None)
+            before = {path: path.stat().st_size for path in root.glob("*/*/*.pack")}
             assert was_killed(os.waitpid(in_fork(put_and_die), 0)[1])
+            assert {path: path.stat().st_size for path in before} == before, "into another pack"
 
     monkeypatch.setattr(faults, "hook", hook)
     open_set(ArtifactSets(root)).close()

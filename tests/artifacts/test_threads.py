@@ -1,0 +1,211 @@
+"""Threads of one process: what was put is read at once, also while rows are written and moved."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.sets import ArtifactSets
+from tests.artifacts.exact import exactly
+from tests.artifacts.meanwhile import Meanwhile
+from tests.artifacts.opening import array, engine_of, open_set
+from tests.artifacts.peer import Clock, Peer, value_of
+from tests.artifacts.rows import check_rows
+from tests.processes.children import Child
+
+
+def run_for(seconds: float, *works: Callable[[], None]) -> None:
+    """Do each thing again and again, in a thread of its own, until the time is up."""
+    until = time.monotonic() + seconds
+
+    def repeat(work: Callable[[], None]) -> None:
+        while time.monotonic() < until:
+            work()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        for job in [pool.submit(repeat, work) for work in works]:
+            job.result()
+
+
+class TestReadYourWrites:
+    def test_while_rows_are_written_and_others_read(
+        self, latents: ArtifactSet, seconds: Callable[[float], float]
+    ) -> None:
+        """Who has put a value must never again see an older one."""
+        acknowledged = [0]
+
+        def put() -> None:
+            latents.put("key", acknowledged[0] + 1)
+            acknowledged[0] += 1
+
+        def get() -> None:
+            before = acknowledged[0]
+            assert latents.get("key", 0) >= before
+
+        run_for(seconds(1.5), put, get, get, latents.flush)
+        assert latents.get("key") == acknowledged[0]
+
+    def test_after_a_look_up_that_was_overtaken(self, latents: ArtifactSet) -> None:
+        """A thread has found the old row, and remembers it when the new one is written."""
+        latents.put("key", 1)
+        latents.flush()
+        engine = engine_of(latents)
+        engine.memory.clear()
+        real = engine.index.entries
+        is_first = [True]
+
+        def replace() -> None:
+            latents.put("key", 2)
+            latents.flush()
+
+        def entries(keys: list[bytes]) -> object:
+            rows = real(keys)
+            if is_first.pop() if is_first else False:
+                other = threading.Thread(target=replace)
+                other.start()
+                other.join()
+            return rows
+
+        engine.index.entries = entries  # type: ignore[method-assign, assignment]
+        assert latents.get("key") in {1, 2}
+        engine.index.entries = real  # type: ignore[method-assign]
+        assert latents.get("key") == 2
+
+    def test_a_value_that_another_process_put_later_is_seen(self, sets: ArtifactSets) -> None:
+        """It was counted before ours, which is older."""
+        with Peer(Clock()) as peer, open_set(sets) as opened:
+            peer.open(sets.root)
+            with engine_of(opened).mutex:  # our rows are not written meanwhile
+                opened.put("key", "ours")
+                peer.put([("key", 1)])
+                peer.flush()
+            opened.flush()
+            assert exactly(opened.get("key")) == exactly(value_of(1))
+            peer.close()
+
+    def test_a_child_sees_what_its_parent_puts_after_the_fork(self, sets: ArtifactSets) -> None:
+        """The child has looked it up before, and has a connection of its own to the index."""
+        with open_set(sets) as opened:
+            opened.put("key", 1)
+            opened.flush()
+            assert opened.get("key") == 1
+            has_looked, looked = os.pipe()
+            has_put, put = os.pipe()
+
+            def look() -> object:
+                assert opened.get("key") == 1
+                os.write(looked, b"!")
+                os.read(has_put, 1)
+                return opened.get("key")
+
+            with Child(look) as child:
+                os.read(has_looked, 1)
+                opened.put("key", 2)
+                opened.flush()
+                os.write(put, b"!")
+                assert child.result() == 2
+
+
+class TestManyThreads:
+    def test_all_that_they_put_is_there(self, sets: ArtifactSets) -> None:
+        with open_set(sets, pack_bytes=100_000) as opened:
+
+            def put(thread: int) -> None:
+                for n in range(60):
+                    opened.put(f"{thread} {n}", {"x": array(n % 9), "n": thread * 1000 + n})
+                    if n % 3 == 0:
+                        opened.delete(f"{thread} {n}")
+
+            with ThreadPoolExecutor(6) as pool:
+                list(pool.map(put, range(6)))
+            assert len(opened) == 6 * 40
+            for thread in range(6):
+                for n in range(60):
+                    value = opened.get(f"{thread} {n}")
+                    assert (value is None) == (n % 3 == 0)
+                    assert value is None or value["n"] == thread * 1000 + n
+            opened.flush()
+            check_rows(opened.path)
+
+    def test_readers_find_everything_while_packs_are_compacted(
+        self, sets: ArtifactSets, seconds: Callable[[float], float]
+    ) -> None:
+        with open_set(sets, pack_bytes=60_000) as opened:
+            opened.put_many((f"k{n}", {"x": array(n), "n": n}) for n in range(20))
+            keys = [f"k{n}" for n in range(20)]
+            expected = [array(n) for n in range(20)]
+            turn = [0]
+
+            def churn() -> None:
+                turn[0] += 1
+                for n in range(8):
+                    opened.put(f"dead{n}", {"x": array(100 + 8 * turn[0] + n)})
+                opened.delete_many(f"dead{n}" for n in range(8))
+                opened.compact(force=True)
+
+            def read_batch() -> None:
+                assert np.array_equal(opened.get_batch(keys)["x"], expected)
+
+            def read_one() -> None:
+                sample = opened["k7"]
+                assert np.array_equal(opened.get("k3")["x"], expected[3])
+                assert np.array_equal(sample["x"], expected[7])  # type: ignore[arg-type]
+
+            run_for(seconds(1.5), churn, read_batch, read_one)
+            assert turn[0] > 1
+            assert opened.stats().damaged == 0
+            assert set(opened) == set(keys)
+
+    def test_durable_puts_of_many_threads_return_when_their_pack_was_filled_by_others(
+        self, sets: ArtifactSets
+    ) -> None:
+        with open_set(sets, pack_bytes=10_000) as opened:
+
+            def put(thread: int) -> None:
+                for n in range(12):
+                    opened.put(f"{thread} {n}", {"x": array(100 * thread + n)}, durable=True)
+
+            with ThreadPoolExecutor(6) as pool:
+                list(pool.map(put, range(6)))
+            assert len(opened) == 72
+
+
+class TestDuringCompaction:
+    def test_a_dead_tensor_that_is_put_again_is_not_lost(self, latents: ArtifactSet) -> None:
+        latents.put("stays", {"x": array(1)})
+        latents.put("dead", {"x": array(2)})
+        latents.delete("dead")
+
+        def revive() -> None:
+            latents.put("alive", {"x": array(2)})
+            latents.flush()
+
+        latents.compact(force=True, progress=Meanwhile(revive))
+        assert np.array_equal(latents.get("alive")["x"], array(2))
+        latents.flush()
+        check_rows(latents.path)
+
+    def test_what_is_replaced_or_deleted_stays_so(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            opened.put_many((f"k{n}", {"x": array(n)}) for n in range(6))
+            opened.delete("k0")
+
+            def change() -> None:
+                opened.put("k1", {"x": array(50)})
+                opened.delete("k2")
+                opened.pin("k3")
+
+            opened.compact(force=True, progress=Meanwhile(change))
+            for is_rebuilt in (False, True):
+                if is_rebuilt:
+                    sets.rebuild(sets.infos()[0])
+                assert set(opened) == {"k1", "k3", "k4", "k5"}
+                assert np.array_equal(opened.get("k1")["x"], array(50))
+                assert opened.stats().pinned == 1
+                check_rows(opened.path)
