@@ -190,10 +190,11 @@ def recover(
             is_sealed = was_sealed or is_free(pack_path(folder.path, pack.number))
             index.put_pack(Pack(pack.number, is_sealed, pack.size, 0, 0, 0, 0))
         lost: dict[int, int] = {}
+        newest = _newest(opened)
         with progress("Reading packs", 3 * len(opened)) as job:
             for kinds in ((LayoutOp, ChunkOp), (PutOp, DeleteOp), (PinOp,)):
                 for pack in opened:
-                    _rebuild(index, pack, kinds, result, lost)
+                    _rebuild(index, pack, kinds, result, lost, newest)
                     job.advance()
                 if kinds == (PutOp, DeleteOp):
                     _drop_replaced(index, lost)
@@ -223,12 +224,13 @@ def _rebuild(
     kinds: tuple[type, ...],
     result: Rebuilt,
     lost: dict[int, int],
+    newest: dict[bytes, int],
 ) -> None:
     """Make the rows of some kinds of records; `lost` gets key hash and seq of damaged ones."""
     seqs: list[int] = []
     for group in _groups(scan(pack, PACK_HEADER_BYTES, full=False)):
         ops = [each.op for each in group if each.op is not None and isinstance(each.op, kinds)]
-        apply(index, pack.number, ops)
+        apply(index, pack.number, [op for op in ops if not _is_replaced(op, newest)])
         seqs += [op.seq for op in ops if isinstance(op, KeyOp)]
         for each in group:
             if each.op is None and kinds == (PutOp, DeleteOp):
@@ -240,6 +242,26 @@ def _rebuild(
     if row is not None and seqs:
         low = min([*seqs, *([row.min_seq] if row.min_seq else [])])
         index.put_pack(row._replace(min_seq=low, max_seq=max(*seqs, row.max_seq)))
+
+
+def _newest(packs: list[OpenPack]) -> dict[bytes, int]:
+    """Return the highest number of what was put or deleted, by key."""
+    newest: dict[bytes, int] = {}
+    for pack in packs:
+        for found in scan(pack, PACK_HEADER_BYTES, full=False):
+            op = found.op
+            if isinstance(op, (PutOp, DeleteOp)) and op.seq > newest.get(op.key, -1):
+                newest[op.key] = op.seq
+    return newest
+
+
+def _is_replaced(op: Op, newest: dict[bytes, int]) -> bool:
+    """Say whether a newer record speaks of the same key.
+
+    Such an artifact may lack chunks, which were compacted away: that is no damage, and must not
+    count as a deletion, which would end a pin of its key.
+    """
+    return isinstance(op, PutOp) and op.seq < newest.get(op.key, -1)
 
 
 def _drop_replaced(index: SetIndex, lost: dict[int, int]) -> None:

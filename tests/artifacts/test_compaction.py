@@ -234,6 +234,25 @@ class TestRebuild:
                 pinned = {key for key, _ in _pinned(opened)}
                 assert pinned == {b"\x02k0", b"\x02k2", b"\x02k4"}
 
+    def test_keeps_a_pin_although_a_record_that_was_replaced_since_lacks_its_tensor(
+        self, sets: ArtifactSets
+    ) -> None:
+        """The tensor lay in another pack than the record, and only that pack was compacted."""
+        with open_set(sets) as opened:
+            opened.put("other", {"x": array(7, SIZE)})
+            opened.put("dead", {"x": array(8, 3 * SIZE)})
+            opened.flush()
+            engine_of(opened).seal()
+            fill(opened, 5)
+            opened.pin("k0")
+            opened.put("k0", {"x": array(7, SIZE), "n": 7})
+            opened.put("k0", {"x": array(0, SIZE), "n": 0})
+            opened.delete_many(["other", "dead"])
+            assert opened.compact().packs == 1
+            rebuild(sets)
+            check(opened, set(range(5)))
+            assert [key for key, _ in _pinned(opened)] == [b"\x02k0"]
+
     def test_of_a_lost_index_when_it_is_opened(self, sets: ArtifactSets) -> None:
         with open_set(sets, pack_bytes=3 * SIZE) as opened:
             fill(opened, 9)
@@ -296,3 +315,30 @@ def _unlinked(folder: Path) -> list[str]:
 
 def _descriptors() -> list[str]:
     return [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
+
+
+def test_a_replaced_artifact_whose_chunk_was_compacted_away_ends_no_pin(
+    sets: ArtifactSets,
+) -> None:
+    """Its record is still there when the index is made again, in a pack with others."""
+    with open_set(sets) as opened:
+        opened.put("first", {"x": array(1)})
+        opened.put("dead", {"x": array(9, 50_000)})
+        opened.flush()
+        engine_of(opened).seal()
+        opened.put("key", {"x": array(2)})
+        opened.pin("key")
+        opened.put("key", {"x": array(1)})  # its chunk is that of "first"
+        opened.put("large", {"x": array(3, 50_000)})
+        opened.flush()
+        engine_of(opened).seal()
+        opened.put("key", {"x": array(4)})
+        opened.delete_many(["first", "dead"])
+        assert opened.compact().packs
+        info = opened.describe()
+    sets.rebuild(info)
+    with open_set(sets) as opened:
+        assert np.array_equal(opened.get("key")["x"], array(4))
+        row = engine_of(opened).index.entry(b"\x02key")
+        assert row is not None
+        assert row.is_pinned
