@@ -16,6 +16,7 @@ import secrets
 import stat
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 SUFFIX = ".pack"
 _MOST_OPEN = 256
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, which the module mmap does not name."""
 _MAP_STEP = 16 << 20
 """A pack that grows is mapped anew when it has grown by so much; until then it is read."""
 _TO_READ = (
@@ -76,12 +79,13 @@ def pack_numbers(folder: Path) -> list[int]:
 class OpenPack:
     """A pack open for reading; closed when the last who holds the object is gone."""
 
-    __slots__ = ("_mapped", "fd", "nonce", "number")
+    __slots__ = ("_mapped", "_mapping", "fd", "nonce", "number")
 
     def __init__(self, folder: Path, number: int, set_id: bytes) -> None:
         self.fd = -1
         self.number = number
         self._mapped: np.ndarray | None = None
+        self._mapping: mmap.mmap | None = None
         path = pack_path(folder, number)
         try:
             self.fd = os.open(path, _TO_READ)
@@ -142,7 +146,15 @@ class OpenPack:
         except OSError:
             return None  # no room for it, or too many of them
         self._mapped = np.frombuffer(mapping, np.uint8)
+        self._mapping = mapping
         return self._mapped
+
+    def populate(self, start: int, length: int) -> None:
+        """Let a mapped range be in the page tables: one call in place of a fault for 16 pages."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._mapping is not None:
+            with suppress(OSError, ValueError):  # a kernel before 5.14, or the file is shorter
+                self._mapping.madvise(_POPULATE_READ, first, start + length - first)
 
     def view(self, start: int, length: int) -> np.ndarray:
         """Return some bytes of the pack, where they lie; the pack is mapped anew if need be."""

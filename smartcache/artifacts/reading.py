@@ -116,6 +116,7 @@ def quick_way(packs: Packs, found: Located) -> Quick:
         pack = used[where >> 40] = packs[where >> 40]
         mapped = pack.mapped(start + spec.nbytes)
         views.append(None if mapped is None else mapped[start : start + spec.nbytes])
+        pack.populate(start, spec.nbytes)
     inline = _INLINE_START + len(found.key) + 8 * len(found.uids)
     quick = Quick(used[number], offset + HEADER_BYTES, inline, views, tuple(used.values()), None)
     if all(view is not None for view in views):
