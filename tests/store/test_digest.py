@@ -91,7 +91,8 @@ def open_descriptors() -> set[str]:
 
 
 def hashing_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("smartcache")]
+    names = ("smartcache-hash", "smartcache-read")
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 class Watched:
