@@ -27,6 +27,7 @@ def test_the_store_benchmark_prints_every_figure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
 def test_the_dedup_benchmark_prints_every_figure_and_finds_what_there_is(tmp_path: Path) -> None:
     """Peers that are not installed are left out; we are measured anyway."""
     command = [sys.executable, str(SCRIPTS / "dedup.py"), "--json", "--rounds", "1"]
@@ -67,7 +68,7 @@ def test_the_dedup_benchmark_uses_a_kept_tree_again_and_refuses_another(tmp_path
     assert "was made with other arguments" in other.stderr
 
 
-@pytest.mark.timeout(400)  # thirty client processes: a busy machine takes its time
+@pytest.mark.soak
 def test_the_hub_benchmark_prints_every_figure_and_fetches_no_known_weight(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "hub.py"), "--json", "--small"]
     done = subprocess.run(

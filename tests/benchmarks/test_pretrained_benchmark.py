@@ -14,6 +14,7 @@ from tests.hub_server.pipelines import Models
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "pretrained.py"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 def test_the_benchmark_of_pipelines_prints_every_figure_and_fetches_no_known_weight(
     tmp_path: Path, models: Models

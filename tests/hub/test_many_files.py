@@ -12,7 +12,7 @@ from tests.hub.clients import Client, contents, plain_snapshot, weights
 from tests.hub_server import Hub
 
 MANY = 10_000
-DOWNLOADED = 1_000
+DOWNLOADED = 400
 FEWER = 200
 LARGE = 3
 

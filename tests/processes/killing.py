@@ -97,6 +97,11 @@ def points_of(action: Callable[[], None]) -> list[Moment]:
     ]
 
 
+def in_turn(moments: list[Moment], turn: int, turns: int, *, soak: bool) -> list[Moment]:
+    """Return all moments under `--soak`, else those of one of several cases that take turns."""
+    return moments if soak else moments[turn % turns :: turns]
+
+
 def states_of(start: Callable[[], Callable[[], None]], places: list[Path]) -> list[Moment]:
     """Run in a child what `start` returns; return the lines before which the disk had changed."""
     report = places[0].with_name(f"{places[0].name}.moments")

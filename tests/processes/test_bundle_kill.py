@@ -31,7 +31,7 @@ from tests.hub.bundles import (
     planned,
     two_repos,
 )
-from tests.processes.killing import Moment, die_at, in_child, points_of, was_killed
+from tests.processes.killing import Moment, die_at, in_child, in_turn, points_of, was_killed
 
 FORMS = ("bundle", "bundle.tar")
 WORDS = ("org/first", "org/second", "datasets/org/data")
@@ -91,7 +91,7 @@ def killed_import(
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "older revisions there"])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_import_killed_at_any_fault_point_shows_nothing_half_made_and_goes_on(
-    form: str, is_there: bool, cache: Path, tmp_path: Path
+    form: str, is_there: bool, cache: Path, tmp_path: Path, soak: bool
 ) -> None:
     bundle = export(cache, tmp_path / form)
 
@@ -110,7 +110,7 @@ def test_an_import_killed_at_any_fault_point_shows_nothing_half_made_and_goes_on
     expected = everything(whole / "hub")
     assert len({moment.place for moment in moments if moment.place.startswith("import")}) > 8
     problems: list[str] = []
-    for number, moment in enumerate(moments):
+    for number, moment in enumerate(in_turn(moments, FORMS.index(form), len(FORMS), soak=soak)):
         root = prepare(tmp_path / str(number))
         found = killed_import(root, bundle, moment, expected)
         problems += [f"killed at {moment}: {problem}" for problem in found]

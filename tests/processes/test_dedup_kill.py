@@ -35,7 +35,7 @@ from tests.folders.trees import content, write
 from tests.processes.kill_checks import WAYS, Way, killed, uninterrupted
 from tests.processes.kill_operations import LARGE, MEDIUM, OTHER, SMALL, adopted
 from tests.processes.kill_worlds import Operation, World
-from tests.processes.killing import Moment, die_at, in_child, points_of, was_killed
+from tests.processes.killing import Moment, die_at, in_child, in_turn, points_of, was_killed
 from tests.store.files import snapshot
 from tests.store.small_disks import Disk, in_own_namespace
 
@@ -93,7 +93,7 @@ OPERATIONS = (
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_a_kill_at_any_fault_point_loses_nothing(
-    operation: Operation, way: Way, tmp_path: Path
+    operation: Operation, way: Way, tmp_path: Path, soak: bool
 ) -> None:
     numbers = itertools.count()
     moments: list[Moment] = []
@@ -105,7 +105,7 @@ def test_a_kill_at_any_fault_point_loses_nothing(
         )
     assert len(moments) > 5
     problems: list[str] = []
-    for moment in moments:
+    for moment in in_turn(moments, WAYS.index(way), len(WAYS), soak=soak):
         with Folders(tmp_path / str(next(numbers))) as world:
             found = killed(operation, world, moment, way, reference)
             problems += [f"{operation} killed at {moment}: {problem}" for problem in found]
@@ -181,7 +181,9 @@ def changed_bytes(before: Facts, now: Facts) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["undo", "go on, then undo"])
-def test_a_kill_anywhere_on_two_filesystems_can_be_undone(goes_on: bool, tmp_path: Path) -> None:
+def test_a_kill_anywhere_on_two_filesystems_can_be_undone(
+    goes_on: bool, tmp_path: Path, soak: bool
+) -> None:
     def learn() -> list[Moment]:
         here, there = tmp_path / "learn" / "files", tmp_path / "learn" / "disk"
         here.parent.mkdir()
@@ -191,7 +193,7 @@ def test_a_kill_anywhere_on_two_filesystems_can_be_undone(goes_on: bool, tmp_pat
 
     def run() -> list[str]:
         problems: list[str] = []
-        for number, moment in enumerate(moments):
+        for number, moment in enumerate(in_turn(moments, goes_on, 2, soak=soak)):
             directory = tmp_path / str(number)
             directory.mkdir()
             found = killed_on_two_disks(directory, moment, goes_on=goes_on)

@@ -1,7 +1,7 @@
 """A process killed with SIGKILL between any two steps loses nothing and leaves nothing behind.
 
 Every operation is run once to learn which fault points it reaches, then killed at each of them (the
-first and the last time). After the store is opened again, all of the user's files must be there
+first and the last time; in ordinary runs the two ways of killing take turns). After the store is opened again, all of the user's files must be there
 with their bytes and modes, `verify` must find nothing worse than an unindexed blob, and the
 operation, run again, must end as if it had never been interrupted, down to what undo gives back.
 """
@@ -21,7 +21,7 @@ from tests.processes.kill_checks import WAYS, Reference, Way, killed, uninterrup
 from tests.processes.kill_openings import OPENINGS
 from tests.processes.kill_operations import OPERATIONS
 from tests.processes.kill_worlds import Operation, World
-from tests.processes.killing import Moment, points_of, states_of
+from tests.processes.killing import Moment, in_turn, points_of, states_of
 from tests.store.reflink_disks import reflink_disk
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="fork and SIGKILL")
@@ -92,7 +92,7 @@ def fail_with(problems: list[str]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_a_kill_at_any_fault_point_loses_nothing(
-    operation: Operation, way: Way, new_world: NewWorld
+    operation: Operation, way: Way, new_world: NewWorld, soak: bool
 ) -> None:
     moments: list[Moment] = []
     with new_world() as world:
@@ -104,12 +104,13 @@ def test_a_kill_at_any_fault_point_loses_nothing(
     if not moments:
         with new_world() as world:
             moments = states_during(operation, world)
+    moments = in_turn(moments, WAYS.index(way), len(WAYS), soak=soak)
     fail_with(problems_of(operation, moments, way, reference, new_world))
 
 
 @pytest.mark.parametrize("operation", OPENINGS, ids=str)
 def test_a_kill_while_a_store_is_opened_loses_nothing(
-    operation: Operation, new_world: NewWorld
+    operation: Operation, new_world: NewWorld, soak: bool
 ) -> None:
     """Recovery after a kill may itself be killed, as may the making of a store or of its index."""
     with new_world() as world:
@@ -117,6 +118,7 @@ def test_a_kill_while_a_store_is_opened_loses_nothing(
     with new_world() as world:
         reference = uninterrupted(operation, world, lambda store: operation.run(world, store))
     assert moments
+    moments = in_turn(moments, OPENINGS.index(operation), 3, soak=soak)
     fail_with(problems_of(operation, moments, "fresh", reference, new_world))
 
 
