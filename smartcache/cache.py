@@ -184,7 +184,10 @@ def sets_of(store: Store) -> ArtifactSets:
 
     settings = store.settings
     return ArtifactSets(
-        store.volume.layout.sets, threads=settings.threads, max_size=settings.artifacts_max_size
+        store.volume.layout.sets,
+        threads=settings.threads,
+        max_size=settings.artifacts_max_size,
+        ttl=settings.artifacts_ttl,
     )
 
 

@@ -13,6 +13,7 @@ is where the user has to correct it. An empty variable counts as unset.
     lock_timeout         SMARTCACHE_LOCK_TIMEOUT     seconds, "5m", or "none": wait for ever
     everywhere           SMARTCACHE                  as keep_writable; `import smartcache.auto` asks
     artifacts_max_size   SMARTCACHE_ARTIFACTS_MAX_SIZE  a size: bound of all artifacts together
+    artifacts_ttl        SMARTCACHE_ARTIFACTS_TTL    as lock_timeout: no artifact lives longer
 
 The file is `$SMARTCACHE_CONFIG`, or `smartcache/config.toml` in `$XDG_CONFIG_HOME` or `~/.config`.
 """
@@ -54,6 +55,7 @@ class Settings:
     lock_timeout: float | None = None
     everywhere: bool = False
     artifacts_max_size: int | None = None
+    artifacts_ttl: float | None = None
 
 
 class Overrides(TypedDict, total=False):
@@ -67,6 +69,7 @@ class Overrides(TypedDict, total=False):
     lock_timeout: float | str | None
     everywhere: bool | str | None
     artifacts_max_size: int | str | None
+    artifacts_ttl: float | str | None
 
 
 def load_settings(**overrides: Unpack[Overrides]) -> Settings:
@@ -216,6 +219,13 @@ def _timeout(value: object, _base: Path) -> float | None:
     return None if value == math.inf else float(value)
 
 
+def _lifetime(value: object, base: Path) -> float | None:
+    seconds = _timeout(value, base)
+    if seconds == 0:
+        raise ConfigError("a time of 0: nothing would be kept", hint='Write a time like "30d".')
+    return seconds
+
+
 def _seconds(text: str, hint: str) -> float:
     if text == "none":
         return math.inf
@@ -246,6 +256,7 @@ _PARSERS: Mapping[str, Callable[[object, Path], object]] = {
     "lock_timeout": _timeout,
     "everywhere": _flag,
     "artifacts_max_size": _size,
+    "artifacts_ttl": _lifetime,
 }
 _VARIABLES = {"everywhere": "SMARTCACHE"}
 """The settings whose variable is not called after them."""

@@ -31,7 +31,10 @@ OF_ONE_WORKER = (
     "tests/test_docs.py",
 )
 """Files whose tests share what takes long to make. Groups by mark need pytest older than 9.2."""
+FIRST = ("tests/processes", "tests/store", "tests/folders", "tests/cli", "tests/hub")
+"""Folders whose tests fork or start many processes: cheap as long as no test has loaded torch."""
 SOAK_FACTOR = 30
+RACE_FACTOR = 0.5
 SOAK_TIMEOUT = 3600.0
 
 # Real filesystems take their time: Hypothesis must not call that a failure. In CI the examples are
@@ -58,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     soaking = config.getoption("--soak")
     for item in items:
         if not soaking and item.get_closest_marker("soak"):
@@ -77,6 +81,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
             return path if path in OF_ONE_WORKER else nodeid
+
+        def mark_test_complete(self, node: object, item_index: int, duration: float = 0) -> None:
+            """Forget what is done: it would be counted again for each of thousands of tests."""
+            super().mark_test_complete(node, item_index, duration)
+            work = self.assigned_work[node]
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(work[scope].values()):
+                del work[scope]
 
     return Scheduling(config, log)
 
@@ -101,8 +113,8 @@ def rounds(soak: bool) -> Callable[[int], int]:
 
 @pytest.fixture(scope="session")
 def seconds(soak: bool) -> Callable[[float], float]:
-    """`seconds(3)`: how long to keep a race going, minutes under `--soak`."""
-    return lambda number: number * SOAK_FACTOR if soak else number
+    """`seconds(3)`: how long to keep a race going, at most; minutes under `--soak`."""
+    return lambda number: number * (SOAK_FACTOR if soak else RACE_FACTOR)
 
 
 @pytest.fixture(scope="session")

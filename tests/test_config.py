@@ -16,6 +16,7 @@ from smartcache.errors import ConfigError
 NAMES = [
     "home", "threads", "keep_writable", "link_min_size", "shared", "lock_timeout", "everywhere",
     "artifacts_max_size",
+    "artifacts_ttl",
 ]  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
         lock_timeout=None,
         everywhere=False,
         artifacts_max_size=None,
+        artifacts_ttl=None,
     )
 
 
@@ -73,6 +75,7 @@ def test_every_setting_can_come_from_the_environment(
     monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "2.5")
     monkeypatch.setenv("SMARTCACHE", "1")
     monkeypatch.setenv("SMARTCACHE_ARTIFACTS_MAX_SIZE", "2TB")
+    monkeypatch.setenv("SMARTCACHE_ARTIFACTS_TTL", "30d")
     assert load_settings() == Settings(
         home=tmp_path / "store",
         threads=3,
@@ -82,6 +85,7 @@ def test_every_setting_can_come_from_the_environment(
         lock_timeout=2.5,
         everywhere=True,
         artifacts_max_size=2 * 10**12,
+        artifacts_ttl=30 * 86400,
     )
 
 
@@ -97,6 +101,7 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         lock_timeout = "5m"
         everywhere = true
         artifacts_max_size = "500 GB"
+        artifacts_ttl = 3600
         """,
     )
     assert load_settings() == Settings(
@@ -108,6 +113,7 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         lock_timeout=300,
         everywhere=True,
         artifacts_max_size=500 * 10**9,
+        artifacts_ttl=3600,
     )
 
 
@@ -121,6 +127,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
         lock_timeout=0,
         everywhere=True,
         artifacts_max_size=10**9,
+        artifacts_ttl=300,
     )
     assert (
         load_settings(
@@ -132,6 +139,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
             lock_timeout=0,
             everywhere=True,
             artifacts_max_size="1GB",
+            artifacts_ttl="5m",
         )
         == expected
     )
@@ -230,6 +238,8 @@ BAD_VALUES = [
     ("everywhere", "sometimes"),
     ("artifacts_max_size", "plenty"),
     ("artifacts_max_size", "-1"),
+    ("artifacts_ttl", "long"),
+    ("artifacts_ttl", "0"),
 ]
 
 

@@ -535,6 +535,7 @@ class TestPrograms:
             "model/org/name"
         ]
 
+    @pytest.mark.soak  # the tests of pipelines have both for clients, too
     def test_diffusers_and_transformers(self, hub: Hub, models: Models, tmp_path: Path) -> None:
         hub.add_folder("org/first", models.first)
         hub.add_folder("org/language", models.language)

@@ -51,12 +51,15 @@ class ArtifactSet:
         folder: SetFolder,
         *,
         threads: int = 2,
+        longest: float | None = None,
         make_room: Callable[[], None] | None = None,
         room_step: int = 0,
     ) -> None:
         self._engine = open_engine(folder)
         self._release = weakref.finalize(self, SetEngine.release_later, self._engine)
         self._threads = threads
+        self._longest = longest
+        """Seconds that no artifact outlives, whatever its own time to live is."""
         self._make_room = make_room
         self._room_step = room_step
         """Bytes that are written before all sets together are measured again."""
@@ -115,7 +118,7 @@ class ArtifactSet:
         options = self._engine.folder.options
         writing.put(
             self._engine, check_key(key), value, metadata=metadata,
-            expires_at=_expiry(options.ttl if ttl is None else ttl),
+            expires_at=_expiry(options.ttl if ttl is None else ttl, self._longest),
             durable=options.durable if durable is None else durable,
         )  # fmt: skip
         self._keep_bounds()
@@ -194,7 +197,7 @@ class ArtifactSet:
 
         It stays readable as long as the sample is held, whatever happens to the set.
         """
-        return Sample(self._engine, self._engine.need((check_key(key),))[0])
+        return Sample(self._engine, self._engine.need_one(check_key(key)))
 
     def get(self, key: str, default: object = None) -> Any:  # noqa: ANN401 - whatever was put
         """Return the whole value of an artifact; `default` if there is none, or a damaged one."""
@@ -214,7 +217,7 @@ class ArtifactSet:
 
     def metadata(self, key: str) -> Any:  # noqa: ANN401
         """Return what was put beside a value; no tensor is read for it."""
-        found = self._engine.need((check_key(key),))[0]
+        found = self._engine.need_one(check_key(key))
         packs = self._engine.packs
 
         def read(each: Located) -> object:
@@ -236,9 +239,9 @@ class ArtifactSet:
         may be longer; what is returned is then the first part of them. `pinned` is for new ones.
         BatchShapeError if tensors of a field differ in shape or dtype.
         """
-        found = self._engine.need([check_key(key) for key in keys])
+        wanted = [check_key(key) for key in keys]
         count = self._threads if threads is None else threads
-        return read_batch(self._engine, found, out=out, pinned=pinned, threads=count)
+        return read_batch(self._engine, wanted, out=out, pinned=pinned, threads=count)
 
     def announce(self, keys: Iterable[str]) -> None:
         """Tell the kernel that artifacts will be read soon; those that are missing are left out."""
@@ -373,12 +376,17 @@ class ArtifactSet:
             self._make_room()
 
 
-def _expiry(ttl: float | timedelta | None) -> int:
+def _expiry(ttl: float | timedelta | None, longest: float | None) -> int:
     """Return when something is past its time; 0: never."""
     if ttl is None:
-        return 0
-    seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
-    if not seconds > 0:
-        raise ConfigError(f"A time to live must be more than 0, not {ttl!r}")
+        if longest is None:
+            return 0
+        seconds = longest
+    else:
+        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
+        if not seconds > 0:
+            raise ConfigError(f"A time to live must be more than 0, not {ttl!r}")
+        if longest is not None:
+            seconds = min(seconds, longest)
     # Times are kept in whole seconds: nothing ends before its time.
     return math.ceil(time.time() + min(seconds, _FOR_EVER))

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +38,14 @@ if TYPE_CHECKING:
 _WORTH = 2 << 20
 """Bytes of a batch from which a second thread pays."""
 _MOST_THREADS = 8
+
+
+_TRIES = 5
+"""How often a batch is begun anew because of what others put meanwhile."""
+
+
+class _ReplacedError(Exception):
+    """An artifact has become one of another kind while its batch was read."""
 
 
 class _Field(NamedTuple):
@@ -154,11 +163,21 @@ class _Batch:
 
     def read_again(self, index: int) -> None:
         """Read one artifact, wherever compaction has moved it; damage is told."""
-        persistently(
-            self.engine,
-            self.found[index],
-            lambda found: _Plan(self, found.layout).read(index, found, wait=True),
-        )
+
+        def read(found: Located) -> None:
+            if found.layout is not self.found[index].layout and not self._has_room_for(found):
+                raise _ReplacedError
+            _Plan(self, found.layout).read(index, found, wait=True)
+
+        persistently(self.engine, self.found[index], read)
+
+    def _has_room_for(self, found: Located) -> bool:
+        """Say whether what an artifact has become still fits into this batch."""
+        fields = found.layout.fields
+        if fields is None or fields.keys() != self.result.keys():
+            return False
+        specs = {name: field.spec for name, field in self.stacked.items()}
+        return all(node.tensor == specs.get(name) for name, node in fields.items())
 
 
 class _Plan:
@@ -275,16 +294,25 @@ def _words(spec: TensorSpec | None) -> str:
 
 def read_batch(
     engine: SetEngine,
-    found: Sequence[Located],
+    keys: Sequence[bytes],
     *,
     out: Mapping[Any, object] | None,
     pinned: bool,
     threads: int,
 ) -> dict[Any, object]:
     """Return {field: stacked tensor, or list of values} of artifacts."""
-    if not found:
+    if not keys:
         return {}
-    batch = _Batch(engine, found, out, pinned=pinned)
+    for _ in range(_TRIES):
+        with suppress(_ReplacedError):
+            found = engine.need(keys)
+            return _read(_Batch(engine, found, out, pinned=pinned), threads)
+    message = f"Artifacts of {engine.folder.name} are replaced faster than they can be read"
+    raise BatchShapeError(message, hint="Try again, or put all of one shape.")
+
+
+def _read(batch: _Batch, threads: int) -> dict[Any, object]:
+    engine, found = batch.engine, batch.found
     batch.prepare()
     before = _waits()
     parts = min(threads, _MOST_THREADS, len(found)) if batch.size >= _WORTH else 1

@@ -7,6 +7,7 @@ and read on.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -19,7 +20,9 @@ from smartcache.artifacts.engine import SetEngine
 from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.records import room
 from smartcache.artifacts.rows import Entry
+from smartcache.errors import LeaseTimeoutError, NoSpaceError
 
+_log = logging.getLogger(__name__)
 _LEAVES = 0.9
 """Of the bound: evicting a little more than needed is done less often."""
 _SWOLLEN = 0.25
@@ -28,6 +31,8 @@ _MUCH = 0.1
 """Of a pack that is dead, where the set is swollen."""
 _LEAST = 1 << 20
 """Dead bytes below which a set is not compacted unasked."""
+_PAUSE = 300.0
+"""Seconds after which a compaction is tried again that could not be done."""
 
 Reason = Literal["expired", "unused", "over size"]
 
@@ -129,9 +134,9 @@ def enforce(engine: SetEngine) -> Eviction:
         done = evict(engine, iter(list(victims(engine))))
     dead = engine.on_disk() - engine.index.totals()[1]
     if bound is not None and dead > bound * _SWOLLEN:
-        compact(engine, share=_MUCH)
+        _compact(engine, share=_MUCH)
     elif worth_compacting(engine):
-        compact(engine)
+        _compact(engine)
     return done
 
 
@@ -140,7 +145,18 @@ def keep(engine: SetEngine) -> None:
     if engine.is_over_bounds():
         enforce(engine)
     elif _is_due(engine) and engine.leases.busy(COMPACTING) is None:
-        compact(engine)
+        _compact(engine)
+
+
+def _compact(engine: SetEngine, share: float = 0.5) -> None:
+    """Compact unasked: what keeps it from being done is said, and tried again after a while."""
+    if time.monotonic() < engine.compact_again_at:
+        return
+    try:
+        compact(engine, share=share)
+    except (LeaseTimeoutError, NoSpaceError) as error:
+        engine.compact_again_at = time.monotonic() + _PAUSE
+        _log.warning("%s was not compacted: %s", engine.folder.name, error)
 
 
 def _is_due(engine: SetEngine) -> bool:

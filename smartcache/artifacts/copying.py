@@ -50,6 +50,9 @@ from smartcache.store.statkey import allocated_bytes
 
 _GROUP = 512
 _PIECE = 8 << 20
+_PATIENCE = 20.0
+"""Seconds to wait for processes with uncounted records: one that is stopped, or whose disk is full,
+keeps its own for as long as that lasts, and here nobody can put anything meanwhile."""
 
 
 class Copying:
@@ -213,8 +216,8 @@ class Copying:
         reached("compact: copied")
         with engine.mutex:
             engine.flush()
-            name = f"the set {engine.folder.name}"
-            with lock(engine.path / "lock", exclusive=True, what="compacting", name=name):
+            name, path = f"the set {engine.folder.name}", engine.path / "lock"
+            with lock(path, exclusive=True, timeout=_PATIENCE, what="compacting", name=name):
                 read_tails(self.index, engine.packs, engine.path)
                 self._copy_revived()
                 self._copy_deletions()

@@ -69,6 +69,8 @@ class SetEngine(Locating):
         self.writer: PackWriter | None = None
         self.readers: dict[int, bytes] = {}
         """The keys of open samples, by their identity: what they stand for is not evicted."""
+        self.compact_again_at = 0.0
+        """When compaction is tried again, by the monotonic clock."""
         self.written_size = 0
         """Bytes that this process has written to the set."""
         self._ops: list[Op] = []
@@ -188,7 +190,7 @@ class SetEngine(Locating):
             else:
                 self.memory.forget(key)
         self.pending, self.pending_chunks = {}, {}
-        self.seen.look_again()
+        self.seen.look_again(writer.number)
         if writer.is_broken:
             self.seal()
 

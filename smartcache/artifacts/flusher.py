@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from smartcache.errors import SmartcacheError
 
 _log = logging.getLogger(__name__)
 DELAY = 0.05
+_LONGEST = 5.0
+"""Seconds until what could not be written, for want of room perhaps, is tried again."""
 
 
 class Flushed(Protocol):
@@ -36,6 +38,10 @@ class Flusher:
         self._wakes = threading.Condition()
         self._waiting: weakref.WeakSet[Flushed] = weakref.WeakSet()
         self._acts: list[Callable[[], None]] = []
+        self._failed: weakref.WeakKeyDictionary[Flushed, tuple[float, float]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """What could not be written: how long to wait, and until when."""
         self._thread: threading.Thread | None = None
 
     def soon(self, each: Flushed) -> None:
@@ -70,9 +76,14 @@ class Flusher:
         self._wakes.notify()
 
     def flush(self) -> None:
-        """Write everything now; what fails is said and tried again later."""
+        """Write everything now; what fails is said, once, and tried again later."""
         with self._wakes:
-            waiting, self._waiting = list(self._waiting), weakref.WeakSet()
+            waiting = {*self._waiting, *self._failed}
+        self._flush(waiting)
+
+    def _flush(self, waiting: Iterable[Flushed]) -> None:
+        with self._wakes:
+            self._waiting.difference_update(waiting)
             acts, self._acts = self._acts, []
         for act in acts:
             try:
@@ -83,17 +94,32 @@ class Flusher:
             try:
                 each.flush()
             except (SmartcacheError, OSError) as error:
+                self._note_failure(each, error)
+            else:
+                self._failed.pop(each, None)
+
+    def _note_failure(self, each: Flushed, error: Exception) -> None:
+        with self._wakes:
+            delay = self._failed.get(each, (0.0, 0.0))[0]
+            if not delay:
                 _log.warning("Rows of artifacts could not be written yet: %s", error)
-                with self._wakes:
-                    self._waiting.add(each)
+            delay = min(max(DELAY, 2 * delay), _LONGEST)
+            self._failed[each] = delay, time.monotonic() + delay
 
     def _run(self) -> None:
         while True:
             with self._wakes:
                 while not self._waiting and not self._acts:
-                    self._wakes.wait()
+                    if self._failed and not self._wakes.wait(DELAY):
+                        break
+                    if not self._failed:
+                        self._wakes.wait()
             time.sleep(DELAY)
-            self.flush()
+            now = time.monotonic()
+            with self._wakes:
+                due = [each for each, (_, until) in self._failed.items() if until <= now]
+                due += [each for each in self._waiting if each not in self._failed]
+            self._flush(due)
 
 
 flusher = Flusher()

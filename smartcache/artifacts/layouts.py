@@ -40,6 +40,7 @@ _KIND_OF: Final[dict[int, Kind]] = {tag[0]: kind for kind, tag in KINDS.items()}
 
 Data = bytes | memoryview
 Fill = Callable[[int], object]
+Opened = tuple[tuple[Any, ...], list[int], Data]
 Read = Callable[[tuple[Any, ...], list[int], Data, Fill], object]
 """Makes a value from the fixed part, the bounds of the sections, the inline bytes and the slots."""
 
@@ -95,19 +96,21 @@ class Layout:
         LayoutError if the inline bytes do not belong to this layout. UnknownCodecError for what
         needs a codec that is not registered. What `fill` raises is passed on.
         """
-        fixed, starts = self._open(inline)
-        return self._root.read(fixed, starts, inline, fill)
+        return self._root.read(*self.opened(inline), fill)
 
     def decode_field(self, inline: Data, name: Hashable, fill: Fill) -> object:
         """Return one item of a dict, and decode nothing else; KeyError if there is none."""
         if self.fields is None:
             raise ArtifactError(f"no dict, so it has no item {name!r:.80}")
         node = self.fields[name]
-        fixed, starts = self._open(inline)
-        return node.read(fixed, starts, inline, fill)
+        return node.read(*self.opened(inline), fill)
 
-    def _open(self, inline: Data) -> tuple[tuple[Any, ...], list[int]]:
-        """Return the fixed part and where each section begins; the last one ends at the end."""
+    def opened(self, inline: Data) -> Opened:
+        """Return what nodes read from: `node.read(*opened, fill)`.
+
+        That is the fixed part, where each section begins (the last one ends at the end), and the
+        bytes. LayoutError if they do not belong to this layout.
+        """
         layout = self.struct
         size = layout.size
         if len(inline) < size:
@@ -116,7 +119,7 @@ class Layout:
         starts = [*accumulate(fixed[self._numbers :], initial=size)]
         if starts[-1] != len(inline):
             raise LayoutError(f"{len(inline)} inline bytes, but their sections end at {starts[-1]}")
-        return fixed, starts
+        return fixed, starts, inline
 
 
 class Cursor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smartcache.artifacts.keys import key_text
+from smartcache.artifacts.layouts import Opened
 from smartcache.artifacts.located import Located
 from smartcache.artifacts.packs import OpenPack
 from smartcache.artifacts.reading import (
@@ -51,6 +52,7 @@ class Sample(Mapping[Any, object]):
         self._engine: SetEngine | None = engine
         self._path = engine.path
         self._payload: ArtifactPayload | None = None
+        self._small: Opened | None = None
         self.key_bytes = found.key
         self.seq = found.seq
         self._found: Located | None
@@ -95,14 +97,12 @@ class Sample(Mapping[Any, object]):
         if node.slot is not None:
             return Handle(self, node.slot).tensor()
 
-        made: dict[int, object] = {}
+        if self._small is None:
+            self._small = self._need().layout.opened(self._record().inline)
+        return node.read(*self._small, self._tensor)
 
-        def fill(slot: int) -> object:
-            if slot not in made:
-                made[slot] = Handle(self, slot).tensor()
-            return made[slot]
-
-        return self._need().layout.decode_field(self._record().inline, name, fill)
+    def _tensor(self, slot: int) -> object:
+        return Handle(self, slot).tensor()
 
     def handle(self, name: Hashable) -> Handle:
         """Return a handle of a tensor: its shape and dtype are known, nothing is read."""
@@ -256,6 +256,11 @@ class _HeldPacks:
     def __init__(self, engine: SetEngine, found: Located) -> None:
         self._engine = engine
         self._held: dict[int, OpenPack] = {}
+        quick = found.quick
+        if quick is not None:
+            self._held = {pack.number: pack for pack in quick.packs}
+            self.is_whole = True
+            return
         numbers = {number for number, _, _ in found.ranges()}
         for number in numbers:
             with suppress(OSError, SetFormatError):
@@ -288,6 +293,6 @@ def _held(engine: SetEngine, found: Located) -> tuple[Located, _HeldPacks]:
 def _sample(path: Path, key: bytes, seq: int) -> Sample:
     """Return the sample that was pickled; the set is opened when it is first read."""
     sample = Sample.__new__(Sample)
-    sample._engine = sample._found = sample._payload = None  # noqa: SLF001
+    sample._engine = sample._found = sample._payload = sample._small = None  # noqa: SLF001
     sample._path, sample.key_bytes, sample.seq = path, key, seq  # noqa: SLF001
     return sample

@@ -6,7 +6,6 @@ it is remembered, that is not done again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,20 +126,21 @@ class Located:
 
 
 class Memory:
-    """The artifacts that were looked up last."""
+    """The artifacts that were looked up last. For any number of threads.
+
+    A plain dict, of which a list is made in one step; going through an OrderedDict is not safe.
+    """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[bytes, Located] = OrderedDict()
+        self._found: dict[bytes, Located] = {}
         self.get = self._found.get
 
     def add(self, found: Located) -> None:
-        """Remember an artifact; the oldest is forgotten when there are too many."""
+        """Remember an artifact; when there are too many, an eighth is forgotten, the oldest."""
         self._found[found.key] = found
         if len(self._found) > _MOST:
-            try:
-                self._found.popitem(last=False)
-            except KeyError:  # another thread was faster
-                return
+            for key in list(self._found)[: _MOST >> 3]:
+                self._found.pop(key, None)
 
     def forget(self, key: bytes) -> None:
         """Forget an artifact."""

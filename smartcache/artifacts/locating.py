@@ -160,8 +160,18 @@ class Locating(ABC):
         return row is not None and row.is_pinned
 
     def find(self, key: bytes) -> Located | None:
-        """Say where one artifact lies."""
-        return self.locate((key,))[0]
+        """Say where one artifact lies; None: there is none, or it is past its time."""
+        known = self.memory.get(key)
+        if (
+            known is None
+            or key in self.pending
+            or known.version != self.version()
+            or known.expires_at
+            or known.used_at + _TOUCH_SECONDS < time.time()
+        ):
+            return self.locate((key,))[0]
+        self.hits += 1
+        return known
 
     def has(self, key: bytes) -> bool:
         """Say whether there is an artifact, be it past its time."""
@@ -169,11 +179,15 @@ class Locating(ABC):
             return self.pending[key] is not None
         return self.index.entry(key) is not None
 
+    def need_one(self, key: bytes) -> Located:
+        """Say where an artifact lies; ArtifactNotFoundError if there is none."""
+        return self.find(key) or self.need((key,))[0]
+
     def need(self, keys: Sequence[bytes]) -> list[Located]:
         """Say where artifacts lie; ArtifactNotFoundError names those that are not there."""
         found = self.locate(keys)
-        missing = [key_text(key) for key, each in zip(keys, found, strict=True) if each is None]
-        if missing:
+        if None in found:
+            missing = [key_text(key) for key, each in zip(keys, found, strict=True) if each is None]
             some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")  # noqa: PLR2004
             message = f"{self.folder.name} has no artifact {some}"
             raise ArtifactNotFoundError(message, keys=tuple(missing))

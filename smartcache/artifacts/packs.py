@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import stat
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -178,7 +177,7 @@ class PackFiles:
     def __init__(self, folder: Path, set_id: bytes) -> None:
         self.folder = folder
         self.set_id = set_id
-        self._open: OrderedDict[int, OpenPack] = OrderedDict()
+        self._open: dict[int, OpenPack] = {}
         self.gone: set[int] = set()
         """Packs that were compacted away: their chunks are elsewhere now."""
 
@@ -191,8 +190,8 @@ class PackFiles:
             except FileNotFoundError:
                 self.gone.add(number)
                 raise
-            while len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
+            if len(self._open) > _MOST_OPEN:
+                self._open.pop(list(self._open)[0], None)  # noqa: RUF015 - in one step: for threads
         return found
 
     def forget(self, number: int) -> None:

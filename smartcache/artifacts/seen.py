@@ -1,8 +1,9 @@
 """Which checksums a set surely does not have: so that most puts need not ask the index.
 
 A table of bytes, one for every 23 bits of a checksum. A byte that is not set means that no chunk
-has such a checksum; one that is set means no more than that it is worth asking. What other
-processes write is looked at again after each group of rows.
+was known to have such a checksum; one that is set means no more than that it is worth asking. What
+other processes write is added after each group of rows, so an equal tensor that two of them put at
+the same time is kept twice, and nothing worse.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ class SeenSums:
     def __init__(self, index: SetIndex) -> None:
         self._index = index
         self._table: bytearray | None = None
+        self._ends: dict[int, int] = {}
+        """How far the chunks of each pack are in the table."""
+        self._count = 0
         self._version = -1
-        self._is_useless = False
+
+    @property
+    def _is_useless(self) -> bool:
+        return self._count > _MOST
 
     def may_have(self, sums: Iterable[int]) -> list[int]:
         """Return those checksums that chunks of the set may have."""
@@ -42,18 +49,37 @@ class SeenSums:
         if self._table is not None:
             self._table[value & _MASK] = 1
 
-    def look_again(self) -> None:
-        """Begin anew if another process has written to the set."""
-        if self._table is not None and self._index.data_version() != self._version:
+    def look_again(self, own: int) -> None:
+        """Add what other processes have written to the set; `own` is the pack of this one."""
+        version = self._index.data_version()
+        if self._table is None or version == self._version:
+            return
+        self._version = version
+        ends = {pack.number: pack.watermark for pack in self._index.packs().values()}
+        if self._ends.keys() - ends.keys():
+            self._table = None  # compacted: what was copied has its old numbers
+            return
+        for number, end in ends.items():
+            if number != own and end > self._ends.get(number, 0):
+                self._fill(
+                    self._table, self._index.chunk_hashes_from(number, self._ends.get(number, 0))
+                )
+        self._ends = ends
+        if self._is_useless:
             self._table = None
 
     def _load(self) -> bytearray | None:
         self._version = self._index.data_version()
+        self._ends = {pack.number: pack.watermark for pack in self._index.packs().values()}
         sums = self._index.chunk_hashes(_MOST + 1)
-        if len(sums) > _MOST:
-            self._is_useless = True
-            return None
-        self._table = table = bytearray(_SLOTS)
+        self._count = 0
+        self._table = self._fill(bytearray(_SLOTS), sums)
+        if self._is_useless:
+            self._table = None
+        return self._table
+
+    def _fill(self, table: bytearray, sums: list[int]) -> bytearray:
         for each in sums:
             table[each & _MASK] = 1
+        self._count += len(sums)
         return table

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from smartcache.artifacts.records import room
+from smartcache.artifacts.records import position, room
 from smartcache.artifacts.rows import (
     Chunk,
     Entry,
@@ -177,6 +177,12 @@ class SetIndex(Database):
     def chunk_hashes(self, most: int) -> list[int]:
         """Return the checksums of chunks, as signed integers, at most so many."""
         return [to_number(row[0]) for row in self._all("SELECT hash FROM chunks LIMIT ?", most)]
+
+    def chunk_hashes_from(self, pack: int, offset: int) -> list[int]:
+        """Return the checksums of chunks that were written to a pack at an offset or behind it."""
+        sql = "SELECT hash FROM chunks WHERE uid BETWEEN ? AND ?"
+        low, high = position(pack, offset), (pack + 1 << 40) - 1
+        return [to_number(row[0]) for row in self._all(sql, low, high)]
 
     def chunks(self, uids: Collection[int]) -> dict[int, Chunk]:
         """Return the rows of those chunks that there are."""

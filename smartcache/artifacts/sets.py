@@ -99,10 +99,18 @@ class SetResult:
 class ArtifactSets:
     """The sets in one folder."""
 
-    def __init__(self, root: Path, *, threads: int = 2, max_size: int | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        threads: int = 2,
+        max_size: int | None = None,
+        ttl: float | None = None,
+    ) -> None:
         self.root = root
         self._threads = min(threads, 2)
         self._max_size = max_size
+        self._ttl = ttl
 
     def open(
         self,
@@ -132,9 +140,12 @@ class ArtifactSets:
 
     def _opened(self, folder: SetFolder) -> ArtifactSet:
         if self._max_size is None:
-            return ArtifactSet(folder, threads=self._threads)
+            return ArtifactSet(folder, threads=self._threads, longest=self._ttl)
         step = min(_UNASKED, self._max_size // 16)
-        return ArtifactSet(folder, threads=self._threads, make_room=self.make_room, room_step=step)
+        return ArtifactSet(
+            folder, threads=self._threads, longest=self._ttl, make_room=self.make_room,
+            room_step=step,
+        )  # fmt: skip
 
     # looking
 

@@ -12,6 +12,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 
+@pytest.mark.soak
 def test_the_store_benchmark_prints_every_figure(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "store.py"), "--json", "--rounds", "1"]
     done = subprocess.run(

@@ -545,7 +545,9 @@ class TestDisk:
 
 
 class TestInterrupted:
-    @pytest.mark.parametrize("path", ["unet/model.safetensors", "config.json"])
+    @pytest.mark.parametrize(
+        "path", ["unet/model.safetensors", pytest.param("config.json", marks=pytest.mark.soak)]
+    )
     def test_ctrl_c_ends_it_and_the_next_run_goes_on(
         self, download: Download, one: Commit, path: str
     ) -> None:

@@ -27,7 +27,7 @@ from smartcache.hub import tree
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
 from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, World, content
-from tests.processes.killing import Moment
+from tests.processes.killing import Moment, in_turn
 from tests.store.small_disks import Disk, in_own_namespace
 
 SIZE = 100_000
@@ -133,7 +133,8 @@ def test_a_kill_at_any_fault_point_leaves_nothing_half_made(
     for verb in ("download", "adopt", "place", "put", "replace", "claim"):
         assert any(point.startswith(f"{verb}:") for point in ended.points), verb
     problems: list[str] = []
-    for number, moment in enumerate(moments_of(ended.points, last_too=soak)):
+    moments = moments_of(ended.points, last_too=soak)
+    for number, moment in enumerate(in_turn(moments, random.randrange(2), 2, soak=soak)):
         world = World(tmp_path / str(number), hub, starter)
         prepare(world)
         if not world.start("org/one", die_at=moment).wait().is_killed:

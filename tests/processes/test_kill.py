@@ -1,9 +1,10 @@
 """A process killed with SIGKILL between any two steps loses nothing and leaves nothing behind.
 
 Every operation is run once to learn which fault points it reaches, then killed at each of them (the
-first and the last time; in ordinary runs the two ways of killing take turns). After the store is opened again, all of the user's files must be there
-with their bytes and modes, `verify` must find nothing worse than an unindexed blob, and the
-operation, run again, must end as if it had never been interrupted, down to what undo gives back.
+first and the last time; in ordinary runs the two ways of killing take turns). After the store is
+opened again, all of the user's files must be there with their bytes and modes, `verify` must find
+nothing worse than an unindexed blob, and the operation, run again, must end as if it had never been
+interrupted, down to what undo gives back.
 """
 
 from __future__ import annotations

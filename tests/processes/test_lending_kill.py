@@ -6,6 +6,7 @@ The next loading of the repo takes back what the dead one borrowed, and proves w
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ if sys.platform != "linux":
 from smartcache.hub.lent import Loans
 from tests.hub_server import Hub
 from tests.processes.downloading import Starter, World, content
-from tests.processes.killing import Moment
+from tests.processes.killing import Moment, in_turn
 
 SIZE = 100_000
 KNOWN, UNWANTED, FETCHED = "a/model.safetensors", "b/model.safetensors", "c/model.safetensors"
@@ -64,7 +65,7 @@ def unsettled(world: World) -> Iterator[str]:
 
 
 def test_a_kill_at_any_fault_point_leaves_nothing_lent(
-    tmp_path: Path, hub: Hub, starter: Starter
+    tmp_path: Path, hub: Hub, starter: Starter, soak: bool
 ) -> None:
     hub.add("org/one", FILES)
     whole = make_world(tmp_path / "whole", hub, starter)
@@ -72,9 +73,11 @@ def test_a_kill_at_any_fault_point_leaves_nothing_lent(
     assert {"lend: lent", "lend: loaded", "loan: taken back", "undo: link removed"} <= set(points)
     assert list(unsettled(whole)) == []
     problems: list[str] = []
-    for number, place in enumerate(dict.fromkeys(points)):
+    moments = [Moment(place, 1) for place in dict.fromkeys(points)]
+    for number, moment in enumerate(in_turn(moments, random.randrange(2), 2, soak=soak)):
+        place = moment.place
         world = make_world(tmp_path / str(number), hub, starter)
-        load(world, Moment(place, 1))
+        load(world, moment)
         problems += [f"killed at {place}: {problem}" for problem in world.problems()]
         hub.clear()
         load(world)
