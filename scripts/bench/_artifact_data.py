@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -167,24 +169,29 @@ def drop_cached(folder: Path) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cached_share(folder: Path, probes: int = 200) -> float:
-    """Return how much of the large files of a folder is in memory: 0.0 after dropping all."""
-    places = random.Random(2)
-    cached = asked = 0
+def cached_share(folder: Path) -> float:
+    """Return how much of the large files of a folder is in memory: 0.0 after dropping all.
+
+    By `mincore`: to try and read, without waiting, has the kernel read megabytes around it.
+    """
+    cached = pages = 0
     for path in files_in(folder):
         size = path.stat().st_size
         if size < SAMPLE_BYTES:
             continue
-        with path.open("rb", buffering=0) as stream:
-            for _ in range(probes):
-                asked += 1
-                cached += _is_cached(stream.fileno(), places.randrange(size - 1))
-    return cached / asked if asked else 0.0
+        with path.open("rb") as stream:
+            found = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
+            with mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
+                start = np.frombuffer(mapping, np.uint8)
+                mincore(start.ctypes.data, size, found.ctypes.data)
+                del start
+        cached += int((found & 1).sum())
+        pages += len(found)
+    return cached / pages if pages else 0.0
 
 
-def _is_cached(descriptor: int, offset: int) -> bool:
-    try:
-        os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    return True
+def mincore(start: int, size: int, found: int) -> None:
+    """Ask the kernel which pages of a mapping are in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_void_p(found)):
+        raise OSError(ctypes.get_errno(), "mincore")

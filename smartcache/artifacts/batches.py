@@ -11,6 +11,7 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smartcache.artifacts.diskwaits import blocks_read, waits
 from smartcache.artifacts.engine import SetEngine
 from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.layouts import Layout
@@ -23,6 +24,8 @@ from smartcache.artifacts.reading import (
     inline_of,
     persistently,
     quick_way,
+    read_verified,
+    remember,
 )
 from smartcache.artifacts.tensors import TensorSpec
 from smartcache.errors import (
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
 
 _WORTH = 2 << 20
 """Bytes of a batch from which a second thread pays."""
+_WORTH_EACH = 1 << 20
+"""Bytes of an artifact from which reading several at a time pays: below, it is mostly Python."""
 _MOST_THREADS = 8
-
-
 _TRIES = 5
 """How often a batch is begun anew because of what others put meanwhile."""
 
@@ -74,6 +77,8 @@ class _Batch:
         self.copies: list[tuple[Any, int, Any]] = []
         """Rows of a field, which of them, and the bytes that belong there."""
         self.unread: list[tuple[int, _Plan]] = []
+        self.is_cold = False
+        """Whether some of the unread were not in the page cache."""
         kinds = _kinds(found)
         names = _names(kinds)
         for each in found:
@@ -149,17 +154,22 @@ class _Batch:
         count = len(self.copies)
         for rows, index, view in self.copies[count * part // parts : count * (part + 1) // parts]:
             rows[index] = view
-        cold = []
-        for index, plan in self.unread[part::parts]:
+        readers = parts if self.size >= len(self.found) * _WORTH_EACH else 1
+        for index, plan in self.unread[part::readers] if part < readers else ():
             try:
-                plan.read(index, self.found[index], wait=False)
-            except ColdError:
-                cold.append(index)
+                plan.read(index, self.found[index])
             except (FileNotFoundError, DamagedArtifactError, LayoutError, SetFormatError):
                 self.read_again(index)
-        announce(self.engine.packs, (self.found[index] for index in cold))
-        for index in cold:
-            self.read_again(index)
+
+    def announce(self) -> None:
+        """Have the kernel read all that is not copied from a mapping, before it is waited for.
+
+        What is in the page cache is passed over quickly. Where much is not, artifacts are not
+        mapped: most of them will be gone from memory when they are read the next time.
+        """
+        before = blocks_read()
+        announce(self.engine.packs, (self.found[index] for index, _ in self.unread))
+        self.is_cold = blocks_read() != before
 
     def read_again(self, index: int) -> None:
         """Read one artifact, wherever compaction has moved it; damage is told."""
@@ -167,7 +177,7 @@ class _Batch:
         def read(found: Located) -> None:
             if found.layout is not self.found[index].layout and not self._has_room_for(found):
                 raise _ReplacedError
-            _Plan(self, found.layout).read(index, found, wait=True)
+            _Plan(self, found.layout).read(index, found)
 
         persistently(self.engine, self.found[index], read)
 
@@ -203,28 +213,35 @@ class _Plan:
         self.lists = list(batch.listed.items())
         self.is_plain = self.is_flat and not self.small
 
-    def read(self, index: int, found: Located, *, wait: bool) -> None:
+    def read(self, index: int, found: Located) -> None:
         """Read one artifact into its row."""
         if self.is_flat:
             made: Sequence[object] = self.rows  # whatever: these are not looked at
             targets = [rows[index] for rows in self.rows]  # type: ignore[index]
         else:
             made, targets = self._targets(index)
-        inline = fetch(self.batch.engine.packs, found, targets, wait=wait)
-        self.keep(index, found, inline, made)
+        is_first = not found.is_verified
+        packs = self.batch.engine.packs
+        read = read_verified if self.batch.is_cold else fetch
+        inline = read(packs, found, targets)
+        value = self.keep(index, found, inline, made)
+        if is_first and self.is_plain and not self.batch.is_cold:
+            remember(packs, found, value)
 
     def keep(
         self, index: int, found: Located, inline: memoryview, made: Sequence[object] = ()
-    ) -> None:
-        """Keep the small values of an artifact."""
+    ) -> object:
+        """Keep the small values of an artifact; return all that were read for it."""
         listed = self.batch.listed
         if not listed and not self.small:
-            return
+            return {}
         value: Any = found.layout.decode(inline, (made or self.rows).__getitem__)
         for name, values in listed.items():
-            values[index] = value[name]
+            each = value[name]
+            values[index] = each.copy() if type(each) is list else each
         for name, field in self.small:
             field.rows[index] = _bytes_of(field.spec, value[name])
+        return value
 
     def _targets(self, index: int) -> tuple[list[object], list[Any]]:
         import numpy as np
@@ -314,7 +331,9 @@ def read_batch(
 def _read(batch: _Batch, threads: int) -> dict[Any, object]:
     engine, found = batch.engine, batch.found
     batch.prepare()
-    before = _waits()
+    if batch.unread:
+        batch.announce()
+    before = waits()
     parts = min(threads, _MOST_THREADS, len(found)) if batch.size >= _WORTH else 1
     jobs = [_threads().submit(batch.copy, part, parts) for part in range(1, parts)]
     try:
@@ -322,20 +341,11 @@ def _read(batch: _Batch, threads: int) -> dict[Any, object]:
     finally:
         # Also after an error: nobody may write into a batch that its owner has given up.
         errors = [job.exception() for job in jobs]
-    engine.note_waits(waited=_waits() != before, unread=len(batch.unread))
+    engine.note_waits(waited=waits() != before, unread=len(batch.unread))
     for error in errors:
         if error is not None:
             raise error
     return batch.result
-
-
-def _waits() -> int:
-    """Return how often this process has waited for the disk where it touched a mapping."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class _Pool:

@@ -69,7 +69,7 @@ class PinOp(NamedTuple):
 
 Op = LayoutOp | ChunkOp | PutOp | DeleteOp | PinOp
 KeyOp = PutOp | DeleteOp | PinOp
-_KEY_OPS = frozenset({PutOp, DeleteOp, PinOp})
+KEY_OPS = frozenset({PutOp, DeleteOp, PinOp})
 """Asked by `type`: these lines run for every put, and `isinstance` with a union is ten times it."""
 
 
@@ -92,7 +92,7 @@ def _advance(index: SetIndex, pack: int, end: int, ops: Iterable[Op]) -> None:
     row = index.pack(pack)
     if row is None:
         return
-    seqs = [op.seq for op in ops if type(op) in _KEY_OPS]  # type: ignore[union-attr]
+    seqs = [op.seq for op in ops if type(op) in KEY_OPS]  # type: ignore[union-attr]
     low = min([*seqs, *([row.min_seq] if row.min_seq else [])], default=0)
     high = max([*seqs, row.max_seq])
     index.put_pack(row._replace(watermark=end, min_seq=low, max_seq=high))

@@ -84,7 +84,7 @@ class Copying:
     def copy(self, number: int, advance: object = None) -> None:
         """Copy what is wanted of a pack."""
         pack = self.engine.packs[number]
-        found = scan(pack, PACK_HEADER_BYTES, full=False)
+        found = scan(pack, PACK_HEADER_BYTES, full=False, all_wanted=True)
         while group := list(islice(found, _GROUP)):
             before = self.written
             self._copy_group(pack, group)

@@ -30,6 +30,9 @@ class Flushed(Protocol):
     def flush(self) -> None:
         """Write it."""
 
+    def flush_behind(self) -> None:
+        """Write it while others go on."""
+
 
 class Flusher:
     """Calls `flush` of everything that has asked for it, a little later."""
@@ -79,9 +82,9 @@ class Flusher:
         """Write everything now; what fails is said, once, and tried again later."""
         with self._wakes:
             waiting = {*self._waiting, *self._failed}
-        self._flush(waiting)
+        self._flush(waiting, behind=False)
 
-    def _flush(self, waiting: Iterable[Flushed]) -> None:
+    def _flush(self, waiting: Iterable[Flushed], *, behind: bool) -> None:
         with self._wakes:
             self._waiting.difference_update(waiting)
             acts, self._acts = self._acts, []
@@ -92,7 +95,10 @@ class Flusher:
                 _log.warning("A set of artifacts could not be closed: %s", error)
         for each in waiting:
             try:
-                each.flush()
+                if behind:
+                    each.flush_behind()
+                else:
+                    each.flush()
             except (SmartcacheError, OSError) as error:
                 self._note_failure(each, error)
             else:
@@ -119,7 +125,7 @@ class Flusher:
             with self._wakes:
                 due = [each for each, (_, until) in self._failed.items() if until <= now]
                 due += [each for each in self._waiting if each not in self._failed]
-            self._flush(due)
+            self._flush(due, behind=True)
 
 
 flusher = Flusher()

@@ -7,6 +7,7 @@ it is remembered, that is not done again.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MOST = 65_536
+_NO_SPAN = (0, 0, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -65,6 +67,7 @@ class Located:
     """One artifact: its record, its layout, and where its chunks are."""
 
     __slots__ = (
+        "_span",
         "digest",
         "expires_at",
         "is_verified",
@@ -105,9 +108,13 @@ class Located:
         """Of the index, when this was found to be true."""
         self.is_verified = False
         self.quick: Quick | None = None
+        self._span: tuple[int, int, int] | None = None
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """Return pack, offset and length of everything that is read for it."""
+        span = self.span()
+        if span is not None:
+            return [span]
         pack, offset = place(self.place)
         found = [(pack, offset, HEADER_BYTES + self.length)]
         for spec, number in zip(self.layout.tensors, self.places, strict=True):
@@ -115,14 +122,28 @@ class Located:
             found.append((pack, offset, HEADER_BYTES + spec.nbytes))
         return found
 
-    def is_in_one_piece(self) -> bool:
-        """Say whether its chunks lie one after the other, and its record right behind them."""
-        expected = self.place
-        for spec, number in zip(reversed(self.layout.tensors), reversed(self.places), strict=True):
-            expected -= room(spec.nbytes) >> 6
-            if number != expected:
-                return False
-        return True
+    def span(self) -> tuple[int, int, int] | None:
+        """Return pack, offset and length of all of it; None if it does not lie in one piece.
+
+        Most do: the chunks one after the other, and the record right behind them.
+        """
+        if self._span is None:
+            expected = self.place
+            for spec, number in zip(self.layout.tensors[::-1], self.places[::-1], strict=True):
+                expected -= room(spec.nbytes) >> 6
+                if number != expected:
+                    self._span = _NO_SPAN
+                    return None
+            pack, offset = place(expected)
+            end = place(self.place)[1] + HEADER_BYTES + self.length
+            self._span = pack, offset, end - offset
+        return None if self._span is _NO_SPAN else self._span
+
+    def moved_to(self, places: tuple[int, ...]) -> Located:
+        """Return it with its chunks at other places."""
+        moved = copy(self)
+        moved.places, moved.quick, moved._span = places, None, None  # noqa: SLF001 - its own
+        return moved
 
 
 class Memory:

@@ -10,7 +10,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from copy import copy
 
 from smartcache.artifacts.codec import Layout
 from smartcache.artifacts.keys import key_text
@@ -139,8 +138,7 @@ class Locating(ABC):
         places = tuple(rows[uid].place if uid in rows else uid for uid in found.uids)
         if places == tuple(found.places):
             return found
-        moved = copy(found)
-        moved.places, moved.quick = places, None
+        moved = found.moved_to(places)
         self.memory.add(moved)
         return moved
 

@@ -25,6 +25,7 @@ from smartcache.artifacts.records import (
     PackHeader,
     position,
 )
+from smartcache.artifacts.reserving import Reserved
 from smartcache.artifacts.rows import Pack
 from smartcache.artifacts.setindex import SetIndex
 from smartcache.errors import (
@@ -99,6 +100,9 @@ class OpenPack:
         if (head.number, head.set_id) != (number, set_id):
             raise SetFormatError(f"{path} is a pack of another set or number", path=path)
         self.nonce = head.nonce
+        # What is read is announced, to the byte. Left to itself, the kernel reads what lies around
+        # it as well, megabytes for each artifact.
+        self._advise("POSIX_FADV_RANDOM", 0, 0)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -154,6 +158,15 @@ class OpenPack:
         if self._mapping is not None:
             with suppress(OSError, ValueError):  # a kernel before 5.14, or the file is shorter
                 self._mapping.madvise(_POPULATE_READ, first, start + length - first)
+
+    def announce(self, start: int, length: int) -> None:
+        """Have the kernel read a range into memory; nobody waits for it."""
+        self._advise("POSIX_FADV_WILLNEED", start, length)
+
+    def _advise(self, advice: str, start: int, length: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self.fd, start, length, getattr(os, advice))
 
     def view(self, start: int, length: int) -> np.ndarray:
         """Return some bytes of the pack, where they lie; the pack is mapped anew if need be."""
@@ -231,6 +244,7 @@ class PackWriter:
         self._claim = claimed
         self._fd = claimed.fd  # asking the claim each time would cost more than it tells
         self._is_name_synced = False
+        self._reserved = Reserved(folder, claimed.fd)
 
     @property
     def fd(self) -> int:
@@ -247,6 +261,8 @@ class PackWriter:
 
     def write(self, pieces: Sequence[bytes | memoryview | bytearray], size: int) -> None:
         """Append records; NoSpaceError if they do not fit, and the pack is not written any more."""
+        if self.end + size > self._reserved.until:
+            self._reserved.extend(self.end, size)
         try:
             written = 0
             if len(pieces) <= _MOST_PIECES:
@@ -289,6 +305,7 @@ class PackWriter:
     def close(self) -> None:
         """Let go of the pack; another process may write to it if there is room."""
         self.is_closed = True
+        self._reserved.release()
         self._claim.release(remove=False)
 
 

@@ -3,7 +3,7 @@
 An artifact is read with `preadv` and verified the first time: header, position, key, layout and the
 checksum of every byte. From then on its tensors are copied out of a mapping of the pack, once, into
 the memory they are wanted in. What is not in the page cache is noticed without waiting for it
-(RWF_NOWAIT); all of that in a batch is announced to the kernel and then read.
+(RWF_NOWAIT), and read like the first time; all of that in a batch is announced to the kernel first.
 """
 
 from __future__ import annotations
@@ -69,21 +69,20 @@ class Packs(Protocol):
         ...
 
 
-def fetch(
-    packs: Packs, found: Located, targets: Sequence[Target], *, wait: bool = True
-) -> memoryview:
+def fetch(packs: Packs, found: Located, targets: Sequence[Target]) -> memoryview:
     """Read an artifact: its tensors into the targets; return its inline bytes.
 
-    Without `wait`, ColdError when the disk would have to be waited for. FileNotFoundError: its pack
-    was compacted away. DamagedArtifactError: it is not what was put.
+    FileNotFoundError: its pack was compacted away. DamagedArtifactError: it is not what was put.
     """
-    flags = 0 if wait else _NO_WAIT
     if not found.is_verified:
-        return _read_first(packs, found, targets, flags)
+        return read_verified(packs, found, targets)
     quick = found.quick
     if quick is None or any(pack.is_shorter for pack in quick.packs):
-        quick = quick_way(packs, found)
-    inline = inline_of(quick, found, wait=wait)
+        try:
+            quick = quick_way(packs, found)
+        except ColdError:
+            return read_verified(packs, found, targets)
+    inline = inline_of(quick, found, wait=True)
     for number, spec, target, view in zip(
         found.places, found.layout.tensors, targets, quick.views, strict=True
     ):
@@ -91,59 +90,101 @@ def fetch(
             target[:] = view
         else:
             start = ((number & 0xFF_FFFF_FFFF) << 6) + HEADER_BYTES
-            _read(packs[number >> 40], (target,), start, spec.nbytes, flags)
+            _read(packs[number >> 40], (target,), start, spec.nbytes)
     return inline
 
 
 def inline_of(quick: Quick, found: Located, *, wait: bool = False) -> memoryview:
     """Read the small values of a verified artifact; its record lies right behind its tensors.
 
-    So this also tells, without waiting, whether they are likely to be in the page cache.
+    So this also tells whether they are likely to be in the page cache: without `wait`, ColdError if
+    the record is not.
     """
+    return _inline(quick.pack, quick.offset, quick.inline, found, 0 if wait else _NO_WAIT)
+
+
+def _inline(pack: OpenPack, offset: int, start: int, found: Located, flags: int) -> memoryview:
     payload = bytearray(found.length)
-    _read(quick.pack, (payload,), quick.offset, found.length, 0 if wait else _NO_WAIT)
+    _read(pack, (payload,), offset, found.length, flags)
     (length,) = _LENGTH.unpack_from(payload, _INLINE_LENGTH_AT)
-    return memoryview(payload)[quick.inline : quick.inline + length]
+    return memoryview(payload)[start : start + length]
+
+
+def _inline_start(found: Located) -> int:
+    """Return where in the payload of a record the inline bytes begin."""
+    return _INLINE_START + len(found.key) + 8 * len(found.uids)
 
 
 def quick_way(packs: Packs, found: Located) -> Quick:
-    """Return what makes it quick to read a verified artifact again."""
+    """Return what makes it quick to read a verified artifact again.
+
+    ColdError if it is not in the page cache: a page that is missing in a mapping is read with
+    megabytes around it.
+    """
+    offset = place(found.place)[1] + HEADER_BYTES
+    inline = _inline(packs[found.place >> 40], offset, _inline_start(found), found, _NO_WAIT)
+    quick = _mapped(packs, found)
+    if any(view is None for view in quick.views):
+        return quick
+    is_short = found.length <= _MOST_REMEMBERED
+    value = found.layout.decode(inline, _nothing) if is_short else None
+    found.quick = quick._replace(values=_small(found, value))
+    return found.quick
+
+
+def remember(packs: Packs, found: Located, value: object) -> None:
+    """Make it quick to read an artifact again that was just verified; `value` has no tensors."""
+    quick = _mapped(packs, found)
+    if all(view is not None for view in quick.views):
+        found.quick = quick._replace(values=_small(found, value))
+
+
+def _mapped(packs: Packs, found: Located) -> Quick:
+    """Return where an artifact is mapped, with its pages in the page tables."""
     number, offset = place(found.place)
+    pack = packs[number]
+    inline = _inline_start(found)
+    specs = found.layout.tensors
+    if specs and found.span() is not None:
+        # Most are: one look at the file, one call for all pages.
+        mapped = pack.mapped(offset)
+        if mapped is None:
+            return Quick(pack, offset + HEADER_BYTES, inline, [None] * len(specs), (pack,), None)
+        starts = [((where & 0xFF_FFFF_FFFF) << 6) + HEADER_BYTES for where in found.places]
+        pack.populate(starts[0], offset - starts[0])
+        pieces: list[Target | None] = [
+            mapped[start : start + spec.nbytes] for start, spec in zip(starts, specs, strict=True)
+        ]
+        return Quick(pack, offset + HEADER_BYTES, inline, pieces, (pack,), None)
     views: list[Target | None] = []
-    used = {number: packs[number]}
-    for where, spec in zip(found.places, found.layout.tensors, strict=True):
+    used = {number: pack}
+    for where, spec in zip(found.places, specs, strict=True):
         start = ((where & 0xFF_FFFF_FFFF) << 6) + HEADER_BYTES
-        pack = used[where >> 40] = packs[where >> 40]
-        mapped = pack.mapped(start + spec.nbytes)
+        other = used[where >> 40] = packs[where >> 40]
+        mapped = other.mapped(start + spec.nbytes)
         views.append(None if mapped is None else mapped[start : start + spec.nbytes])
-        pack.populate(start, spec.nbytes)
-    inline = _INLINE_START + len(found.key) + 8 * len(found.uids)
-    quick = Quick(used[number], offset + HEADER_BYTES, inline, views, tuple(used.values()), None)
-    if all(view is not None for view in views):
-        found.quick = quick._replace(values=_values(quick, found))
-        return found.quick
-    return quick
+        other.populate(start, spec.nbytes)
+    return Quick(pack, offset + HEADER_BYTES, inline, views, tuple(used.values()), None)
 
 
-def _values(quick: Quick, found: Located) -> dict[Hashable, object] | None:
+def _small(found: Located, value: object) -> dict[Hashable, object] | None:
     """Return the small values of an artifact, if they are worth remembering."""
     fields = found.layout.fields
-    if fields is None or found.length > _MOST_REMEMBERED:
+    if fields is None or value is None or found.length > _MOST_REMEMBERED:
         return None
     names = [name for name, node in fields.items() if node.slot is not None]
     if len(names) != len(found.layout.tensors):
         return None
-    with suppress(ColdError):
-        value = found.layout.decode(inline_of(quick, found), _nothing)
-        return plain_values(value, names)
-    return None
+    return plain_values(value, names)
 
 
 def _nothing(_slot: int) -> None:
     return None
 
 
-def _read(pack: OpenPack, buffers: Sequence[Buffer], offset: int, size: int, flags: int) -> None:
+def _read(
+    pack: OpenPack, buffers: Sequence[Buffer], offset: int, size: int, flags: int = 0
+) -> None:
     """Fill buffers from a pack; ColdError, or DamagedArtifactError if the file is too short."""
     global _NO_WAIT  # noqa: PLW0603 - a filesystem without it: waiting is all there is
     try:
@@ -176,26 +217,26 @@ def _read_rest(pack: OpenPack, buffers: Sequence[Buffer], offset: int, done: int
             view, offset = view[count:], offset + count
 
 
-def _read_first(packs: Packs, found: Located, targets: Sequence[Target], flags: int) -> memoryview:
-    """Read and verify everything of an artifact; what is equal to its checksum is remembered."""
+def read_verified(packs: Packs, found: Located, targets: Sequence[Target]) -> memoryview:
+    """Read and verify everything of an artifact; that it was verified is remembered."""
     specs = found.layout.tensors
     heads = [bytearray(HEADER_BYTES) for _ in specs]
     record = memoryview(bytearray(HEADER_BYTES + found.length))
     number, offset = place(found.place)
     pack = packs[number]
-    if found.is_in_one_piece() and len(specs) < 300:  # noqa: PLR2004 - one preadv takes 1024 pieces
+    span = found.span()
+    if span is not None and len(specs) < 300:  # noqa: PLR2004 - one preadv takes 1024 pieces
         buffers: list[Buffer] = []
-        size = 0
         for head, spec, target in zip(heads, specs, targets, strict=True):
-            gap = bytearray(-spec.nbytes % HEADER_BYTES)
-            buffers += (head, target, gap)
-            size += HEADER_BYTES + spec.nbytes + len(gap)
-        _read(pack, [*buffers, record], offset - size, size + len(record), flags)
+            buffers += (head, target)
+            if spec.nbytes % HEADER_BYTES:
+                buffers.append(bytearray(-spec.nbytes % HEADER_BYTES))
+        _read(pack, [*buffers, record], span[1], span[2])
     else:
-        _read(pack, [record], offset, len(record), flags)
+        _read(pack, [record], offset, len(record))
         for head, spec, target, where in zip(heads, specs, targets, found.places, strict=True):
             other, start = place(where)
-            _read(packs[other], [head, target], start, HEADER_BYTES + spec.nbytes, flags)
+            _read(packs[other], [head, target], start, HEADER_BYTES + spec.nbytes)
     payload = _verified_record(found, pack, record)
     for index, (head, target) in enumerate(zip(heads, targets, strict=True)):
         _verify_chunk(packs, found, index, head, target)
@@ -239,19 +280,10 @@ def check_room(packs: Packs, found: Located) -> None:
 
 def announce(packs: Packs, some: Iterable[Located]) -> None:
     """Tell the kernel what will be read."""
-    advise = getattr(os, "posix_fadvise", None)
-    if advise is None:
-        return
     for found in some:
-        if found.is_in_one_piece():
-            number, offset = place(found.places[0] if found.places else found.place)
-            end = place(found.place)[1] + HEADER_BYTES + found.length
-            ranges = [(number, offset, end - offset)]
-        else:
-            ranges = found.ranges()
-        for number, offset, length in ranges:
+        for number, offset, length in found.ranges():
             with suppress(OSError, SetFormatError):
-                advise(packs[number].fd, offset, length, os.POSIX_FADV_WILLNEED)
+                packs[number].announce(offset, length)
 
 
 def read_whole(packs: Packs, found: Located) -> object:
@@ -277,7 +309,7 @@ def read_record(packs: Packs, found: Located) -> ArtifactPayload:
     if pack.size < offset + HEADER_BYTES + found.length:
         raise DamagedArtifactError(f"Pack {pack.number} ends before the artifact does")
     record = memoryview(bytearray(HEADER_BYTES + found.length))
-    _read(pack, [record], offset, len(record), 0)
+    _read(pack, [record], offset, len(record))
     return _verified_record(found, pack, record)
 
 
@@ -293,7 +325,7 @@ def read_tensor(packs: Packs, found: Located, slot: int) -> object:
     tensor, memory = found.layout.tensors[slot].new()
     number, offset = place(found.places[slot])
     target = np.frombuffer(memory, np.uint8)
-    _read(packs[number], [target], offset + HEADER_BYTES, len(target), 0)
+    _read(packs[number], [target], offset + HEADER_BYTES, len(target))
     return tensor
 
 

@@ -36,6 +36,7 @@ from smartcache.artifacts.packs import (
     set_doomed,
 )
 from smartcache.artifacts.records import PACK_HEADER_BYTES, key_hash, place
+from smartcache.artifacts.reserving import release_left
 from smartcache.artifacts.rows import Pack
 from smartcache.artifacts.scanning import Found, scan
 from smartcache.artifacts.setfolder import SetFolder
@@ -66,6 +67,7 @@ def read_tails(index: SetIndex, packs: PackFiles, folder: Path) -> None:
                 alone = kept_unwritten(path)
                 if alone is not None:
                     held.callback(alone.close)
+                    release_left(path)
                     tails.append(_Tail(packs[row.number]))
             except FileNotFoundError:
                 continue  # compacted in this moment, or lost: reading will tell

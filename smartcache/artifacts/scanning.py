@@ -33,6 +33,8 @@ from smartcache.artifacts.records import (
 from smartcache.errors import BadKeyError, DamagedArtifactError
 
 _BLOCK = 1 << 20
+_AHEAD = 8 << 20
+"""What is announced before it is read, twice as far: nothing else reads ahead in a pack."""
 _MOST_UID = 1 << 63
 """What the index can hold."""
 _MOST_UIDS = 1 << 20
@@ -61,14 +63,21 @@ class Found(NamedTuple):
         return (head.key_hash, head.seq) if head.kind in (ARTIFACT, DELETE) else None
 
 
-def scan(pack: OpenPack, start: int, end: int | None = None, *, full: bool) -> Iterator[Found]:
+def scan(
+    pack: OpenPack, start: int, end: int | None = None, *, full: bool, all_wanted: bool = False
+) -> Iterator[Found]:
     """Go through the records from an offset on; what is damaged is told, and passed over.
 
-    `full` reads the bytes of chunks too and compares them with their checksums.
+    `full` reads the bytes of chunks too and compares them with their checksums; `all_wanted` says
+    that the caller will read them.
     """
     size = pack.size if end is None else min(end, pack.size)
     offset = max(start, PACK_HEADER_BYTES)
+    announced = offset if full or all_wanted else size
     while offset + HEADER_BYTES <= size:
+        if offset + _AHEAD > announced:
+            pack.announce(announced, 2 * _AHEAD)
+            announced = max(announced, offset) + 2 * _AHEAD
         raw = os.pread(pack.fd, HEADER_BYTES, offset)
         head = parse_header(raw, pack.nonce, pack.position(offset))
         if head is None:

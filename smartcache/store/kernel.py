@@ -43,6 +43,7 @@ _EXTENT_UNWRITTEN = 0x800
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OWN_DESCRIPTORS = "/proc/self/fd"
 
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _UNSUPPORTED = frozenset(
     getattr(errno, name)
     # Linux has one number for ENOTSUP and EOPNOTSUPP, macOS has two, Windows lacks one.
@@ -270,18 +271,30 @@ def preallocate(fd: int, size: int) -> None:
     The file becomes at least that long. Where this is not supported nothing happens; ENOSPC, EDQUOT
     and EFBIG are raised and may leave the file partly reserved.
     """
-    if size <= 0:
-        return
+    code = _fallocate(fd, 0, 0, size) if size > 0 else 0
+    if code and code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code))
+
+
+def reserve(fd: int, start: int, size: int) -> bool:
+    """Reserve room behind the end of a file, which keeps its size; say whether that was possible.
+
+    `ftruncate` to the size that the file has gives back what was not used.
+    """
+    return _fallocate(fd, _KEEP_SIZE, start, size) == 0
+
+
+def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
+    """Return 0, or why not."""
     # Not os.posix_fallocate: where the filesystem cannot do it, glibc writes into every block.
     # 64-bit offsets on 32-bit systems have a name of their own in glibc, and only there.
     names = ("fallocate64", "fallocate")
     fallocate = _c_function("iiqq", *names) if sys.platform == "linux" else None
     if fallocate is None:
-        return
-    while (code := fallocate(fd, 0, 0, size)) == errno.EINTR:
+        return errno.ENOSYS
+    while (code := fallocate(fd, mode, start, size)) == errno.EINTR:
         pass
-    if code and code not in _UNSUPPORTED:
-        raise OSError(code, os.strerror(code))
+    return code
 
 
 def open_unnamed(directory: Path, mode: int = 0o600) -> int | None:
