@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import repeat
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartcache.artifacts.diskwaits import blocks_read, waits
@@ -120,8 +120,10 @@ class _Batch:
         All of them before the first copy, and the copies in one go: a copy leaves nothing of the
         interpreter in the processor's cache, and all Python after it takes three times as long.
         """
-        plans: dict[int, _Plan] = {}
         is_cold = self.engine.is_cold
+        if not is_cold and self._prepare_alike():
+            return
+        plans: dict[int, _Plan] = {}
         for index, found in enumerate(self.found):
             plan = plans.get(id(found.layout))
             if plan is None:
@@ -135,6 +137,21 @@ class _Batch:
                 self.unread.append((index, plan))
                 continue
             self.copies += zip(plan.rows, repeat(index), found.quick.views, strict=False)  # type: ignore[union-attr]
+
+    def _prepare_alike(self) -> bool:
+        """Do the same for the usual batch, field by field: all of one layout, and known by now."""
+        layout = self.found[0].layout
+        plan = _Plan(self, layout)
+        quicks = [each.quick for each in self.found if each.layout is layout]
+        known = [quick for quick in quicks if quick is not None and quick.values is not None]
+        if not plan.is_plain or len(known) < len(self.found):
+            return False
+        columns = zip(*(quick.values.values() for quick in known), strict=True)  # type: ignore[union-attr]
+        for values, column in zip(self.listed.values(), columns, strict=True):
+            values[:] = [each.copy() if type(each) is list else each for each in column]
+        for slot, rows in enumerate(plan.rows):
+            self.copies += zip(repeat(rows), count(), [quick.views[slot] for quick in known])
+        return True
 
     def _prepare_one(self, index: int, found: Located, plan: _Plan) -> bool:
         """Read the small values of one artifact; False: all of it has to be read."""
@@ -151,8 +168,8 @@ class _Batch:
 
     def copy(self, part: int, parts: int) -> None:
         """Copy a part of what is mapped, and read a part of the rest."""
-        count = len(self.copies)
-        for rows, index, view in self.copies[count * part // parts : count * (part + 1) // parts]:
+        all_of = len(self.copies)
+        for rows, index, view in self.copies[all_of * part // parts : all_of * (part + 1) // parts]:
             rows[index] = view
         readers = parts if self.size >= len(self.found) * _WORTH_EACH else 1
         for index, plan in self.unread[part::readers] if part < readers else ():

@@ -97,8 +97,12 @@ class Sample(Mapping[Any, object]):
         if node.slot is not None:
             return Handle(self, node.slot).tensor()
 
+        found = self._need()
+        if found.quick is not None and found.quick.values is not None:
+            value = found.quick.values[name]
+            return value.copy() if type(value) is list else value
         if self._small is None:
-            self._small = self._need().layout.opened(self._record().inline)
+            self._small = found.layout.opened(self._record().inline)
         return node.read(*self._small, self._tensor)
 
     def _tensor(self, slot: int) -> object:

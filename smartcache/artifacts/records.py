@@ -20,9 +20,9 @@ A position is `pack << 40 | offset >> 6`: numbers of packs are never used again,
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 from xxhash import xxh3_64_intdigest
@@ -78,14 +78,10 @@ def place(number: int) -> tuple[int, int]:
     return number >> 40, (number & 0xFF_FFFF_FFFF) << 6
 
 
-def checksum(data: object) -> int:
-    """Return the checksum of a payload."""
-    return xxh3_64_intdigest(data)  # type: ignore[arg-type]  # any contiguous buffer
-
-
-def key_hash(key: bytes) -> int:
-    """Return what the header of a record says of its key: enough to know of a damaged one."""
-    return xxh3_64_intdigest(key)
+checksum: Callable[[Any], int] = xxh3_64_intdigest
+"""The checksum of a payload: of any contiguous buffer."""
+key_hash: Callable[[bytes], int] = xxh3_64_intdigest
+"""What the header of a record says of its key: enough to know of a damaged one."""
 
 
 def layout_digest(layout: bytes) -> bytes:

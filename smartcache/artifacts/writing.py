@@ -97,16 +97,13 @@ class _Records:
         where = position(self.writer.number, offset)
         named = key_hash(key) if key else 0
         fields = Header(kind, len(payload), where, 0, seq, named, checksum(payload))
-        self._append(header(self.writer.nonce, fields), payload)
+        self._append(header(self.writer.nonce, fields), payload, len(payload))
         return offset
 
-    def _append(self, head: bytes, payload: bytes | memoryview) -> None:
-        length = len(payload)
-        if length % ALIGN:
-            self.pieces += (head, payload, padding(length))
-        else:
-            self.pieces += (head, payload)
-        self.offset += room(length)
+    def _append(self, head: bytes, payload: bytes | memoryview, length: int) -> None:
+        gap = -length % ALIGN
+        self.pieces += (head, payload, padding(length)) if gap else (head, payload)
+        self.offset += HEADER_BYTES + length + gap
 
     def layout(self, digest: bytes, body: bytes) -> None:
         """Add a layout, unless the pack has it."""
@@ -115,29 +112,31 @@ class _Records:
 
     def chunk(self, tensor: memoryview, value: int) -> int:
         """Return the uid of a chunk with these bytes: one that there is, or a new one."""
-        known = self._find_equal(tensor, value)
-        if known is not None:
-            self.places.append(known[1])
-            return known[0]
+        if self.alike or value in self.engine.pending_chunks or value in self.new:
+            known = self._find_equal(tensor, value)
+            if known is not None:
+                self.places.append(known[1])
+                return known[0]
         writer = self.writer
-        uid = writer.number << 40 | self.offset >> 6
+        offset = self.offset
+        uid = writer.number << 40 | offset >> 6
         length = len(tensor)
-        self.ops.append(ChunkOp(self.offset, uid, value, length))
-        self._append(chunk_header(writer.nonce, uid, length, value), tensor)
-        self.new.setdefault(value, []).append((uid, tensor))
+        self.ops.append(ChunkOp(offset, uid, value, length))
+        self._append(chunk_header(writer.nonce, uid, length, value), tensor, length)
+        if value in self.new:
+            self.new[value].append((uid, tensor))
+        else:
+            self.new[value] = [(uid, tensor)]
         self.places.append(uid)
         return uid
 
     def _find_equal(self, tensor: memoryview, value: int) -> tuple[int, int] | None:
         """Return uid and position of a chunk that holds the same bytes."""
-        pending = self.engine.pending_chunks.get(value)
-        if not (pending or self.alike or value in self.new):
-            return None
         size = len(tensor)
         for uid, other in self.new.get(value, ()):
             if bytes(other) == tensor:
                 return uid, uid
-        for uid, length in pending or ():
+        for uid, length in self.engine.pending_chunks.get(value, ()):
             if length == size and _is_equal(self.engine, uid, uid, tensor):
                 return uid, uid
         for chunk in self.alike:
@@ -169,10 +168,11 @@ class _Records:
         first = self.ops[0]
         if isinstance(first, LayoutOp):
             self.writer.layouts.add(first.digest)
-        pending = self.engine.pending_chunks
+        pending, seen = self.engine.pending_chunks, self.engine.seen
         for value, chunks in self.new.items():
-            pending.setdefault(value, []).extend((uid, len(tensor)) for uid, tensor in chunks)
-            self.engine.seen.add(value)
+            sizes = [(uid, len(tensor)) for uid, tensor in chunks]
+            pending[value] = pending[value] + sizes if value in pending else sizes
+            seen.add(value)
 
 
 def _is_equal(engine: SetEngine, uid: int, where: int, tensor: memoryview) -> bool:
@@ -204,10 +204,12 @@ def put(
     encoded = encode(value)
     body, inline, tensors = encoded.layout, encoded.inline, encoded.tensors
     digest, layout = known_layout(body)
-    sums = [checksum(tensor) for tensor in tensors]
+    sums = list(map(checksum, tensors))
     about = b"" if metadata is None else encode_metadata(metadata)
     now = int(time.time())
-    bound = len(body) + len(inline) + len(about) + _MORE + sum(map(_room_of, tensors))
+    bound = len(body) + len(inline) + len(about) + _MORE
+    for tensor in tensors:
+        bound += len(tensor) + _MORE_EACH
     with engine.mutex:
         try:
             records = _Records(engine, bound, sums)
@@ -233,11 +235,8 @@ def put(
 
 _MORE = 8192
 """More than headers, padding and the key of an artifact take."""
-
-
-def _room_of(tensor: memoryview) -> int:
-    """Return what a tensor may take in a pack: with its header, and its uid in the artifact."""
-    return len(tensor) + 2 * HEADER_BYTES + 8
+_MORE_EACH = 2 * HEADER_BYTES + 8
+"""More than a tensor takes besides its bytes: its header, padding, and its uid in the artifact."""
 
 
 def delete_exactly(engine: SetEngine, key: bytes, seq: int) -> bool:

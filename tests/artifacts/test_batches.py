@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.keys import check_key
 from smartcache.artifacts.sets import ArtifactSets
 from smartcache.errors import ArtifactNotFoundError, BatchShapeError
 from tests.artifacts.exact import exactly
@@ -212,3 +213,48 @@ class TestDifferentShapes:
         assert torch.equal(batch["x"], torch.stack([one, two]))
         assert torch.equal(batch["y"], torch.stack([two, one]))
         assert batch["n"] == [1, 2]
+
+
+class TestReplacedMeanwhile:
+    """The artifacts were looked up; before they are read, one is replaced and its pack is gone."""
+
+    def test_by_another_shape_it_is_read_anew_and_not_taken_for_damaged(
+        self, latents: ArtifactSet
+    ) -> None:
+        engine = engine_of(latents)
+        for n in range(3):
+            latents.put(f"k{n}", {"x": array(n, 5000)})
+        latents.flush()
+        real = engine.need
+
+        def need(keys: Any) -> Any:  # noqa: ANN401
+            found = real(keys)
+            engine.need = real  # type: ignore[method-assign]
+            for n in range(3):
+                latents.put(f"k{n}", {"x": array(10 + n, 3000)})
+            latents.compact(force=True)
+            return found
+
+        engine.need = need  # type: ignore[method-assign]
+        found = latents.get_batch(["k0", "k1", "k2"])
+        assert exactly(found["x"]) == exactly(np.stack([array(10 + n, 3000) for n in range(3)]))
+        assert len(latents) == 3
+        assert latents.stats().damaged == 0
+
+    def test_by_the_same_shape_the_new_value_is_given(self, latents: ArtifactSet) -> None:
+        engine = engine_of(latents)
+        latents.put("a", {"x": array(1, 5000), "n": 1})
+        latents.flush()
+        (old,) = engine.need([check_key("a")])
+        latents.put("a", {"x": array(2, 5000), "n": 2})
+        latents.compact(force=True)
+        real = engine.need
+
+        def need(_keys: Any) -> Any:  # noqa: ANN401
+            engine.need = real  # type: ignore[method-assign]
+            return [old]
+
+        engine.need = need  # type: ignore[method-assign, assignment]
+        found = latents.get_batch(["a"])
+        assert exactly(found["x"][0]) == exactly(array(2, 5000))
+        assert found["n"] == [2]

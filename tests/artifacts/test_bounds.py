@@ -76,6 +76,18 @@ class TestTimeToLive:
         pass_time(1000)
         assert latents.get("for ever") == 2
 
+    def test_nothing_outlives_the_bound_of_all_sets(
+        self, tmp_path: Path, pass_time: Callable[[float], None]
+    ) -> None:
+        with open_set(ArtifactSets(tmp_path / "sets", ttl=60)) as opened:
+            opened.put("plain", 1)
+            opened.put("longer", 1, ttl=600)
+            opened.put("shorter", 1, ttl=30)
+            pass_time(45)
+            assert sorted(opened) == ["longer", "plain"]
+            pass_time(30)
+            assert sorted(opened) == []
+
     def test_the_set_has_one_for_all_puts(self, sets: ArtifactSets, pass_time: Advance) -> None:
         with open_set(sets, ttl=timedelta(minutes=1)) as opened:
             opened.put("key", 1)

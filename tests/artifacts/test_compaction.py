@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.sets import ArtifactSets
+from smartcache.errors import LeaseTimeoutError
+from smartcache.store.locks import lock
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.artifacts.rows import check_rows
 from tests.processes.children import Child
@@ -342,3 +345,45 @@ def test_a_replaced_artifact_whose_chunk_was_compacted_away_ends_no_pin(
         row = engine_of(opened).index.entry(b"\x02key")
         assert row is not None
         assert row.is_pinned
+
+
+class TestOthersWithUncountedRecords:
+    """A process that is stopped, with records that have no rows, is not waited for without end."""
+
+    def test_by_command_it_is_an_error_and_nothing_is_changed(
+        self, sets: ArtifactSets, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("smartcache.artifacts.copying._PATIENCE", 0.2)
+        with open_set(sets) as opened:
+            fill(opened, 20)
+            opened.delete_many(f"k{n}" for n in range(15))
+            opened.flush()
+            before = sorted(path.name for path in opened.path.glob("*.pack"))
+            with lock(opened.path / "lock", exclusive=False), ThreadPoolExecutor(1) as pool:
+                job = pool.submit(opened.compact)  # locks are those of threads
+                with pytest.raises(LeaseTimeoutError):
+                    job.result()
+            assert sorted(path.name for path in opened.path.glob("*.pack")) == before
+            assert opened.compact().packs == 1
+            check(opened, set(range(15, 20)))
+
+    def test_unasked_it_is_told_and_not_tried_again_at_once(
+        self,
+        sets: ArtifactSets,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr("smartcache.artifacts.copying._PATIENCE", 0.2)
+        with open_set(sets, pack_bytes=1 << 20) as opened:
+            fill(opened, 40)
+            with lock(opened.path / "lock", exclusive=False), ThreadPoolExecutor(1) as pool:
+                pool.submit(remove_one_by_one, opened, 30).result()
+            (told,) = [each for each in caplog.records if "was not compacted" in each.message]
+            assert told.name == "smartcache.artifacts.bounds"
+            check(opened, set(range(30, 40)))
+
+
+def remove_one_by_one(opened: ArtifactSet, count: int) -> None:
+    for n in range(count):
+        opened.delete(f"k{n}")
+        opened.flush()

@@ -39,6 +39,30 @@ class TestEqualTensors:
         latents.flush()
         check_rows(latents.path)
 
+    def test_that_another_process_puts_while_this_one_writes(self, sets: ArtifactSets) -> None:
+        """What was seen of the set is brought up to date with each group of rows."""
+        with open_set(sets) as opened:
+            opened.put("a", array(1, LARGE))
+            opened.flush()
+
+            def put() -> None:
+                with open_set(sets) as other:
+                    for n in range(3):
+                        other.put(f"theirs{n}", array(100 + n, LARGE))
+
+            for turn in range(2):
+                with Child(put) as child:
+                    child.result()
+                opened.put(f"b{turn}", turn)
+                opened.flush()
+            before = on_disk(opened)
+            for n in range(3):
+                opened.put(f"ours{n}", array(100 + n, LARGE))
+            assert on_disk(opened) - before < 3 * 1000
+            opened.flush()
+            assert opened.stats().chunks == 4
+            check_rows(opened.path)
+
     def test_of_another_dtype_or_shape_or_library(self, latents: ArtifactSet) -> None:
         latents.put("bytes", {"x": array(1, LARGE)})
         latents.put("torch", {"x": torch.from_numpy(array(1, LARGE)).reshape(2, -1)})
