@@ -88,6 +88,11 @@ class ArtifactSet:
     def __repr__(self) -> str:
         return f"<ArtifactSet {self.name} {self.id[:8]}: {len(self):,} artifacts>"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Go to another process as its folder: it is opened there."""
+        options = self._threads, self._longest, self._make_room, self._room_step
+        return _reopened, (self.path, *options)
+
     def __enter__(self) -> Self:
         return self
 
@@ -374,6 +379,20 @@ class ArtifactSet:
         if self._make_room is not None and engine.written_size - self._measured >= self._room_step:
             self._measured = engine.written_size
             self._make_room()
+
+
+def _reopened(
+    path: Path,
+    threads: int,
+    longest: float | None,
+    make_room: Callable[[], None] | None,
+    room_step: int,
+) -> ArtifactSet:
+    """Return the set that was pickled."""
+    return ArtifactSet(
+        SetFolder.read(path), threads=threads, longest=longest, make_room=make_room,
+        room_step=room_step,
+    )  # fmt: skip
 
 
 def _expiry(ttl: float | timedelta | None, longest: float | None) -> int:

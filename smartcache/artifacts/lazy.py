@@ -7,6 +7,7 @@ eviction and compaction. Samples and handles are pickled as (set, key, sequence 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -145,6 +146,7 @@ class Sample(Mapping[Any, object]):
             from smartcache.artifacts.setfolder import SetFolder
 
             self._engine = open_engine(SetFolder.read(self._path))
+            weakref.finalize(self, type(self._engine).release_later, self._engine)
             self._engine.readers[id(self)] = self.key_bytes
         return self._engine
 

@@ -1,7 +1,8 @@
 """All sets of a store: opened, listed, removed, and kept within a bound together.
 
-`ArtifactSets` is what the rest of smartcache knows of artifacts. Listing opens no set for writing,
-and a set that cannot be read is listed with its problem; it stands in nobody's way.
+`ArtifactSets` is what the rest of smartcache knows of artifacts. Listing changes no artifact, but
+counts what a killed process has left without rows, as everyone does who opens a set. A set that
+cannot be read is listed with its problem; it stands in nobody's way.
 """
 
 from __future__ import annotations

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,10 +216,53 @@ class TestPickled:
         with pytest.raises(ArtifactNotFoundError):
             assert handle.shape
 
+    def test_a_set_comes_back_and_writes(self, tmp_path: Path) -> None:
+        sets = ArtifactSets(tmp_path, max_size=10**9, ttl=3600)
+        with open_set(sets) as opened:
+            opened.put("key", VALUE)
+            with pickle.loads(pickle.dumps(opened)) as again:  # noqa: S301 - our own bytes
+                assert exactly(again.get("key")) == exactly(VALUE)
+                again.put("other", 1)
+            assert opened.get("other") == 1
+            pickled = pickle.dumps(opened)
+
+            def put() -> str:
+                with pickle.loads(pickled) as there:  # noqa: S301 - our own bytes
+                    there.put("theirs", 2)
+                    return repr(there.path)
+
+            with Child(put) as child:
+                assert child.result() == repr(opened.path)
+            assert opened.get("theirs") == 2
+
+    def test_a_sample_that_is_gone_lets_go_of_its_set(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            opened.put("key", VALUE)
+            pickled = pickle.dumps(opened["key"])
+            path = opened.path
+        again = pickle.loads(pickled)  # noqa: S301 - our own bytes
+        assert exactly(again.value()) == exactly(VALUE)
+        assert holders_of(path)
+        del again
+        gc.collect()
+        until = time.monotonic() + 20
+        while holders_of(path):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
     def test_is_read_in_another_process(self, sample: Sample) -> None:
         pickled = pickle.dumps(sample)
         with Child(lambda: exactly(pickle.loads(pickled).value())) as child:  # noqa: S301 - our own bytes
             assert child.result() == exactly(VALUE)
+
+
+def holders_of(path: Path) -> list[str]:
+    """Return the files of a folder that this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [each for each in found if each.startswith(str(path))]
 
 
 def _compact_without(sets: ArtifactSets, *keys: str) -> None:
