@@ -10,7 +10,6 @@ the caller's own, but for `handle.numpy()`.
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from smartcache.artifacts import bounds, compaction, computing, reading, verifyi
 from smartcache.artifacts.batches import read_batch
 from smartcache.artifacts.computing import Failure, Retry
 from smartcache.artifacts.engine import SetEngine, open_engine
+from smartcache.artifacts.expiring import expiry
 from smartcache.artifacts.figures import SetInfo, SetStats, describe
 from smartcache.artifacts.fingerprint import Fingerprint
 from smartcache.artifacts.keys import check_key, key_text
@@ -33,14 +33,11 @@ from smartcache.artifacts.writing import decode_metadata
 from smartcache.errors import (
     ArtifactError,
     ArtifactNotFoundError,
-    ConfigError,
     DamagedArtifactError,
 )
 from smartcache.progress import Progress, silent
 
 _PAGE = 1000
-_FOR_EVER = 1e11
-"""Seconds, thousands of years: whatever is longer need not be a number that a date can have."""
 
 
 class ArtifactSet:
@@ -123,7 +120,7 @@ class ArtifactSet:
         options = self._engine.folder.options
         writing.put(
             self._engine, check_key(key), value, metadata=metadata,
-            expires_at=_expiry(options.ttl if ttl is None else ttl, self._longest),
+            expires_at=expiry(options.ttl if ttl is None else ttl, self._longest),
             durable=options.durable if durable is None else durable,
         )  # fmt: skip
         self._keep_bounds()
@@ -393,19 +390,3 @@ def _reopened(
         SetFolder.read(path), threads=threads, longest=longest, make_room=make_room,
         room_step=room_step,
     )  # fmt: skip
-
-
-def _expiry(ttl: float | timedelta | None, longest: float | None) -> int:
-    """Return when something is past its time; 0: never."""
-    if ttl is None:
-        if longest is None:
-            return 0
-        seconds = longest
-    else:
-        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
-        if not seconds > 0:
-            raise ConfigError(f"A time to live must be more than 0, not {ttl!r}")
-        if longest is not None:
-            seconds = min(seconds, longest)
-    # Times are kept in whole seconds: nothing ends before its time.
-    return math.ceil(time.time() + min(seconds, _FOR_EVER))

@@ -13,13 +13,12 @@ from itertools import islice
 
 from smartcache.artifacts.commit import ChunkOp, DeleteOp, Op, PinOp, PutOp, apply
 from smartcache.artifacts.engine import SetEngine
+from smartcache.artifacts.packnotes import doomed, set_doomed
 from smartcache.artifacts.packs import (
     OpenPack,
     PackWriter,
-    doomed,
     new_writer,
     pack_path,
-    set_doomed,
 )
 from smartcache.artifacts.records import (
     ARTIFACT,

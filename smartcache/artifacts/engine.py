@@ -1,10 +1,9 @@
 """One open set in this process: its index, its packs, its writer, and what is not yet counted.
 
-A put is acknowledged when its records are in the pack. Their rows follow in groups: after a
-twentieth of a second, written by a thread of its own (`flusher`) while others go on putting; after
-many records, before a fork and at the end by whoever comes to it. Until then this process finds
-them in `pending`; if it is killed, whoever opens the set next reads the tail of the pack. All
-`ArtifactSet` objects of one folder share one engine.
+A put is acknowledged when its records are in the pack. Their rows follow soon (`counting`), before
+a fork, and at the end. Until then this process finds them in `pending`; if it is killed, whoever
+opens the set next reads the tail of the pack. All `ArtifactSet` objects of one folder share one
+engine.
 
 While there are uncounted records the process shares the lock of the set: only who has it alone, at
 the end of a compaction, may take chunks away, and then nobody is about to refer to one.
@@ -17,26 +16,21 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from smartcache.artifacts.commit import KEY_OPS, ChunkOp, Op, commit
+from smartcache.artifacts.counting import Counting
 from smartcache.artifacts.flusher import flusher
-from smartcache.artifacts.located import Located
-from smartcache.artifacts.locating import Locating
 from smartcache.artifacts.packs import PackFiles, PackWriter, new_writer, reopened_writer
 from smartcache.artifacts.records import PACK_HEADER_BYTES
-from smartcache.artifacts.recovery import read_own, read_tails, recover
-from smartcache.artifacts.seen import SeenSums
+from smartcache.artifacts.recovery import read_tails, recover
 from smartcache.artifacts.sequence import sequence_base
 from smartcache.artifacts.setfolder import SetFolder
 from smartcache.artifacts.setindex import SetIndex
 from smartcache.errors import (
     ArtifactError,
     IndexDamagedError,
-    SetFormatError,
     SetIndexDamagedError,
     SmartcacheError,
 )
@@ -49,60 +43,26 @@ from smartcache.store.locks import lock
 _log = logging.getLogger(__name__)
 PACK_BYTES = 1 << 30
 """A pack that has reached this size is sealed."""
-_GROUP = 1024
-"""Artifacts whose rows are written by who puts the next one, if nobody else has."""
-_GROUP_BYTES = 256 << 20
 
 
-@dataclass(slots=True)
-class _Group:
-    """Records of a pack, up to `end`, whose rows are being written."""
-
-    writer: PackWriter
-    end: int
-    ops: list[Op]
-    puts: int
-
-    def commit(self, index: SetIndex) -> bool:
-        """Write the rows; False: rows of what was written before are missing."""
-        writer = self.writer
-        return commit(index, writer.number, writer.committed, self.end, self.ops)
-
-
-class SetEngine(Locating):
+class SetEngine(Counting):
     """Everything that an open set has, for all threads of this process."""
 
     def __init__(self, folder: SetFolder) -> None:
-        self.folder = folder
-        self.path = folder.path
         self.set_id = bytes.fromhex(folder.id)
         self._stat = os.stat(folder.path)
         self.pack_bytes = PACK_BYTES
-        super().__init__(_open_index(folder), PackFiles(folder.path, self.set_id))
+        super().__init__(folder, _open_index(folder), PackFiles(folder.path, self.set_id))
         self.leases = Leases(folder.path / "leases")
-        self.seen = SeenSums(self.index)
-        self.mutex = threading.RLock()
-        self._counted = threading.Condition(self.mutex)
-        self._is_counting = False
-        """The flusher is writing rows; nobody else may meanwhile. The mutex is free."""
-        self.pending_chunks: dict[int, list[tuple[int, int]]] = {}
-        """By checksum: (uid, size) of chunks that have no row yet."""
-        self.writer: PackWriter | None = None
         self.readers: dict[int, bytes] = {}
         """The keys of open samples, by their identity: what they stand for is not evicted."""
         self.compact_again_at = 0.0
         """When compaction is tried again, by the monotonic clock."""
-        self.written_size = 0
-        """Bytes that this process has written to the set."""
-        self._ops: list[Op] = []
-        self._puts = 0
-        self._sharing: AbstractContextManager[None] | None = None
         self._sync_gate = threading.Lock()
         self._unsynced: set[int] = set()
         """Packs that this process has filled and that nobody has asked to be synced."""
         self._last_seq = 0
         self._users = 0
-        self._is_open = True
         if self.index.is_new and any(folder.pack_numbers()):
             recover(self.index, self.packs, folder)
         read_tails(self.index, self.packs, self.path)
@@ -158,146 +118,6 @@ class SetEngine(Locating):
             elif writer.synced < writer.end:
                 self._unsynced.add(writer.number)
             writer.close()
-
-    def written(self, ops: Iterable[Op]) -> None:
-        """Take note of records that are in the pack; their rows follow."""
-        if not self._ops:
-            flusher.soon(self)
-        self._ops += ops
-        self._puts += 1
-        writer = self.writer
-        size = 0 if writer is None else writer.end - writer.committed
-        if self._puts >= _GROUP or size > self._group_bytes():
-            self.flush()
-
-    def _group_bytes(self) -> int:
-        """Return what may be uncounted: little of a set with a bound, which is looked at then."""
-        bound = self.folder.options.max_size
-        return _GROUP_BYTES if bound is None else min(_GROUP_BYTES, bound >> 3)
-
-    def calm(self) -> None:
-        """Let go of the lock again after a write that failed, if nothing else needs it."""
-        if not self._ops and not self._is_counting:
-            self._stop_sharing()
-
-    def flush(self) -> None:
-        """Write the rows of all records, and when artifacts were last used.
-
-        With the mutex held, it may be let go of for a moment before, and is not after that: when
-        this returns, there are no records without rows.
-        """
-        with self.mutex:
-            while self._is_counting:
-                self._counted.wait()
-            if self._ops:
-                group = self._begin()
-                try:
-                    self._end(group, is_counted=group.commit(self.index))
-                except BaseException:
-                    self._put_back(group)
-                    raise
-            self._finish()
-
-    def flush_behind(self) -> None:
-        """Write the rows of all records that there are now, while others may add more."""
-        with self.mutex:
-            if self._is_counting:
-                return
-            if not self._ops:
-                self._finish()
-                return
-            group = self._begin()
-            self._is_counting = True
-        try:
-            is_counted = group.commit(self.index)
-        except BaseException:
-            with self.mutex:
-                self._put_back(group)
-            raise
-        with self.mutex:
-            try:
-                self._end(group, is_counted=is_counted)
-            except BaseException:
-                self._put_back(group)
-                raise
-            if not self._ops:
-                self._finish()
-
-    def _begin(self) -> _Group:
-        writer = self.writer
-        if writer is None:
-            raise ArtifactError("Records without a writer")
-        group = _Group(writer, writer.end, self._ops, self._puts)
-        self._ops, self._puts = [], 0
-        return group
-
-    def _end(self, group: _Group, *, is_counted: bool) -> None:
-        """Take note of it that records have rows; with the mutex held."""
-        writer = group.writer
-        if not is_counted:
-            # Rows were lost, by a rebuild or with the file: the pack has all there was.
-            self._count_again(group)
-        reached("set: rows written")
-        self.commits += 1
-        self.written_size += group.end - writer.committed
-        writer.committed = group.end
-        newer = {op.key for op in self._ops if type(op) in KEY_OPS}  # type: ignore[union-attr]
-        kept: dict[bytes, Located | None] = {}
-        for key, found in self.pending.items():
-            if key in newer:
-                kept[key] = found
-            elif found is not None:
-                # To be looked up once more: another process may have put something newer.
-                self.memory.add(found)
-            else:
-                self.memory.forget(key)
-        self.pending, self.pending_chunks = kept, {}
-        for op in self._ops:
-            if type(op) is ChunkOp:
-                self.pending_chunks.setdefault(op.hash, []).append((op.uid, op.size))
-        self._go_on()
-        self.seen.look_again(writer.number)
-        if writer.is_broken and not self._ops:
-            self.seal()
-
-    def _put_back(self, group: _Group) -> None:
-        """Have a group of records that could not be counted counted with the next ones."""
-        if group.ops:
-            self._ops[:0] = group.ops
-            self._puts += group.puts
-            group.ops = []
-        self._go_on()
-
-    def _go_on(self) -> None:
-        self._is_counting = False
-        self._counted.notify_all()
-
-    def _finish(self) -> None:
-        """Write when artifacts were last used, and let go of the lock; all records have rows."""
-        if self._touched and self._is_open:
-            touched, self._touched = self._touched, {}
-            with self.index.write():
-                self.index.touch(list(touched), int(time.time()))
-        self._stop_sharing()
-
-    def _count_again(self, group: _Group) -> None:
-        writer = group.writer
-        try:
-            pack = self.packs[writer.number]
-        except (FileNotFoundError, SetFormatError) as error:
-            # Somebody has removed the file: to keep what belongs to it would stop all writing.
-            self.writer, self._ops, self._puts, group.ops = None, [], 0, []
-            self.pending, self.pending_chunks = {}, {}
-            writer.close()
-            message = f"A pack of {self.folder.name} was removed while it was written"
-            hint = "What was put last is lost: put it again."
-            raise ArtifactError(message, hint=hint, path=self.path) from error
-        read_own(self.index, pack, group.end)
-
-    def _stop_sharing(self) -> None:
-        sharing, self._sharing = self._sharing, None
-        if sharing is not None:
-            sharing.__exit__(None, None, None)
 
     def sync(self, writer: PackWriter, end: int) -> None:
         """Return when what a writer wrote up to `end` survives power loss; many share one sync."""
@@ -372,7 +192,7 @@ class SetEngine(Locating):
             finally:
                 self._is_open = False
                 # What could not be counted is in the pack: who opens the set next counts it.
-                self.pending, self.pending_chunks, self._ops, self._puts = {}, {}, [], 0
+                self._forget()
                 self._stop_sharing()
                 if self.writer is not None:
                     self._close(self.writer)
@@ -412,13 +232,8 @@ class SetEngine(Locating):
         if not in_child:
             self.mutex.release()
             return
-        self.mutex = threading.RLock()
-        self._counted = threading.Condition(self.mutex)
-        self._is_counting = False
         self._sync_gate = threading.Lock()
-        self.writer = None
-        self._sharing = None
-        self.pending, self.pending_chunks, self._ops, self._puts = {}, {}, [], 0
+        self.begin_again()
 
 
 def _open_index(folder: SetFolder) -> SetIndex:

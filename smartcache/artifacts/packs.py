@@ -14,11 +14,12 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smartcache.artifacts.packnotes import last_number, set_last_number
 from smartcache.artifacts.records import (
     MOST_PACKS,
     PACK_HEADER_BYTES,
@@ -57,8 +58,6 @@ _TO_READ = (
     | getattr(os, "O_NONBLOCK", 0)  # what is no file is not waited for
 )
 _NUMBER = re.compile("[0-9]{8}")
-_LAST = "last pack"
-_DOOMED = "doomed packs"
 _FULL = frozenset({errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG})
 _MOST_PIECES = 1000
 """Of one pwritev; Linux takes 1024."""
@@ -312,9 +311,8 @@ class PackWriter:
 def new_writer(folder: Path, index: SetIndex, set_id: bytes) -> PackWriter:
     """Make a pack and become its writer."""
     with index.write():
-        last = _numbers(index.note(_LAST))
         # Never one that there was: others may have it open, or remember what lay in it.
-        number = max([*last, *index.packs(), *pack_numbers(folder)], default=0) + 1
+        number = max([last_number(index), *index.packs(), *pack_numbers(folder)]) + 1
         if number > MOST_PACKS:
             raise ArtifactError("The set has too many packs", hint="Run 'artifacts compact'.")
         claimed = claim(pack_path(folder, number))
@@ -334,23 +332,8 @@ def new_writer(folder: Path, index: SetIndex, set_id: bytes) -> PackWriter:
             raise
         reached("pack: made")
         index.put_pack(Pack(number, False, PACK_HEADER_BYTES, 0, 0, 0, 0))  # noqa: FBT003
-        index.set_note(_LAST, str(number))
+        set_last_number(index, number)
     return PackWriter(folder, claimed, head, PACK_HEADER_BYTES)
-
-
-def doomed(index: SetIndex) -> set[int]:
-    """Return the packs that were compacted away and whose files may still be there."""
-    return set(_numbers(index.note(_DOOMED)))
-
-
-def set_doomed(index: SetIndex, numbers: Collection[int]) -> None:
-    """Remember which packs were compacted away, until their files are gone."""
-    index.set_note(_DOOMED, " ".join(map(str, sorted(numbers))) or None)
-
-
-def _numbers(text: str | None) -> list[int]:
-    words = (text or "").split()
-    return [int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10]  # noqa: PLR2004
 
 
 def kept_unwritten(path: Path) -> Descriptor | None:

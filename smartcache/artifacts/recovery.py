@@ -25,15 +25,14 @@ from smartcache.artifacts.commit import (
     apply,
     commit,
 )
+from smartcache.artifacts.packnotes import doomed, set_doomed
 from smartcache.artifacts.packs import (
     OpenPack,
     PackFiles,
-    doomed,
     file_size,
     kept_unwritten,
     pack_numbers,
     pack_path,
-    set_doomed,
 )
 from smartcache.artifacts.records import PACK_HEADER_BYTES, key_hash, place
 from smartcache.artifacts.reserving import release_left

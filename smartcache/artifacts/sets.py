@@ -140,12 +140,11 @@ class ArtifactSets:
         return self._opened(SetFolder.read(info.path))
 
     def _opened(self, folder: SetFolder) -> ArtifactSet:
-        if self._max_size is None:
-            return ArtifactSet(folder, threads=self._threads, longest=self._ttl)
-        step = min(_UNASKED, self._max_size // 16)
+        most = self._max_size
         return ArtifactSet(
-            folder, threads=self._threads, longest=self._ttl, make_room=self.make_room,
-            room_step=step,
+            folder, threads=self._threads, longest=self._ttl,
+            make_room=None if most is None else self.make_room,
+            room_step=min(_UNASKED, (most or 0) // 16),
         )  # fmt: skip
 
     # looking

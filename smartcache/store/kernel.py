@@ -277,19 +277,15 @@ def preallocate(fd: int, size: int) -> None:
 
 
 def reserve(fd: int, start: int, size: int) -> bool:
-    """Reserve room behind the end of a file, which keeps its size; say whether that was possible.
-
-    `ftruncate` to the size that the file has gives back what was not used.
-    """
+    """Reserve room behind the end of a file, which keeps its size; False: not possible here."""
     return _fallocate(fd, _KEEP_SIZE, start, size) == 0
 
 
 def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
-    """Return 0, or why not."""
     # Not os.posix_fallocate: where the filesystem cannot do it, glibc writes into every block.
     # 64-bit offsets on 32-bit systems have a name of their own in glibc, and only there.
-    names = ("fallocate64", "fallocate")
-    fallocate = _c_function("iiqq", *names) if sys.platform == "linux" else None
+    names = ("fallocate64", "fallocate") if sys.platform == "linux" else ()
+    fallocate = _c_function("iiqq", *names) if names else None
     if fallocate is None:
         return errno.ENOSYS
     while (code := fallocate(fd, mode, start, size)) == errno.EINTR:

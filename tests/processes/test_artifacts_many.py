@@ -368,7 +368,7 @@ def test_a_value_of_another_process_is_seen_although_this_one_deleted_the_key(
     root: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the last deletion is the one with which a group of rows is written."""
-    monkeypatch.setattr("smartcache.artifacts.engine._GROUP", 8)
+    monkeypatch.setattr("smartcache.artifacts.counting._GROUP", 8)
     with open_set(ArtifactSets(root)) as opened:
         for number in range(count):
             opened.put(f"k{number}", {"n": number})
