@@ -8,8 +8,10 @@ whatever order they come, so rows and packs always tell the same.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from smartcache.artifacts.records import place, room
@@ -112,6 +114,8 @@ def apply(index: SetIndex, pack: int, ops: Sequence[Op]) -> None:
         else:
             rest.append(op)  # type: ignore[arg-type]
     index.add_layouts(layouts)
+    if _add_new(index, pack, chunks, rest):
+        return
     changes = _Changes(index, pack, chunks, rest)
     for each in rest:
         if type(each) is PutOp:
@@ -121,6 +125,48 @@ def apply(index: SetIndex, pack: int, ops: Sequence[Op]) -> None:
         elif type(each) is PinOp:
             changes.pin(each)
     changes.write(index)
+
+
+def _add_new(index: SetIndex, pack: int, chunks: Sequence[ChunkOp], ops: Sequence[KeyOp]) -> bool:
+    """Write the rows of artifacts that are new, as are all their chunks; False: not all are.
+
+    The usual case, and a fifth of the work: nothing has to be looked up, compared or changed.
+    """
+    puts = [op for op in ops if type(op) is PutOp]
+    keys = {op.key for op in puts}
+    if not puts or len(puts) < len(ops) or len(keys) < len(puts):
+        return False
+    refs = Counter(chain.from_iterable([op.uids for op in puts]))
+    uids = [op.uid for op in chunks]
+    layouts = index.layout_ids({op.layout for op in puts})
+    is_known = (
+        refs.keys() != set(uids)
+        or len(refs) < len(uids)
+        or any(op.layout not in layouts for op in puts)
+        or (uids and index.has_chunks(min(uids), max(uids)))
+        or index.deletions(keys)
+        or index.entries(keys)
+    )
+    row = index.pack(pack)
+    if is_known or row is None:
+        return False
+    base = pack << 40
+    index.add_chunks(
+        [Chunk(op.uid, op.hash, op.size, refs[op.uid], base | op.offset >> 6) for op in chunks]
+    )
+    index.put_entries(
+        (
+            op.key,
+            Entry(
+                op.seq, base | op.offset >> 6, op.length, layouts[op.layout], op.uids, op.used_at,
+                op.expires_at, 0,
+            ),
+        )
+        for op in puts
+    )  # fmt: skip
+    live = sum(map(room, chain((op.size for op in chunks), (op.length for op in puts))))
+    index.put_pack(_changed(row, _Sum(live, len(puts))))
+    return True
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ question; the rows of a group of records are written by `commit`.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +35,8 @@ from smartcache.store.schema import migrate
 
 _LATEST = 253_402_300_799
 """The last second that a date can have."""
+_STEPS = (256, 32, 4, 1)
+"""Rows that are inserted with one statement; few kinds of it, so that SQLite knows them all."""
 _MOST_ASKED = 500
 """Values in one IN (...)."""
 _ENTRY = "seq, place, length, layout, chunks, used_at, expires_at, pinned"
@@ -115,8 +118,8 @@ class SetIndex(Database):
 
     def put_entries(self, rows: Iterable[tuple[bytes, Entry]]) -> None:
         """Write rows of artifacts, in place of those there are."""
-        sql = "INSERT OR REPLACE INTO artifacts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        self._run_many(sql, (entry_values(key, entry) for key, entry in rows))
+        values = [entry_values(key, entry) for key, entry in rows]
+        self._insert("INSERT OR REPLACE INTO artifacts", values)
 
     def drop_entries(self, keys: Iterable[bytes]) -> None:
         """Remove the rows of artifacts."""
@@ -189,6 +192,12 @@ class SetIndex(Database):
         sql = "SELECT uid, hash, size, refs, place FROM chunks WHERE uid IN "
         return {row[0]: to_chunk(row) for row in self._asked(sql, uids)}
 
+    def has_chunks(self, first: int, last: int) -> bool:
+        """Say whether there are chunks from one uid to another."""
+        return bool(
+            self._all("SELECT 1 FROM chunks WHERE uid BETWEEN ? AND ? LIMIT 1", first, last)
+        )
+
     def chunks_in(self, pack: int) -> Iterator[Chunk]:
         """Go through the chunks that lie in a pack."""
         low, high = pack << 40, (pack + 1 << 40) - 1
@@ -201,14 +210,11 @@ class SetIndex(Database):
 
     def add_chunks(self, rows: Iterable[Chunk]) -> None:
         """Write rows of chunks that are new."""
-        sql = "INSERT OR IGNORE INTO chunks VALUES (?, ?, ?, ?, ?)"
-        self._run_many(
-            sql,
-            (
-                (uid, signed(value), size, refs, None if where == uid else where)
-                for uid, value, size, refs, where in rows
-            ),
-        )
+        values = [
+            (uid, signed(value), size, refs, None if where == uid else where)
+            for uid, value, size, refs, where in rows
+        ]
+        self._insert("INSERT OR IGNORE INTO chunks", values)
 
     def set_refs(self, rows: Iterable[tuple[int, int]]) -> None:
         """Set how many artifacts refer to chunks: (uid, refs)."""
@@ -308,6 +314,19 @@ class SetIndex(Database):
     def drop_failure(self, key: bytes) -> bool:
         """Forget the failures of a key; say whether there were any."""
         return self._run("DELETE FROM failures WHERE key = ?", key) > 0
+
+    def _insert(self, sql: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Insert rows with as few statements as can be.
+
+        After each of them this thread would have to wait for those that hold the interpreter.
+        """
+        at = 0
+        for step in _STEPS:
+            while len(rows) - at >= step:
+                some = rows[at : at + step]
+                values = f"({_marks(len(some[0]))})"
+                self._run(f"{sql} VALUES {','.join([values] * step)}", *chain.from_iterable(some))
+                at += step
 
     def _asked(self, sql: str, values: Collection[object]) -> list[tuple[Any, ...]]:
         """Ask for many values, some hundreds at a time."""
