@@ -15,7 +15,7 @@ from smartcache.artifacts.diskwaits import blocks_read, waits
 from smartcache.artifacts.engine import SetEngine
 from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.layouts import Layout
-from smartcache.artifacts.located import Located
+from smartcache.artifacts.located import Located, Quick
 from smartcache.artifacts.reading import (
     ColdError,
     announce,
@@ -128,15 +128,17 @@ class _Batch:
             plan = plans.get(id(found.layout))
             if plan is None:
                 plan = plans[id(found.layout)] = _Plan(self, found.layout)
-            quick = found.quick
+            quick = found.quick  # once: other threads let go of it
             if quick is not None and quick.values is not None and plan.is_plain and not is_cold:
                 for name, values in plan.lists:
                     value = quick.values[name]
                     values[index] = value.copy() if type(value) is list else value
-            elif not self._prepare_one(index, found, plan):
+            else:
+                quick = self._prepare_one(index, found, plan)
+            if quick is None:
                 self.unread.append((index, plan))
-                continue
-            self.copies += zip(plan.rows, repeat(index), found.quick.views, strict=False)  # type: ignore[union-attr]
+            else:
+                self.copies += zip(plan.rows, repeat(index), quick.views, strict=False)
 
     def _prepare_alike(self) -> bool:
         """Do the same for the usual batch, field by field: all of one layout, and known by now."""
@@ -153,18 +155,18 @@ class _Batch:
             self.copies += zip(repeat(rows), count(), [quick.views[slot] for quick in known])
         return True
 
-    def _prepare_one(self, index: int, found: Located, plan: _Plan) -> bool:
-        """Read the small values of one artifact; False: all of it has to be read."""
+    def _prepare_one(self, index: int, found: Located, plan: _Plan) -> Quick | None:
+        """Read the small values of one artifact; None: all of it has to be read."""
         if not found.is_verified or not plan.is_flat:
-            return False
+            return None
         try:
             quick = found.quick or quick_way(self.engine.packs, found)
-            if found.quick is None:  # it lies in a pack that is not mapped so far yet
-                return False
+            if any(view is None for view in quick.views):  # its pack is not mapped so far yet
+                return None
             plan.keep(index, found, inline_of(quick, found))
         except (ColdError, FileNotFoundError, LayoutError, SetFormatError, DamagedArtifactError):
-            return False
-        return True
+            return None
+        return quick
 
     def copy(self, part: int, parts: int) -> None:
         """Copy a part of what is mapped, and read a part of the rest."""

@@ -103,9 +103,11 @@ def _seal(engine: SetEngine, pack: Pack) -> bool:
     """See to it that nobody writes to a pack any more; False: somebody does."""
     if pack.is_sealed:
         return True
-    if engine.writer is not None and engine.writer.number == pack.number:
+    own = engine.writer
+    if own is not None and own.number == pack.number:
         engine.flush()
-        engine.seal()
+        if engine.writer is own:
+            engine.seal()
         return True
     writer = reopened_writer(engine.path, engine.index, pack.number, engine.set_id)
     if writer is None:

@@ -231,8 +231,9 @@ class Copying:
             engine.commits += 1
             engine.memory.clear()
         for writer in self.writers:
-            freed -= allocated_bytes(os.fstat(writer.fd))
             writer.close()
+            with suppress(FileNotFoundError):  # compacted by another process in this moment
+                freed -= allocated_bytes(os.stat(pack_path(engine.path, writer.number)))
         return freed
 
     def _copy_revived(self) -> None:

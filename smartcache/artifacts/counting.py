@@ -29,6 +29,9 @@ from smartcache.store.faults import reached
 _GROUP = 1024
 """Artifacts whose rows are written by who puts the next one, if nobody else has."""
 _GROUP_BYTES = 256 << 20
+_LONGEST_SHARED = 0.5
+"""Seconds after which the lock of the set is let go of although puts do not end: others may want it
+for themselves, and get it then."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Counting(Locating):
         """The flusher is writing rows; nobody else may meanwhile. The mutex is free."""
         self.writer = None
         self._sharing: AbstractContextManager[None] | None = None
+        self._shared_since = 0.0
         self._forget()
 
     def _forget(self) -> None:
@@ -146,6 +150,8 @@ class Counting(Locating):
                 raise
             if not self._ops:
                 self._finish()
+            elif time.monotonic() - self._shared_since > _LONGEST_SHARED:
+                self.flush()
 
     def _begin(self) -> _Group:
         writer = self.writer
@@ -165,6 +171,7 @@ class Counting(Locating):
         self.commits += 1
         self.written_size += group.end - writer.committed
         writer.committed = group.end
+        group.ops = []
         newer = {op.key for op in self._ops if type(op) in KEY_OPS}  # type: ignore[union-attr]
         kept: dict[bytes, Located | None] = {}
         for key, found in self.pending.items():

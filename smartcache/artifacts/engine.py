@@ -82,13 +82,14 @@ class SetEngine(Counting):
         if self._sharing is None:
             sharing = lock(self.path / "lock", exclusive=False, name=f"the set {self.folder.name}")
             sharing.__enter__()
-            self._sharing = sharing
+            self._sharing, self._shared_since = sharing, time.monotonic()
             self._refuse_removed()
         writer = self.writer
         is_full = writer is not None and PACK_HEADER_BYTES < writer.end > self.pack_bytes - size
         if writer is not None and (is_full or writer.is_broken or writer.is_truncated):
             self.flush()
-            self.seal()
+            if self.writer is writer:  # while it waited, another thread may have come first
+                self.seal()
             return self.writer_for(size)
         if writer is None:
             writer = self.writer = self._new_writer(size)
@@ -106,8 +107,8 @@ class SetEngine(Counting):
         """End the pack that this process writes; with the rows of all its records written."""
         writer = self.writer
         if writer is not None:
-            self.writer = None
             self.index.seal(writer.number)
+            self.writer = None
             reached("set: sealed")
             self._close(writer)
 
@@ -190,6 +191,8 @@ class SetEngine(Counting):
             try:
                 self.flush()
             finally:
+                while self._is_counting:  # after Ctrl-C, too: its lock is needed so long
+                    self._counted.wait()
                 self._is_open = False
                 # What could not be counted is in the pack: who opens the set next counts it.
                 self._forget()

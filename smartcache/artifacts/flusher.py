@@ -99,10 +99,11 @@ class Flusher:
                     each.flush_behind()
                 else:
                     each.flush()
-            except (SmartcacheError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - the thread serves other sets as well
                 self._note_failure(each, error)
             else:
-                self._failed.pop(each, None)
+                with self._wakes:
+                    self._failed.pop(each, None)
 
     def _note_failure(self, each: Flushed, error: Exception) -> None:
         with self._wakes:
@@ -126,6 +127,7 @@ class Flusher:
                 due = [each for each, (_, until) in self._failed.items() if until <= now]
                 due += [each for each in self._waiting if each not in self._failed]
             self._flush(due, behind=True)
+            due.clear()  # a set that was closed meanwhile need not stay in memory
 
 
 flusher = Flusher()

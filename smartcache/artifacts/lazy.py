@@ -99,8 +99,9 @@ class Sample(Mapping[Any, object]):
             return Handle(self, node.slot).tensor()
 
         found = self._need()
-        if found.quick is not None and found.quick.values is not None:
-            value = found.quick.values[name]
+        quick = found.quick  # once: other threads let go of it
+        if quick is not None and quick.values is not None:
+            value = quick.values[name]
             return value.copy() if type(value) is list else value
         if self._small is None:
             self._small = found.layout.opened(self._record().inline)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from smartcache.artifacts.codec import Layout
 from smartcache.artifacts.keys import key_text
@@ -54,9 +54,9 @@ class Locating(ABC):
 
     def locate(self, keys: Sequence[bytes]) -> list[Located | None]:
         """Say where artifacts lie; None: there is none of that key, or it is past its time."""
+        pending = self.pending  # before the version: what is in neither is in the index
         version = self.version()
         now = int(time.time())
-        pending = self.pending
         get = self.memory.get
         if not pending:
             known = [get(key) for key in keys]
@@ -72,10 +72,15 @@ class Locating(ABC):
             else:  # the usual case
                 self.hits += len(known)
                 return known
-        return self._locate(keys, version, now)
+        return self._locate(keys, pending, version, now)
 
-    def _locate(self, keys: Sequence[bytes], version: int, now: int) -> list[Located | None]:
-        pending = self.pending
+    def _locate(
+        self,
+        keys: Sequence[bytes],
+        pending: Mapping[bytes, Located | None],
+        version: int,
+        now: int,
+    ) -> list[Located | None]:
         get = self.memory.get
         found: list[Located | None] = []
         asked: dict[bytes, Located | None] = {}
@@ -192,8 +197,9 @@ class Locating(ABC):
 
     def has(self, key: bytes) -> bool:
         """Say whether there is an artifact, be it past its time."""
-        if key in self.pending:
-            return self.pending[key] is not None
+        pending = self.pending  # once: it is replaced as a whole
+        if key in pending:
+            return pending[key] is not None
         return self.index.entry(key) is not None
 
     def need_one(self, key: bytes) -> Located:

@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from smartcache.artifacts import writing
@@ -128,8 +129,9 @@ def quick_way(packs: Packs, found: Located) -> Quick:
         return quick
     is_short = found.length <= _MOST_REMEMBERED
     value = found.layout.decode(inline, _nothing) if is_short else None
-    found.quick = quick._replace(values=_small(found, value))
-    return found.quick
+    quick = quick._replace(values=_small(found, value))
+    found.quick = quick
+    return quick
 
 
 def remember(packs: Packs, found: Located, value: object) -> None:
@@ -355,6 +357,19 @@ def persistently(engine: SetEngine, found: Located, read: Callable[[Located], _T
     raise damaged(engine, found, None)
 
 
+def _is_still_damaged(packs: Packs, found: Located) -> bool:
+    """Read an artifact once more, into memory that nobody else writes to at the same time."""
+    again = copy(found)
+    again.is_verified, again.quick = False, None
+    try:
+        read_through(packs, again)
+    except DamagedArtifactError as error:
+        return bool(getattr(error, "is_proven", False))
+    except (OSError, SetFormatError, LayoutError):
+        pass
+    return False
+
+
 def damaged(engine: SetEngine, found: Located, error: Exception | None) -> DamagedArtifactError:
     """Delete an artifact that is proven to be damaged; return the error that says so."""
     key = key_text(found.key)
@@ -366,7 +381,7 @@ def damaged(engine: SetEngine, found: Located, error: Exception | None) -> Damag
     engine.memory.forget(found.key)
     # Only where its own header speaks against its bytes. A pack that is not there, a disk that
     # does not answer, an index that is wrong: that may be over the next time.
-    if getattr(error, "is_proven", False):
+    if getattr(error, "is_proven", False) and _is_still_damaged(engine.packs, found):
         with suppress(SmartcacheError, OSError):
             engine.flush()
             writing.delete_exactly(engine, found.key, found.seq)

@@ -35,7 +35,7 @@ from smartcache.artifacts.packs import (
     pack_path,
 )
 from smartcache.artifacts.records import PACK_HEADER_BYTES, key_hash, place
-from smartcache.artifacts.reserving import release_left
+from smartcache.artifacts.reserving import has_left, release_left
 from smartcache.artifacts.rows import Pack
 from smartcache.artifacts.scanning import Found, scan
 from smartcache.artifacts.setfolder import SetFolder
@@ -61,13 +61,16 @@ def read_tails(index: SetIndex, packs: PackFiles, folder: Path) -> None:
         for row in index.packs().values():
             path = pack_path(folder, row.number)
             try:
-                if row.is_sealed or os.stat(path).st_size == row.watermark:
+                found = os.stat(path)
+                is_counted = row.is_sealed or found.st_size == row.watermark
+                if is_counted and not has_left(found):
                     continue
                 alone = kept_unwritten(path)
                 if alone is not None:
                     held.callback(alone.close)
                     release_left(path)
-                    tails.append(_Tail(packs[row.number]))
+                    if not is_counted:
+                        tails.append(_Tail(packs[row.number]))
             except FileNotFoundError:
                 continue  # compacted in this moment, or lost: reading will tell
             except (SetFormatError, OSError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from smartcache.store.kernel import reserve
 from smartcache.store.mounts import mount_of
+from smartcache.store.statkey import allocated_bytes
 
 _LEAST = 4 << 20
 """Bytes of a pack below which it is not worth it."""
@@ -40,11 +41,11 @@ class Reserved:
             self.until = max(_LEAST, end + size)
             return
         step = max(size, min(_MOST, end))
-        if not self._is_possible(step) or not reserve(self._fd, end, step):
-            self.until = sys.maxsize
-            return
-        self._is_used = True
-        self.until = end + step
+        self.until = sys.maxsize
+        if self._is_possible(step):
+            self._is_used = True  # also if it fails: a part of it may be there
+            if reserve(self._fd, end, step):
+                self.until = end + step
 
     def _is_possible(self, step: int) -> bool:
         try:
@@ -61,6 +62,11 @@ class Reserved:
             self._is_used = False
             with suppress(OSError):
                 os.ftruncate(self._fd, os.fstat(self._fd).st_size)
+
+
+def has_left(found: os.stat_result) -> bool:
+    """Say whether a pack takes much more room than it has bytes: its writer was killed."""
+    return allocated_bytes(found) > found.st_size + _LEAST // 4
 
 
 def release_left(path: Path) -> None:

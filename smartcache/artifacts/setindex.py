@@ -35,8 +35,9 @@ from smartcache.store.schema import migrate
 
 _LATEST = 253_402_300_799
 """The last second that a date can have."""
-_STEPS = (256, 32, 4, 1)
-"""Rows that are inserted with one statement; few kinds of it, so that SQLite knows them all."""
+_STEPS = (100, 25, 5, 1)
+"""Rows that are inserted with one statement: few kinds of it, so that SQLite knows them all, and at
+most 999 values, which is all that an older one takes."""
 _MOST_ASKED = 500
 """Values in one IN (...)."""
 _ENTRY = "seq, place, length, layout, chunks, used_at, expires_at, pinned"

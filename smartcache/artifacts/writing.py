@@ -245,8 +245,11 @@ def delete_exactly(engine: SetEngine, key: bytes, seq: int) -> bool:
     Also if another process has put one that is not counted yet: the deletion is older than that.
     """
     with engine.mutex:
+        # First: where this has to wait, others may put something meanwhile.
+        engine.writer_for(room(len(key) + 1))
         row = None if key in engine.pending else engine.index.entry(key)
         if row is None or row.seq != seq:
+            engine.calm()
             return False
         _change(engine, key, DELETE, b"", DeleteOp, seq + 1)
         return True

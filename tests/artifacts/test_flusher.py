@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.flusher import Flusher
 from smartcache.errors import NoSpaceError
+from smartcache.store.locks import lock
 from tests.artifacts.opening import array, engine_of
 from tests.artifacts.rows import check_rows
 
@@ -113,4 +116,48 @@ def test_rows_that_could_not_be_written_behind_are_written_later(latents: Artifa
     with pytest.raises(NoSpaceError):
         engine.flush_behind()
     assert sorted(latents) == ["a", "b"]
+    check_rows(latents.path)
+
+
+def test_puts_without_end_let_others_have_the_set_for_themselves(latents: ArtifactSet) -> None:
+    """Whoever wants the lock of the set alone gets it between two groups."""
+    engine = engine_of(latents)
+    is_over = threading.Event()
+
+    def put() -> None:
+        number = 0
+        while not is_over.is_set():
+            latents.put(f"k{number % 100}", {"n": number})
+            number += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(put)
+        try:
+            with lock(engine.path / "lock", exclusive=True, timeout=PATIENCE):
+                pass
+        finally:
+            is_over.set()
+        job.result()
+
+
+def test_a_pack_whose_seal_fails_is_counted_no_second_time(latents: ArtifactSet) -> None:
+    """The rows are written, then something else fails: the next group is that of another pack."""
+    engine = engine_of(latents)
+    latents.put("a", {"x": array(1)})
+    assert engine.writer is not None
+    engine.writer.is_broken = True
+    real = engine.index.seal
+
+    def refuse(_number: int) -> None:
+        engine.index.seal = real  # type: ignore[method-assign]
+        raise NoSpaceError("No space left")
+
+    engine.index.seal = refuse  # type: ignore[method-assign, assignment]
+    with pytest.raises(NoSpaceError):
+        latents.flush()
+    latents.flush()
+    latents.put("b", {"x": array(2)})
+    latents.flush()
+    assert sorted(latents) == ["a", "b"]
+    assert latents.stats().packs == 2
     check_rows(latents.path)

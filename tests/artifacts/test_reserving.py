@@ -50,9 +50,13 @@ def test_a_small_pack_has_none(latents: ArtifactSet) -> None:
     assert spare(put_some(latents, 2)) < MEGABYTE // 4
 
 
-def test_what_a_killed_writer_has_left_is_given_back(sets: ArtifactSets) -> None:
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_what_a_killed_writer_has_left_is_given_back(sets: ArtifactSets, is_counted: bool) -> None:
     def write() -> None:
-        put_some(open_set(sets), 10)
+        opened = open_set(sets)
+        put_some(opened, 10)
+        if is_counted:
+            opened.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert os.waitpid(in_fork(write), 0)[1] == signal.SIGKILL
