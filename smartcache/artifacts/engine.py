@@ -283,14 +283,15 @@ def flush_open(path: Path) -> None:
 
 def _before_fork() -> None:
     _registry_gate.acquire()
-    _forking[:] = list(_engines)
-    for engine in _forking:
+    _forking.clear()
+    for engine in list(_engines):
+        _forking.append(engine)  # before: Ctrl-C may come in the middle, and the fork goes on
         engine.fork_begins()
 
 
 def _after_fork(*, in_child: bool) -> None:
     global _registry_gate  # noqa: PLW0603 - another thread may have held it
-    for engine in _forking:
+    for engine in list(_engines) if in_child else _forking:
         engine.fork_is_over(in_child=in_child)
     _forking.clear()
     if in_child:

@@ -60,6 +60,7 @@ def test_the_benchmark_of_artifacts_prints_every_figure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
 def test_the_benchmark_of_artifacts_runs_only_what_is_asked_for(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--rounds", "1", "--dir", str(tmp_path)]
     command += ["--samples", "40", "--only", "smartcache", "--only", "memcpy"]

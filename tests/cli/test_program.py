@@ -86,7 +86,7 @@ class TestInterrupt:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
     def test_in_the_middle_of_verify(self, program: Smartcache, tmp_path: Path, home: Path) -> None:
-        file = sparse(tmp_path / "big.bin", 2 * GIGABYTE)
+        file = sparse(tmp_path / "big.bin", GIGABYTE)
         (digest,) = program("add", "--adopt", "-q", file).ids
         process = program.start("verify", "--full")
         wait_until(lambda: str(home / "blobs" / digest[:2] / digest) in open_files(process.pid))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import stat
 import sys
@@ -98,8 +99,11 @@ def points_of(action: Callable[[], None]) -> list[Moment]:
 
 
 def in_turn(moments: list[Moment], turn: int, turns: int, *, soak: bool) -> list[Moment]:
-    """Return all moments under `--soak`, else those of one of several cases that take turns."""
-    return moments if soak else moments[turn % turns :: turns]
+    """Return all moments under `--soak`, else some of one of several cases that take turns.
+
+    Of those whose turn it is every other one, by chance the first or the second.
+    """
+    return moments if soak else moments[turn % turns + turns * random.randrange(2) :: 2 * turns]
 
 
 def states_of(start: Callable[[], Callable[[], None]], places: list[Path]) -> list[Moment]:

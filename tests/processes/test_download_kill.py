@@ -134,7 +134,7 @@ def test_a_kill_at_any_fault_point_leaves_nothing_half_made(
         assert any(point.startswith(f"{verb}:") for point in ended.points), verb
     problems: list[str] = []
     moments = moments_of(ended.points, last_too=soak)
-    for number, moment in enumerate(in_turn(moments, random.randrange(2), 2, soak=soak)):
+    for number, moment in enumerate(in_turn(moments, 0, 1, soak=soak)):
         world = World(tmp_path / str(number), hub, starter)
         prepare(world)
         if not world.start("org/one", die_at=moment).wait().is_killed:

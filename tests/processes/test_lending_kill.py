@@ -6,7 +6,6 @@ The next loading of the repo takes back what the dead one borrowed, and proves w
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +73,7 @@ def test_a_kill_at_any_fault_point_leaves_nothing_lent(
     assert list(unsettled(whole)) == []
     problems: list[str] = []
     moments = [Moment(place, 1) for place in dict.fromkeys(points)]
-    for number, moment in enumerate(in_turn(moments, random.randrange(2), 2, soak=soak)):
+    for number, moment in enumerate(in_turn(moments, 0, 1, soak=soak)):
         place = moment.place
         world = make_world(tmp_path / str(number), hub, starter)
         load(world, moment)

@@ -159,7 +159,7 @@ def test_replace_loses_no_write_to_files_that_were_left_alone_for_long(
         time.sleep(OLD_ENOUGH)
         counts: Counter[str] = Counter()
         for how in HOWS:
-            counts += replace_race(folder, how, seconds(0.4), aged=aged)
+            counts += replace_race(folder, how, seconds(1.2), aged=aged)
         return counts
 
     with folder_of(user) as folder, Child(lambda: races(folder, rounds(40)), user=user) as racer:

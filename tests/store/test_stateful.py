@@ -591,7 +591,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)  # what fails is shrunk for five minutes
-@pytest.mark.parametrize(("where", "examples"), [("tmp_path", 40), ("elsewhere", 120)])
+@pytest.mark.parametrize(("where", "examples"), [("tmp_path", 40), ("elsewhere", 70)])
 def test_the_store_agrees_with_a_plain_model(
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
