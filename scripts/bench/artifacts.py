@@ -74,6 +74,10 @@ NOTES = (
         " LMDB commits each put, with sync=False."
     ),
     (
+        "Puts of one process and of two are timed with the making of the samples in between, puts"
+        " one by one without."
+    ),
+    (
         "Anonymous memory (RssAnon) is what opening and reading 50 batches adds to a process. The"
         " small values of safetensors are in its metadata, those of the shards are kept in memory."
     ),

@@ -109,7 +109,9 @@ class Flusher:
         with self._wakes:
             delay = self._failed.get(each, (0.0, 0.0))[0]
             if not delay:
-                _log.warning("Rows of artifacts could not be written yet: %s", error)
+                is_known = isinstance(error, (SmartcacheError, OSError))
+                text = "Rows of artifacts could not be written yet: %s"
+                _log.warning(text, error, exc_info=None if is_known else error)
             delay = min(max(DELAY, 2 * delay), _LONGEST)
             self._failed[each] = delay, time.monotonic() + delay
 

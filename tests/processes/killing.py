@@ -101,9 +101,11 @@ def points_of(action: Callable[[], None]) -> list[Moment]:
 def in_turn(moments: list[Moment], turn: int, turns: int, *, soak: bool) -> list[Moment]:
     """Return all moments under `--soak`, else some of one of several cases that take turns.
 
-    Of those whose turn it is every other one, by chance the first or the second.
+    Of those whose turn it is every other one, by chance the first or the second; all of a few, so
+    that there is always one.
     """
-    return moments if soak else moments[turn % turns + turns * random.randrange(2) :: 2 * turns]
+    first = turn % turns + turns * random.randrange(2)
+    return (moments[first :: 2 * turns] or moments) if not soak else moments
 
 
 def states_of(start: Callable[[], Callable[[], None]], places: list[Path]) -> list[Moment]:
