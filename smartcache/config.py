@@ -9,7 +9,6 @@ is where the user has to correct it. An empty variable counts as unset.
     threads              SMARTCACHE_THREADS          a number from 1
     keep_writable        SMARTCACHE_KEEP_WRITABLE    1/0, true/false, yes/no, on/off
     link_min_size        SMARTCACHE_LINK_MIN_SIZE    a size: 65536, "64KiB"
-    shared               SMARTCACHE_SHARED           as keep_writable
     lock_timeout         SMARTCACHE_LOCK_TIMEOUT     seconds, "5m", or "none": wait for ever
     everywhere           SMARTCACHE                  as keep_writable; `import smartcache.auto` asks
     artifacts_max_size   SMARTCACHE_ARTIFACTS_MAX_SIZE  a size: bound of all artifacts together
@@ -51,7 +50,6 @@ class Settings:
     threads: int = field(default_factory=_default_threads)
     keep_writable: bool = False
     link_min_size: int = 65_536
-    shared: bool = False
     lock_timeout: float | None = None
     everywhere: bool = False
     artifacts_max_size: int | None = None
@@ -65,7 +63,6 @@ class Overrides(TypedDict, total=False):
     threads: int | str | None
     keep_writable: bool | str | None
     link_min_size: int | str | None
-    shared: bool | str | None
     lock_timeout: float | str | None
     everywhere: bool | str | None
     artifacts_max_size: int | str | None
@@ -93,7 +90,8 @@ def load_settings(**overrides: Unpack[Overrides]) -> Settings:
         elif (value := stored.get(name)) is not None:
             values[name] = _parsed(parse, value, f"{path}: {name}", path.parent)
     if "home" not in values:
-        values["home"] = _xdg("XDG_CACHE_HOME", ".cache") / "smartcache"
+        # Not the cache directory, which people empty: the journal is there, and computed tensors.
+        values["home"] = _xdg("XDG_DATA_HOME", ".local/share") / "smartcache"
     return Settings(**values)  # type: ignore[arg-type]  # each value went through the parser of its field
 
 
@@ -252,7 +250,6 @@ _PARSERS: Mapping[str, Callable[[object, Path], object]] = {
     "threads": _count,
     "keep_writable": _flag,
     "link_min_size": _size,
-    "shared": _flag,
     "lock_timeout": _timeout,
     "everywhere": _flag,
     "artifacts_max_size": _size,

@@ -29,6 +29,7 @@
         ├── StoreFormatError                the store was written by a newer smartcache, or is none
         ├── StoreMovedError                 the store was moved away while it was open
         ├── StoreUnwritableError(OSError)   read-only filesystem or missing permission
+        │   └── UnsafeStoreError            somebody else could change it
         ├── IndexDamagedError               the index is no readable SQLite file
         ├── BadDigestError(ValueError)      no digest, or a prefix that names several blobs
         ├── BlobNotFoundError(FileNotFoundError)
@@ -248,6 +249,15 @@ class StoreUnwritableError(StoreError, OSError):
     """The store cannot be written: read-only filesystem or missing permission."""
 
     default_hint = "Check the owner and mode of the directory, or set SMARTCACHE_HOME to another."
+
+
+class UnsafeStoreError(StoreUnwritableError):
+    """A store, or a part of it, belongs to somebody else or could be written by others."""
+
+    default_hint = (
+        "Use a store of your own (set SMARTCACHE_HOME). A store that its owner has opened with"
+        " 'smartcache publish' can be read: name it in shared_stores."
+    )
 
 
 class IndexDamagedError(StoreError):

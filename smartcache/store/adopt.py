@@ -1,8 +1,8 @@
 """Make an existing file a blob, in place: the file keeps its path, inode, owner, time and bytes.
 
 Only its mode changes (no write permission), which is journaled first and given back by undo. Files
-that somebody writes, incomplete downloads, empty files and (unless allowed) files of other users
-are refused with a reason. A file that is written to while it is adopted stays the user's: the store
+that somebody writes, incomplete downloads, empty files and files of other users are refused with a
+reason. A file that is written to while it is adopted stays the user's: the store
 takes its name back.
 """
 
@@ -29,7 +29,7 @@ from smartcache.progress import Progress, silent
 from smartcache.store.blobs import Expected, check_expected, explained
 from smartcache.store.digest import Algorithm, check_hex
 from smartcache.store.faults import reached
-from smartcache.store.hold import Allowance, Held, hold
+from smartcache.store.hold import Held, hold
 from smartcache.store.journal import Batch, Change, Op
 from smartcache.store.memos import Known, hash_all
 from smartcache.store.proof import checked
@@ -75,7 +75,6 @@ def adopt_many(  # noqa: PLR0913 - one for each option of the store's method
     expected: Expected | None = None,
     owner: int | None = None,
     moving_to: str | None = None,
-    allow: frozenset[Allowance] = frozenset(),
     follow: bool = True,
     progress: Progress = silent,
 ) -> Iterator[Adoption]:
@@ -99,7 +98,7 @@ def adopt_many(  # noqa: PLR0913 - one for each option of the store's method
                     yield _elsewhere(volume, path)
                     continue
                 found = _examine(
-                    volume, path, wanted, announced, known.get(path), digests, allow, progress
+                    volume, path, wanted, announced, known.get(path), digests, progress
                 )
                 _let_own(volume, found, owner)
                 if isinstance(found, Adoption):
@@ -139,16 +138,15 @@ def _examine(
     expected: Expected,
     known: Known | None,
     digests: set[str],
-    allow: frozenset[Allowance],
     progress: Progress,
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
     try:
         if known is None:
             with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
-                file = hold(volume, path, wanted, allow=allow, advance=job.advance)
+                file = hold(volume, path, wanted, advance=job.advance)
         else:
-            file = hold(volume, path, wanted, known=known, allow=allow)
+            file = hold(volume, path, wanted, known=known)
     except (FileSkippedError, FileNotFoundError, PermissionError) as error:
         return Adoption(path=path, outcome="skipped", error=error)
     try:
@@ -195,7 +193,12 @@ def _adopt_chunk(
     volume: Volume, held: list[Held], batch: Batch, owner: int | None, moving_to: str | None
 ) -> list[Adoption]:
     op: Op = "adopt" if moving_to is None else "move"
-    changes = [Change.before(op, f.path, f.hashes.digest, f.st, kind=moving_to) for f in held]
+    changes = [
+        Change.before(
+            op, f.path, f.hashes.digest, f.st, kind=moving_to, filesystem=volume.filesystem
+        )
+        for f in held
+    ]
     with explained(volume.root):
         begun = batch.begin(changes)
         reached("adopt: journaled")
@@ -297,7 +300,6 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
     target = volume.layout.blob(file.hashes.digest)
     mode = file.st.st_mode & 0o7777
     try:
-        # A special mode (which must be allowed) would be given to every file that is linked to it.
         _make_read_only(file, mode & 0o555)
         reached("adopt: read-only")
         _link(volume, file, target)

@@ -26,8 +26,9 @@ from typing import Literal, Self, get_args
 
 from smartcache.errors import NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.attributes import read_attributes
-from smartcache.store.flock import open_to_directory_writers
 from smartcache.store.locks import Claim, claim
+from smartcache.store.safety import make_or_open_own
+from smartcache.store.swap import is_beside
 
 Op = Literal["adopt", "move", "place", "replace", "share", "forget", "pin", "unpin", "own"]
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""
@@ -35,6 +36,7 @@ UNDOABLE = frozenset(("adopt", "move", "place", "replace", "share", "forget"))
 State = Literal["begun", "done", "back", "undone", "gone"]
 _OPTIONAL = ("kind", "mode", "uid", "gid", "mtime_ns", "inode", "links", "filesystem", "xattrs",
              "keep")  # fmt: skip
+_PATHS = ("temporary", "real")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,9 +45,10 @@ class Change:
 
     `batch` and `n` are set once, when the change is written to the journal.
 
-    `temporary` is the name beside `path` that a replacement uses while it runs. `xattrs` are
-    extended attributes, name -> hexadecimal bytes; None: there were none. `keep`: of a placed file
-    others know, as of a repo; undo gives it bytes of its own in place of removing it.
+    `real` is the path without symlinks, where it is another: undo goes there, wherever the symlinks
+    lead by then. `temporary` is the name beside `path` that a replacement uses while it runs.
+    `xattrs` are extended attributes, name -> hexadecimal bytes; None: there were none. `keep`: of a
+    placed file others know, as of a repo; undo gives it bytes of its own in place of removing it.
     """
 
     op: Op
@@ -56,6 +59,7 @@ class Change:
     n: int = -1
     state: State = "begun"
     temporary: Path | None = None
+    real: Path | None = None
     kind: str | None = None
     mode: int | None = None
     uid: int | None = None
@@ -66,6 +70,11 @@ class Change:
     filesystem: str | None = None
     xattrs: dict[str, str] | None = None
     keep: bool | None = None
+
+    @property
+    def place(self) -> Path:
+        """The path to act on: no symlink was in it when the change was made."""
+        return self.real or self.path
 
     @classmethod
     def before(
@@ -102,13 +111,15 @@ class Journal:
         """Write lines at the end, in one piece; `sync` makes them survive power loss."""
         data = "".join(_encode(line) + "\n" for line in lines).encode("ascii")
         try:
-            descriptor = open_or_make(self.path, os.O_RDWR | os.O_APPEND)
+            descriptor, _ = make_or_open_own(self.path, os.O_RDWR | os.O_APPEND)
             try:
                 self._write(descriptor, data)
                 if sync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        except StoreError:
+            raise
         except OSError as error:
             kind = NoSpaceError if error.errno in _FULL else StoreUnwritableError
             message = f"Cannot write {self.path}: {error.strerror}; nothing was changed"
@@ -166,23 +177,6 @@ class Journal:
             return
 
 
-def open_or_make(path: Path, flags: int) -> int:
-    """Open a file of a store that may be shared; made when missing, for all who may write there.
-
-    Never O_CREAT on an existing file: `fs.protected_regular` forbids that for files of other users.
-    """
-    while True:
-        try:
-            return os.open(path, flags | _CLOEXEC)
-        except FileNotFoundError:
-            try:
-                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
-            except FileExistsError:
-                continue
-            open_to_directory_writers(descriptor, str(path.parent))
-            return descriptor
-
-
 class Batch:
     """The changes of one command. Its claimed file in `tmp/` tells others that its process lives.
 
@@ -214,9 +208,17 @@ class Batch:
                 self._claim = claim(self._claim_path)
                 at = datetime.now(UTC).isoformat(timespec="seconds")
                 lines.append({"batch": self.id, "label": self.label, "at": at})
+            folders: dict[Path, Path] = {}
             for change in begun:
                 change.batch, change.n = self.id, self._count
                 self._count += 1
+                # A step of undo goes where the change was made.
+                if change.op not in ("pin", "unpin", "own"):
+                    folder = change.path.parent
+                    if folder not in folders:
+                        folders[folder] = Path(os.path.realpath(folder))
+                    is_real = folders[folder] == folder
+                    change.real = None if is_real else folders[folder] / change.path.name
             self._journal.append([*lines, *map(_line, begun)], sync=sync)
             self._unsettled.update(change.n for change in begun)
         return begun
@@ -261,7 +263,6 @@ class Batch:
         self.close()
 
 
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _OPS = frozenset(get_args(Op))
 _NUMBERS = ("n", "size", "mode", "uid", "gid", "mtime_ns", "inode", "links")
@@ -274,8 +275,10 @@ def _line(change: Change) -> dict[str, object]:
         "batch": change.batch, "n": change.n, "op": change.op, "path": str(change.path),
         "digest": change.digest, "size": change.size,
     }  # fmt: skip
-    if change.temporary is not None:
-        line["temporary"] = str(change.temporary)
+    for name in _PATHS:
+        value = getattr(change, name)
+        if value is not None:
+            line[name] = str(value)
     for name in _OPTIONAL:
         value = getattr(change, name)
         if value is not None:
@@ -299,7 +302,7 @@ def _parse(line: dict[str, object]) -> Change | None:
     """Return the change a line describes; None for a line that is damaged or of the future."""
     known = {name: value for name, value in line.items() if name in _NAMES}
     numbers = (known.get(name, 0) for name in _NUMBERS)
-    texts = (known.get(name, "") for name in ("batch", "path", "digest", "temporary"))
+    texts = (known.get(name, "") for name in ("batch", "path", "digest", *_PATHS))
     is_whole = {"path", "digest", "size"} <= known.keys() and known["op"] in _OPS
     if not (is_whole and all(isinstance(n, int) for n in numbers)):
         return None
@@ -307,10 +310,20 @@ def _parse(line: dict[str, object]) -> Change | None:
         return None
     if not _is_attributes(known.get("xattrs", {})):
         return None
-    known["path"] = Path(str(known["path"]))
-    if "temporary" in known:
-        known["temporary"] = Path(str(known["temporary"]))
-    return Change(**known)  # type: ignore[arg-type]
+    for name in ("path", *_PATHS):
+        if name in known:
+            known[name] = Path(str(known[name]))
+    change = Change(**known)  # type: ignore[arg-type]
+    return change if _is_plausible(change) else None
+
+
+def _is_plausible(change: Change) -> bool:
+    """Say whether a line is one that we may have written: it decides what happens to files."""
+    if change.op in ("pin", "unpin"):
+        return True
+    is_absolute = change.path.is_absolute() and change.place.is_absolute()
+    is_ours = change.temporary is None or is_beside(change.temporary, change.path)
+    return is_absolute and ".." not in change.place.parts and is_ours
 
 
 def _is_attributes(value: object) -> bool:

@@ -122,8 +122,6 @@ def _ladder(volume: Volume, blob: Blob, request: Request) -> list[LinkKind]:
     if is_near and not settings.keep_writable:
         # Root writes through 0444: a reflink keeps the blob's bytes apart.
         kinds.insert(1 if effective_user() == 0 else 0, "hardlink")
-    if settings.shared and os.stat(volume.layout.blob(blob.digest)).st_uid != effective_user():
-        kinds.insert(-1, "symlink")
     return [k for k in kinds if (device, k) not in volume.unable]
 
 

@@ -22,7 +22,8 @@ from smartcache.store.faults import reached
 from smartcache.store.owners import live_holders, living_symlinks
 from smartcache.store.records import Blob
 from smartcache.store.statkey import allocated_bytes
-from smartcache.store.volume import Volume, has_row
+from smartcache.store.undo import close_gone
+from smartcache.store.volume import Volume
 
 CHUNK_BLOBS = 64
 REBUILT = "rebuilt_at"
@@ -161,8 +162,7 @@ def _held_alone(volume: Volume, blob: Blob) -> int | None:
         st = os.stat(volume.layout.blob(blob.digest))
     except FileNotFoundError:
         return None
-    is_ours = st.st_nlink == 1 and volume.may_remove(st)
-    return allocated_bytes(st) if is_ours else None
+    return allocated_bytes(st) if st.st_nlink == 1 else None
 
 
 def _choose(
@@ -245,24 +245,9 @@ def _execute(
                     reached("prune: blob removed")
             kept += len(chunk) - len(gone)
             job.advance(len(chunk))
-    _note_emptied_trash(volume)
+    close_gone(volume)
     volume.make_reserve()
     return PruneResult(removed=removed, freed_size=freed, kept=kept)
-
-
-def _note_emptied_trash(volume: Volume) -> None:
-    """Note in the journal what cannot be brought back from the trash any more."""
-    lost = [
-        change
-        for change in volume.journal.open_changes()
-        if change.op == "forget"
-        and not (volume.layout.trash / change.digest).exists()
-        and not has_row(volume, change.digest)
-    ]
-    if lost:
-        with volume.batch("prune") as batch:
-            for change in lost:
-                batch.end(change, "gone")
 
 
 def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool) -> list[str]:
@@ -281,7 +266,7 @@ def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool
                 st = os.stat(path)
             except FileNotFoundError:
                 continue
-            if blob is None or st.st_nlink > 1 or not volume.may_remove(st):
+            if blob is None or st.st_nlink > 1:
                 continue
             if is_wanted(volume, blob, drop_away=drop_away):
                 continue

@@ -22,7 +22,7 @@ from smartcache.errors import (
     StoreUnwritableError,
 )
 from smartcache.store.filesystems import free_bytes
-from smartcache.store.flock import open_to_directory_writers
+from smartcache.store.safety import make_or_open_own
 
 BUSY_SECONDS = 60.0
 _PAUSE = 0.01
@@ -240,18 +240,16 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _make_file(path: Path) -> None:
-    """Make an empty index where there is none, writable for all who may write the directory.
+    """Make an empty index, for this user only, where there is none.
 
     SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return
+        os.close(make_or_open_own(path, os.O_RDWR)[0])
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreUnwritableError(f"Cannot make {path}: {error.strerror}", path=path) from error
-    open_to_directory_writers(descriptor, str(path.parent))
-    os.close(descriptor)
 
 
 def migrate(connection: sqlite3.Connection, path: Path, migrations: tuple[str, ...]) -> bool:

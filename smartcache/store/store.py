@@ -36,6 +36,7 @@ from smartcache.store.digest import Algorithm, check_hex
 from smartcache.store.filesystems import mount_of, nearest_existing
 from smartcache.store.hold import Allowance
 from smartcache.store.journal import Batch
+from smartcache.store.layout import volume_root
 from smartcache.store.reading import StoreReader
 from smartcache.store.records import Blob, Link, Owner, Sighting
 from smartcache.store.recovery import recover
@@ -159,7 +160,6 @@ class Store(StoreReader):
         owner: Owner | None = None,
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
-        allow: frozenset[Allowance] = frozenset(),
         follow: bool = True,
         progress: Progress = silent,
     ) -> Iterator[Adoption]:
@@ -169,7 +169,7 @@ class Store(StoreReader):
         with self.batch("add --adopt") as batch:
             yield from adopt_many(
                 self.volume, files, batch=batch, owner=owner_id, expected=expected,
-                algorithms=algorithms, allow=allow, follow=follow, progress=progress,
+                algorithms=algorithms, follow=follow, progress=progress,
             )  # fmt: skip
 
     # handing bytes out
@@ -389,8 +389,8 @@ class Store(StoreReader):
         return store
 
     def make_volume_for(self, path: str | Path) -> Self:
-        """Make a volume at the root of the filesystem a path is on: `<mount>/.smartcache`."""
-        return self.add_volume(mount_of(Path(path)).point / ".smartcache")
+        """Make a volume at the root of the filesystem a path is on."""
+        return self.add_volume(volume_root(mount_of(Path(path)).point))
 
     def record_owner(self, owner: Owner) -> int:
         """Record an owner that holds nothing yet; return its number in the index of this volume."""

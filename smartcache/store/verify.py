@@ -121,7 +121,8 @@ def _unindexed(volume: Volume, report: VerifyReport) -> Iterator[str]:
     for directory in sorted(os.listdir(volume.layout.blobs)):
         folder = volume.layout.blobs / directory
         if not folder.is_dir():
-            report.stray.append(folder)
+            if folder != volume.layout.tag:
+                report.stray.append(folder)
             continue
         for name in sorted(os.listdir(folder)):
             if not is_digest(name) or name[:2] != directory:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from smartcache.errors import NoSpaceError, StoreUnwritableError
 from smartcache.store.journal import Batch, Change, Journal
 from smartcache.store.store import Store
+from smartcache.store.swap import beside
 from tests.store.files import WEIGHTS, digest_of, mode_of, snapshot, write
 
 DIGEST = "ab" * 32
@@ -68,7 +70,8 @@ class TestRoundTrip:
 
     def test_a_change_comes_back_as_it_was_written(self, journal: Journal) -> None:
         full = change(
-            temporary=Path("/models/.a.tmp"),
+            temporary=Path("/models/.a.0123456789ab.smartcache"),
+            real=Path("/data/models/a"),
             kind="hardlink",
             mode=0o644,
             uid=1000,
@@ -79,7 +82,7 @@ class TestRoundTrip:
             filesystem="uuid:x",
         )
         with batch(journal) as writing:
-            (begun,) = writing.begin([full])
+            (begun,) = writing.begin([replace(full, op="own")])
         (read,) = journal.changes()
         assert read == begun
         assert (read.batch, read.n, read.state) == (writing.id, 0, "begun")
@@ -89,11 +92,12 @@ class TestRoundTrip:
     )
     def test_any_name_a_file_can_have_comes_back(self, journal: Journal, name: bytes) -> None:
         path = Path(os.fsdecode(b"/models/" + name))
+        temporary = beside(path)
         with batch(journal) as writing:
-            writing.begin([change(os.fsdecode(name), temporary=path)])
+            writing.begin([change(os.fsdecode(name), temporary=temporary)])
         (read,) = journal.changes()
         assert os.fsencode(read.path) == os.fsencode(path) == b"/models/" + name
-        assert read.temporary == path
+        assert read.temporary == temporary
         assert len(journal.path.read_bytes().splitlines()) == 2
 
     def test_the_last_outcome_counts(self, journal: Journal) -> None:
@@ -171,7 +175,7 @@ class TestHistory:
     @pytest.mark.parametrize("op", ["pin", "unpin", "own"])
     def test_what_is_no_change_to_a_file_does_not_count(self, journal: Journal, op: str) -> None:
         with batch(journal) as writing:
-            writing.begin([Change(op=op, path=Path("x"), digest=DIGEST, size=1)])  # type: ignore[arg-type]
+            writing.begin([Change(op=op, path=Path("/x"), digest=DIGEST, size=1)])  # type: ignore[arg-type]
         assert journal.history() == []
         assert len(journal.changes()) == 1
 
