@@ -98,6 +98,21 @@ class Claims:
             return False
         return True
 
+    def bring(self, planned: PlannedFile) -> bool:
+        """Take the bytes from a store that another user has published; False: none has them."""
+        ((algorithm, wanted),) = planned.file.announced.items()
+        try:
+            blob = self._store.bring(algorithm, wanted, size=planned.file.size, to=self._near)
+            if blob is None:
+                return False
+            self._place(planned, blob.digest)
+        except (StoreError, OSError) as error:
+            if _is_full(error) and self._near is not None:
+                raise
+            _log.warning("%s is not taken from a shared store: %s", planned.file.path, error)
+            return False
+        return True
+
     def _bring_in(self, near: Store, candidate: Candidate, digest: str) -> None:
         """Make a file's bytes a blob: in place where the user lets us, else a copy."""
         if candidate.may_link and not candidate.is_far:
