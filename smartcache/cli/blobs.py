@@ -303,7 +303,7 @@ def _removal(
     "publish",
     examples=(
         ("smartcache publish --dry-run", "what everybody could read"),
-        ("smartcache --home /srv/models publish", "let everybody read the models of /srv/models"),
+        ("smartcache publish --home /srv/models", "let everybody read the models of /srv/models"),
         ("smartcache publish --off", "take it back"),
     ),
 )

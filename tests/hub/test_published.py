@@ -86,9 +86,15 @@ class TestDownload:
         assert read(client.snapshot(local_dir=tmp_path / "local")) == MODEL
         assert client.hub.fetched_bytes("safetensors") == 0
 
-    def test_where_the_store_has_no_volume(self, client: Client, elsewhere: Path) -> None:
+    def test_where_the_store_has_no_volume(
+        self, client: Client, elsewhere: Path, root: Path
+    ) -> None:
+        """The copy goes straight to where it is wanted, and is hashed on the way."""
+        edit(blob_of(root, ENCODER))
         assert read(client.snapshot(cache_dir=elsewhere)) == MODEL
-        assert client.hub.fetched_bytes("safetensors") == 0
+        assert client.hub.fetched_bytes("unet/model.safetensors") == 0
+        assert client.hub.fetched_bytes("text_encoder/model.safetensors") == len(ENCODER)
+        assert list(client.store.blobs()) == []
 
     def test_what_the_own_store_has_is_not_copied_again(self, client: Client) -> None:
         client.store.put_stream([UNET], algorithms=["sha256"])
