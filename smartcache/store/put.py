@@ -78,7 +78,8 @@ def take_in(
 ) -> Blob:
     """Make a blob of an open file's bytes, in an inode of its own: a reflink where that works.
 
-    What is hashed is the new inode, before it gets its name.
+    What is hashed is the new inode, before it gets its name. Who could not read the file cannot
+    read the blob, should the store be published.
     """
     st = os.fstat(descriptor)
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *expected, *algorithms)))
@@ -87,7 +88,7 @@ def take_in(
         return blob
     return put_stream(
         volume, read_chunks(descriptor), size=st.st_size, expected=expected, algorithms=wanted,
-        mtime_ns=st.st_mtime_ns, advance=advance,
+        mtime_ns=st.st_mtime_ns, mode=st.st_mode, advance=advance,
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def _clone_in(
             return None
         hashes, _ = hash_file(tmp.path, wanted, threads=volume.settings.threads)
         check_expected(hashes, announced, what="The file")
-        settle(tmp.fd, st.st_mtime_ns)
+        settle(tmp.fd, st.st_mtime_ns, st.st_mode)
         return commit(volume, tmp.path, hashes)
 
 

@@ -22,12 +22,14 @@ import pytest
 
 from smartcache.config import Settings
 from smartcache.errors import NoSpaceError, StoreError
+from smartcache.store.kernel import shares_blocks
 from smartcache.store.published import SharedStore
 from smartcache.store.records import Blob
 from smartcache.store.store import Store
 from tests.processes.children import Child, folder_of
 from tests.processes.killing import Moment, die_at, in_child, points_of, was_killed
 from tests.store.files import OTHER, WEIGHTS, digest_of, edit, inode_of, mode_of, write
+from tests.store.reflink_disks import reflink_disk
 
 T = TypeVar("T")
 
@@ -110,6 +112,16 @@ class TestPublishing:
             assert (plan.unnamed, plan.closed, plan.changed) == (1, 1, 1)
             plan.execute()
         assert listed(root) == 1
+
+    def test_a_copy_of_a_file_that_is_closed_to_others_is_closed_to_them(
+        self, root: Path, folder: Path
+    ) -> None:
+        with Store(root) as store:
+            for name, data in (("a", WEIGHTS), ("b", OTHER)):
+                path = write(folder / f"{name}.safetensors", data, mode=0o600)
+                store.put_file(path, how="copy" if name == "a" else "move")
+            assert mode_of(blob_of(root, WEIGHTS)) == mode_of(blob_of(root, OTHER)) == 0o400
+            assert store.plan_publish().closed == 2
 
     def test_a_directory_above_that_is_closed_to_others_is_a_warning(self, tmp_path: Path) -> None:
         closed = tmp_path / "closed"
@@ -503,6 +515,22 @@ class TestOtherUsers:
                 return file.read() == DATA and not store.verify(full=True).has_damage
 
         assert as_user(BOB, read)
+
+    def test_where_files_can_share_blocks_nothing_is_copied(self, tmp_path: Path) -> None:
+        with reflink_disk("xfs", tmp_path) as disk:
+            root, home = disk / "models", disk / "bob"
+            publish(root, DATA)
+            home.mkdir()
+            os.chown(home, BOB, BOB)
+            assert as_user(BOB, lambda: take(home / "store", root)) == (len(DATA), BOB)
+            with (
+                open(blob_of(root, DATA), "rb") as theirs,
+                open(blob_of(home / "store", DATA), "rb") as own,
+            ):
+                assert not os.path.samestat(os.fstat(own.fileno()), os.fstat(theirs.fileno()))
+                assert shares_blocks(own.fileno(), theirs.fileno())
+            edit(blob_of(root, DATA))
+            assert blob_of(home / "store", DATA).read_bytes() == DATA
 
     def test_a_file_that_was_closed_to_others_stays_closed(self, place: Path) -> None:
         root = place / "models"
