@@ -126,7 +126,7 @@ def renew_catalog(volume: Volume) -> None:
         with open(os.open(volume.layout.catalog, _FLAGS), "rb") as file:
             is_current = file.read(_HEADER.size).endswith(_mark(volume) + _PADDING)
         if not is_current:
-            _write_catalog(volume, _survey(volume).catalog)
+            _write_catalog(volume, _survey(volume).catalog, anew=False)
     except (StoreError, OSError) as error:
         _log.warning("what %s has published is not brought up to date: %s", volume.root, error)
 
@@ -178,7 +178,8 @@ def _mark(volume: Volume) -> bytes:
     return blake3(repr(volume.index.content_mark()).encode()).digest()
 
 
-def _write_catalog(volume: Volume, catalog: bytes) -> None:
+def _write_catalog(volume: Volume, catalog: bytes, *, anew: bool = True) -> None:
+    """Replace the catalog in one step; not `anew`: only if nobody has taken it back meanwhile."""
     with writing(volume) as tmp:
         view = memoryview(catalog)
         while view:
@@ -186,7 +187,9 @@ def _write_catalog(volume: Volume, catalog: bytes) -> None:
         os.fchmod(tmp.fd, _READABLE)
         os.fsync(tmp.fd)
         reached("publish: catalog written")
-        os.rename(tmp.path, volume.layout.catalog)
+        with volume.guard("publish"):
+            if anew or is_published(volume):
+                os.rename(tmp.path, volume.layout.catalog)
         sync_directory(volume.root)
 
 

@@ -179,6 +179,17 @@ class TestPublishing:
         directories = [root, root / "blobs", *(root / "blobs").iterdir()]
         assert {mode_of(path) for path in directories} == {0o700}
 
+    def test_who_closes_the_store_meanwhile_does_not_publish_it_again(
+        self, root: Path, at_point: Callable[[str, Callable[[], object]], None]
+    ) -> None:
+        publish(root, DATA)
+        other = Store(root)
+        put(other, OTHER)
+        with Store(root) as store:
+            at_point("publish: catalog written", store.unpublish)
+            other.close()
+            assert not store.is_published
+
     @pytest.mark.timeout(20)
     def test_a_damaged_catalog_is_written_anew_and_a_pipe_hangs_nobody(self, root: Path) -> None:
         publish(root, DATA)
