@@ -16,7 +16,7 @@ from smartcache.errors import ConfigError
 NAMES = [
     "home", "threads", "keep_writable", "link_min_size", "lock_timeout", "everywhere",
     "artifacts_max_size",
-    "artifacts_ttl",
+    "artifacts_ttl", "shared_stores", "shared_store_owners",
 ]  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
         everywhere=False,
         artifacts_max_size=None,
         artifacts_ttl=None,
+        shared_stores=(),
+        shared_store_owners=(),
     )
 
 
@@ -74,6 +76,8 @@ def test_every_setting_can_come_from_the_environment(
     monkeypatch.setenv("SMARTCACHE", "1")
     monkeypatch.setenv("SMARTCACHE_ARTIFACTS_MAX_SIZE", "2TB")
     monkeypatch.setenv("SMARTCACHE_ARTIFACTS_TTL", "30d")
+    monkeypatch.setenv("SMARTCACHE_SHARED_STORES", os.pathsep.join(("/srv/models", "/mnt/more")))
+    monkeypatch.setenv("SMARTCACHE_SHARED_STORE_OWNERS", "1002, root")
     assert load_settings() == Settings(
         home=tmp_path / "store",
         threads=3,
@@ -83,6 +87,8 @@ def test_every_setting_can_come_from_the_environment(
         everywhere=True,
         artifacts_max_size=2 * 10**12,
         artifacts_ttl=30 * 86400,
+        shared_stores=(Path("/srv/models"), Path("/mnt/more")),
+        shared_store_owners=(1002, 0),
     )
 
 
@@ -98,6 +104,8 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         everywhere = true
         artifacts_max_size = "500 GB"
         artifacts_ttl = 3600
+        shared_stores = ["/srv/models", "more", "/srv/models"]
+        shared_store_owners = ["root", 1002]
         """,
     )
     assert load_settings() == Settings(
@@ -109,6 +117,8 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         everywhere=True,
         artifacts_max_size=500 * 10**9,
         artifacts_ttl=3600,
+        shared_stores=(Path("/srv/models"), user / ".config" / "smartcache" / "more"),
+        shared_store_owners=(0, 1002),
     )
 
 
@@ -122,6 +132,8 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
         everywhere=True,
         artifacts_max_size=10**9,
         artifacts_ttl=300,
+        shared_stores=(tmp_path,),
+        shared_store_owners=(1002,),
     )
     assert (
         load_settings(
@@ -133,6 +145,8 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
             everywhere=True,
             artifacts_max_size="1GB",
             artifacts_ttl="5m",
+            shared_stores=[tmp_path],
+            shared_store_owners=[1002],
         )
         == expected
     )
@@ -233,6 +247,11 @@ BAD_VALUES = [
     ("artifacts_max_size", "-1"),
     ("artifacts_ttl", "long"),
     ("artifacts_ttl", "0"),
+    ("shared_stores", "~nobody-has-this-name/x"),
+    ("shared_store_owners", "nobody-has-this-name"),
+    ("shared_store_owners", "root,"),
+    ("shared_store_owners", "-1"),
+    ("shared_store_owners", "9" * 5000),
 ]
 
 
@@ -267,6 +286,12 @@ def test_a_bad_key_of_the_file_is_named_with_the_file(name: str, value: str, use
         "home = 3",
         'home = ""',
         'home = "a\\u0000b"',
+        "shared_stores = 3",
+        "shared_stores = [3]",
+        'shared_stores = [""]',
+        "shared_store_owners = true",
+        "shared_store_owners = [true]",
+        "shared_store_owners = [1.5]",
         "[threads]",
     ],
 )

@@ -30,6 +30,7 @@ _COMMANDS = {
     "pin": ("blobs", "Keep blobs until they are unpinned."),
     "unpin": ("blobs", "End pins."),
     "rm": ("blobs", "Remove blobs that nobody holds."),
+    "publish": ("blobs", "Let every user of this machine read the blobs of the store."),
     "prune": ("prune", "Free what only smartcache holds and nobody wants."),
     "verify": ("verify", "Compare the index with the disk."),
     "undo": ("undo", "Give files back what they had before smartcache changed them."),

@@ -38,7 +38,7 @@ _MEANING: dict[Source, str] = {
     "present": "there already",
     "link": "in the store: linked, no time and no space",
     "claim": "same size on this disk: taken if the hash is right",
-    "copy": "copied: from another disk, or where a link is not safe",
+    "copy": "copied: from another disk or user, or where a link is not safe",
     "fetch": "not on this machine: comes from the Hub",
 }
 
@@ -104,6 +104,8 @@ def _origin(each: PlannedFile) -> str:
         return "to be hashed" if is_waiting else ""
     if each.digest:
         return "the store"
+    if each.shared is not None:
+        return f"the shared store {from_home(each.shared)}"
     more = len(each.candidates) - 1
     others = f" or {counted(more, 'other')}" if more and not each.candidates[0].is_known else ""
     return f"{from_home(each.candidates[0].path)}{others}"

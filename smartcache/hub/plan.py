@@ -1,8 +1,8 @@
 """Plan a download: for each file where its bytes come from, before anything is fetched or changed.
 
 Sources in this order: what is at the target already, the store, files of this machine that may have
-the bytes, the Hub. A plan costs the requests that huggingface_hub makes anyway (the commit, the
-listing) and stats; no byte of a file is read for it.
+the bytes, stores that other users have published, the Hub. A plan costs the requests that
+huggingface_hub makes anyway (the commit, the listing) and stats; no byte of a file is read for it.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class _Planning:
         return planned if blob is None else replace(planned, source=source, digest=blob.digest)
 
     def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
-        """Plan to take a file of this machine: a near one, a blob of another volume, a far one."""
+        """Plan to take a near file, a blob of another volume, a far file, or a shared blob."""
         if not planned.is_large or planned.source != "fetch":
             return planned
         candidates, left_out = sources.candidates(planned.file)
@@ -297,7 +297,12 @@ class _Planning:
             known = self._from_store(planned, store, "copy")
             if known.digest:
                 return known
-        return replace(planned, source="copy", candidates=candidates) if candidates else planned
+        if candidates:
+            return replace(planned, source="copy", candidates=candidates)
+        ((algorithm, value),) = planned.file.announced.items()
+        for found in self._store.find_shared(algorithm, value, size=planned.file.size):
+            return replace(planned, source="copy", shared=found.store.root)
+        return planned
 
 
 def _compared(planned: PlannedFile, known: dict[Path, dict[Algorithm, str]]) -> PlannedFile:

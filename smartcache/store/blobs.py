@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -48,6 +49,7 @@ def put_stream(
     expected: Expected | None = None,
     algorithms: Iterable[Algorithm] = (),
     mtime_ns: int | None = None,
+    mode: int = READ_ONLY,
     advance: Advance | None = None,
 ) -> Blob:
     """Write a stream into the store; return the blob. Nothing becomes a blob unless it checks."""
@@ -56,7 +58,7 @@ def put_stream(
     with writing(volume) as tmp:
         hashes = _write(tmp, chunks, size=size, wanted=wanted, advance=advance)
         check_expected(hashes, announced, what="The stream")
-        settle(tmp.fd, mtime_ns)
+        settle(tmp.fd, mtime_ns, mode)
         return commit(volume, tmp.path, hashes)
 
 
@@ -89,13 +91,15 @@ def explained(where: str | Path) -> Iterator[None]:
         raise
 
 
-def settle(descriptor: int, mtime_ns: int | None) -> None:
+def settle(descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY) -> None:
     """Make a finished tmp file read-only and durable, with a time that no later write can share.
+
+    Of `mode`, the mode of the file that was copied, only the right to read is kept.
 
     A write within one clock tick of the recorded mtime would leave the stat key unchanged. So the
     time is set into the past, unless the caller gives one that is old enough.
     """
-    os.fchmod(descriptor, READ_ONLY)
+    os.fchmod(descriptor, mode & READ_ONLY | stat.S_IRUSR)
     latest = time.time_ns() - 2 * RACY_NS
     stamp = latest if mtime_ns is None else min(mtime_ns, latest)
     os.utime(descriptor, ns=(stamp, stamp))

@@ -52,6 +52,11 @@ class Database:
             self._is_open = False
             self.disconnect()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed for good."""
+        return self._is_open
+
     def disconnect(self) -> None:
         """Close the connection for now; the next use opens it again. Streams end with an error."""
         if self._connection is not None:

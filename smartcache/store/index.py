@@ -207,6 +207,15 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
         )
         return Totals(**dict(zip(names, numbers, strict=True)))
 
+    def content_mark(self) -> tuple[int, ...]:
+        """Return figures that change when blobs or their sha256 come or go: a pass over each."""
+        blobs = (
+            "SELECT count(*), coalesce(max(id), 0), coalesce(sum(size), 0),"
+            f" coalesce(sum(added_at), 0) FROM blobs WHERE trust < {int(Trust.LOST)}"
+        )
+        aliases = "SELECT count(*) FROM aliases WHERE algorithm = 'sha256'"
+        return (*self._all(blobs)[0], self._value(aliases))
+
     def clear(self) -> None:
         """Forget every blob, link and owner; what is known of folders, memos and volumes stays."""
         for table in ("links", "holds", "aliases", "owners", "blobs"):

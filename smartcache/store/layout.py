@@ -15,6 +15,7 @@ Directories are 0700 and files 0600, whatever the umask is; blobs are read-only.
   trash/<digest>            removed by `rm`, still undoable; emptied by `prune`
   bad/<digest>.<n>          damaged; moved here, never deleted by itself
   reserve                   1 MiB of nothing, given up when the disk is so full that `prune` fails
+  catalog                   only in a published store: what others may take, by sha256
   moved-to                  only in a root whose store was moved: the path of the new root
 """
 
@@ -72,6 +73,7 @@ class Layout:
         self.trash = root / "trash"
         self.bad = root / "bad"
         self.reserve = root / "reserve"
+        self.catalog = root / "catalog"
         self.moved_to = root / "moved-to"
         self.catalog = root / "catalog"
         self._blobs = f"{root}{os.sep}blobs{os.sep}"

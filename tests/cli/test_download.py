@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from smartcache.cli._downloads import MOST_SHOWN
 from smartcache.hub.sources import MOST_UNKNOWN
+from smartcache.store.store import Store
 from tests.cli.running import PATIENCE, Result, Smartcache, environment
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
@@ -139,6 +140,19 @@ class TestPlan:
         assert claimed["proven"]
         assert download.hub.gets("text_encoder") == []
         assert done.json["fetched_size"] == len(UNET) + len(ONE["config.json"])
+
+    @pytest.mark.usefixtures("two")
+    def test_what_another_user_has_published_is_copied(
+        self, download: Download, tmp_path: Path
+    ) -> None:
+        root = tmp_path / "srv"
+        with Store(root) as store:
+            for data in (ENCODER, OTHER_UNET):
+                store.put_stream([data], algorithms=["sha256"])
+            store.plan_publish().execute()
+        done = download("org/two", "-v", env={"SMARTCACHE_SHARED_STORES": str(root)})
+        assert done.stderr.count(f"the shared store {root}") == 2
+        assert download.hub.gets("safetensors") == []
 
     def test_files_that_were_not_looked_at_are_named(
         self, download: Download, program: Smartcache, tmp_path: Path
