@@ -26,8 +26,9 @@ from smartcache.store.forget import Forgotten
 from smartcache.store.kernel import effective_user
 from smartcache.store.layout import is_digest
 from smartcache.store.links import KINDS, Kind
-from smartcache.store.published import Found, PublishPlan, user_name
+from smartcache.store.published import Found, PublishPlan
 from smartcache.store.records import Blob
+from smartcache.store.safety import user_name
 from smartcache.store.store import DEFAULT_PIN, Store
 
 _KIND_NAMES = {"hardlink": "a hard link", "reflink": "a reflink", "symlink": "a symlink"}

@@ -15,7 +15,8 @@ from smartcache.cli._words import counted
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 from smartcache.store.doctor import LEVELS, Diagnosis, Finding, Place, examine
-from smartcache.store.published import shared_stores, user_name
+from smartcache.store.published import shared_stores
+from smartcache.store.safety import user_name
 
 _NAMES = {
     "hard_link": "hard links",

@@ -73,7 +73,6 @@ class Layout:
         self.trash = root / "trash"
         self.bad = root / "bad"
         self.reserve = root / "reserve"
-        self.catalog = root / "catalog"
         self.moved_to = root / "moved-to"
         self.catalog = root / "catalog"
         self._blobs = f"{root}{os.sep}blobs{os.sep}"
@@ -106,7 +105,8 @@ class Layout:
         except StoreError:
             raise
         except OSError as error:
-            check_own(self.root)  # says it more clearly, if it is somebody else's
+            if isinstance(error, PermissionError):
+                check_own(self.root)  # says it more clearly, if it is somebody else's
             raise _unwritable(self.root, error) from error
 
     def create(self) -> None:

@@ -31,7 +31,6 @@ from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import exchange, sync_directory
 from smartcache.store.layout import Layout
-from smartcache.store.published import is_published, plan_publish
 from smartcache.store.records import Blob, Trust
 from smartcache.store.safety import check_own, create_own
 from smartcache.store.setfolders import copy_sets, has_sets, held_still, sets_size
@@ -125,7 +124,6 @@ def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
             f" {format_size(plan.free_size)} are free at {plan.new_root}; nothing was changed"
         )
         raise NoSpaceError(message, needed=plan.copied_size, free=plan.free_size)
-    was_published = is_published(volume)
     with explained(plan.new_root.parent):
         plan.new_root.parent.mkdir(parents=True, exist_ok=True)
         with volume.leases.hold("move", what="move the store", on_wait=volume.on_wait):
@@ -136,8 +134,6 @@ def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
     moved = Volume(plan.new_root, volume.settings, create=False)
     try:
         finish_move(moved)
-        if was_published:
-            plan_publish(moved).execute()
     finally:
         moved.close()
     return plan.new_root

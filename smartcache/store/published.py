@@ -41,6 +41,7 @@ from smartcache.store.layout import Layout
 from smartcache.store.proof import Advance, is_as_recorded
 from smartcache.store.put import take_in
 from smartcache.store.records import Blob
+from smartcache.store.safety import user_name
 from smartcache.store.volume import Volume, all_blobs
 
 VERSION = 1
@@ -397,16 +398,6 @@ def _closing(descriptor: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def user_name(number: int) -> str:
-    """Return the name of a user, or "user 1002" if there is none."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 def shared_stores(settings: Settings, own: Iterable[Path]) -> list[SharedStore]:
