@@ -36,6 +36,7 @@
         ├── DigestMismatchError(OSError)    the bytes that arrived are not the bytes announced
         ├── SizeMismatchError(OSError)      more or fewer bytes than announced
         ├── DamagedBlobError(OSError)       a blob no longer has the bytes its name says
+        ├── UnsafeFileError(OSError)        something else is where a file of the store should be
         ├── FileSkippedError(OSError)       a file that must not be adopted or replaced, and why
         │   ├── FileBusyError               somebody has it open for writing
         │   └── FileChangedError            it changed while it was read
@@ -293,6 +294,12 @@ class DamagedBlobError(StoreError, OSError):
     """A blob no longer has the bytes its name says; it was moved to `bad/`."""
 
     default_hint = "Run 'smartcache verify --repair', or get the file again."
+
+
+class UnsafeFileError(StoreError, OSError):
+    """Where a file of the store should be there is a symlink, a FIFO, a device or a directory."""
+
+    default_hint = "Look what it is and remove it. 'smartcache verify --repair' moves it aside."
 
 
 class FileSkippedError(StoreError, OSError):
