@@ -28,6 +28,7 @@ from smartcache.errors import NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.attributes import read_attributes
 from smartcache.store.flock import open_to_directory_writers
 from smartcache.store.locks import Claim, claim
+from smartcache.store.safety import open_own
 
 Op = Literal["adopt", "move", "place", "replace", "share", "forget", "pin", "unpin", "own"]
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""
@@ -109,6 +110,8 @@ class Journal:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        except StoreError:
+            raise
         except OSError as error:
             kind = NoSpaceError if error.errno in _FULL else StoreUnwritableError
             message = f"Cannot write {self.path}: {error.strerror}; nothing was changed"
@@ -154,7 +157,7 @@ class Journal:
 
     def _lines(self) -> Iterator[dict[str, object]]:
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_own(self.path), "rb") as file:
                 for raw in file:
                     try:
                         line = json.loads(raw)
@@ -173,10 +176,10 @@ def open_or_make(path: Path, flags: int) -> int:
     """
     while True:
         try:
-            return os.open(path, flags | _CLOEXEC)
+            return open_own(path, flags)
         except FileNotFoundError:
             try:
-                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
+                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileExistsError:
                 continue
             open_to_directory_writers(descriptor, str(path.parent))
@@ -261,7 +264,6 @@ class Batch:
         self.close()
 
 
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _OPS = frozenset(get_args(Op))
 _NUMBERS = ("n", "size", "mode", "uid", "gid", "mtime_ns", "inode", "links")

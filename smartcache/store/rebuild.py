@@ -91,7 +91,7 @@ def _names(volume: Volume) -> list[str]:
 
 def _add(volume: Volume, digest: str) -> None:
     try:
-        st = os.stat(volume.layout.blob(digest))
+        st = os.lstat(volume.layout.blob(digest))
     except FileNotFoundError:
         return
     volume.index.add_blob(digest, st, trust=Trust.UNPROVEN)

@@ -44,6 +44,7 @@ from smartcache.store.restored import (
     told_apart,
     twin_key,
 )
+from smartcache.store.safety import open_own
 from smartcache.store.schema import signed
 from smartcache.store.share import give_own_blocks
 from smartcache.store.volume import Volume, has_row
@@ -390,7 +391,11 @@ def _undo_forget(volume: Volume, change: Change) -> str:
     trashed = volume.layout.trash / change.digest
     if not trashed.exists():
         return "it is not in the trash any more"
-    hashes, _ = hash_file(trashed, threads=volume.settings.threads)
+    descriptor = open_own(trashed)
+    try:
+        hashes, _ = hash_file(descriptor, threads=volume.settings.threads)
+    finally:
+        os.close(descriptor)
     if hashes.digest != change.digest:
         return "the file in the trash is damaged; left there"
     commit(volume, trashed, hashes)
