@@ -28,6 +28,7 @@ from pathlib import Path
 
 from smartcache.errors import NoSpaceError, StoreError, StoreFormatError, StoreUnwritableError
 from smartcache.store.kernel import sync_directory
+from smartcache.store.safety import read_own
 
 FORMAT = 1
 CACHEDIR_TAG = (
@@ -36,6 +37,7 @@ CACHEDIR_TAG = (
     "# For information about cache directory tags see https://bford.info/cachedir/\n"
 )
 _SUBDIRECTORIES = ("blobs", "sets", "tmp", "trash", "bad", "leases")
+_LONGEST_PATH = 4096 + 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PRIVATE_MODE = 0o755
 _SHARED_MODE = 0o3775
@@ -86,11 +88,19 @@ class Layout:
     def forwarding(self) -> Path | None:
         """Return the root this store was moved to, if it was."""
         try:
-            return Path(os.fsdecode(self.moved_to.read_bytes()).rstrip("\n"))
+            raw = read_own(self.moved_to, _LONGEST_PATH).rstrip(b"\n")
         except FileNotFoundError:
             return None
+        except StoreError:
+            raise
         except OSError as error:
             raise _unwritable(self.root, error) from error
+        if b"\0" in raw or not os.path.isabs(raw) or len(raw) == _LONGEST_PATH:
+            hint = "Write the path of the store's new place into it, or remove it if there is none."
+            raise StoreFormatError(
+                f"{self.moved_to} is damaged: it holds no path", hint=hint, root=self.root
+            )
+        return Path(os.fsdecode(raw))
 
     def create(self, *, shared: bool = False) -> None:
         """Make the tree where it is missing. A directory with other contents is refused."""
@@ -115,11 +125,13 @@ class Layout:
     def check(self) -> None:
         """Raise unless this is a store of a format this program can read."""
         try:
-            text = self.format.read_text(encoding="ascii", errors="replace").strip()
+            text = read_own(self.format, 100).decode("ascii", errors="replace").strip()
+        except StoreError:
+            raise
         except OSError as error:
             message = f"{self.root} is no smartcache store"
             raise StoreFormatError(message, root=self.root) from error
-        if not text.isdigit() or int(text) > FORMAT:
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) > FORMAT:
             message = f"{self.root} has format {text[:20]!r}; this smartcache reads up to {FORMAT}"
             raise StoreFormatError(message, root=self.root)
 

@@ -683,6 +683,35 @@ def use_everything(root: Path) -> None:
         store.pin(DIGEST, "again")
 
 
+@pytest.mark.parametrize("pages", ["schema", "all"])
+def test_bytes_flipped_in_the_index_are_never_anything_but_damage_to_it(
+    pages: str, tmp_path: Path
+) -> None:
+    """Tables that lack a column, texts that are none, numbers without sense, rows in a circle."""
+    root = tmp_path / "store"
+    with Store(root) as store:
+        store.put_stream([DATA], algorithms=["sha256"])
+        store.pin(DIGEST)
+        store.place(DIGEST, tmp_path / "a.safetensors", kind="symlink")
+    path = root / "index.sqlite3"
+    sound, chance = path.read_bytes(), random.Random(7)
+    end = 4096 if pages == "schema" else len(sound)
+    places = [n for n in range(100, end) if sound[n]]
+    for _ in range(40):
+        data = bytearray(sound)
+        for place in chance.sample(places, 3):
+            data[place] = chance.randrange(256)
+        remove_index(root)
+        path.write_bytes(data)
+        try:
+            use_everything(root)
+            with Store(root) as store:
+                store.usage()
+                store.owners()
+        except SmartcacheError as error:
+            assert isinstance(error, IndexDamagedError | BlobNotFoundError)  # noqa: PT017
+
+
 def test_a_sound_index_is_not_replaced(store: Store) -> None:
     settings = store.settings
     store.close()
