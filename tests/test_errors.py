@@ -42,6 +42,7 @@ BUILTINS: dict[str, type[Exception]] = {
     "DigestMismatchError": OSError,
     "SizeMismatchError": OSError,
     "DamagedBlobError": OSError,
+    "UnsafeFileError": OSError,
     "FileSkippedError": OSError,
     "FileBusyError": OSError,
     "FileChangedError": OSError,

@@ -21,6 +21,7 @@ from typing import Literal
 from smartcache.errors import (
     BlobNotFoundError,
     DamagedBlobError,
+    DigestMismatchError,
     FileChangedError,
     FileSkippedError,
     StoreError,
@@ -47,6 +48,7 @@ _REASONS = {
     errno.EACCES: "cannot be changed",
     errno.ENOENT: "was removed",
 }
+_OF_THE_STORE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 Outcome = Literal["adopted", "present", "duplicate", "skipped"]
 
@@ -141,26 +143,35 @@ def _examine(
     progress: Progress,
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
+    file: Held | None = None
     try:
         if known is None:
             with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
                 file = hold(volume, path, wanted, advance=job.advance)
         else:
             file = hold(volume, path, wanted, known=known)
-    except (FileSkippedError, FileNotFoundError, PermissionError) as error:
-        return Adoption(path=path, outcome="skipped", error=error)
-    try:
         check_expected(file.hashes, expected, what=str(path))
         present = None
         if known is None or file.hashes.digest in digests:
             present = _already_there(volume, file)
-    except BaseException:
-        file.release()
-        raise
-    if present is not None:
-        file.release()
-        return present
-    return file
+        if present is None:
+            held, file = file, None
+            return held
+    except OSError as error:
+        if not _is_of_the_file(error):
+            raise
+        return Adoption(path=path, outcome="skipped", error=error)
+    finally:
+        if file is not None:
+            file.release()
+    return present
+
+
+def _is_of_the_file(error: OSError) -> bool:
+    """Say whether an error is about one file, so that the others can go on; not about the store."""
+    if isinstance(error, StoreError):
+        return isinstance(error, (FileSkippedError, DigestMismatchError))
+    return error.errno not in _OF_THE_STORE
 
 
 def _already_there(volume: Volume, file: Held) -> Adoption | None:
@@ -182,7 +193,7 @@ class _Work:
     change: Change
     is_begun: bool = False
     outcome: Outcome | None = None
-    error: FileSkippedError | None = None
+    error: OSError | None = None
 
     @property
     def is_linked(self) -> bool:
@@ -223,7 +234,9 @@ def _attempt(volume: Volume, work: _Work) -> None:
     work.is_begun = True
     try:
         work.outcome = _link_one(volume, work.file)
-    except FileSkippedError as error:
+    except OSError as error:
+        if not _is_of_the_file(error):
+            raise
         work.outcome, work.error = "skipped", error
 
 

@@ -153,7 +153,7 @@ def _commit(
             reached("put: linked")
             if is_new and consume:
                 os.unlink(source)
-            st = os.stat(target)
+            st = os.lstat(target)
             blob = volume.index.blob(digest)
             is_known = blob is not None and not needs_hash(volume, blob, st)
             if is_new or is_known or is_proven:
@@ -167,7 +167,7 @@ def _commit(
         except BlobNotFoundError:
             continue
         except DamagedBlobError:
-            if os.path.exists(target):
+            if os.path.lexists(target):
                 raise
 
 

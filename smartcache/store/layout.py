@@ -40,10 +40,10 @@ CACHEDIR_TAG = (
     "# For information about cache directory tags see https://bford.info/cachedir/\n"
 )
 _SUBDIRECTORIES = ("blobs", "sets", "tmp", "trash", "bad", "leases")
+_LONGEST_PATH = 4096 + 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILES = ("format", "index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "journal.jsonl",
           "lock", "lock.turn", "reserve", "moved-to", "catalog")  # fmt: skip
-_LONGEST_PATH = 1 << 16
 
 
 def is_digest(text: str) -> bool:
@@ -99,7 +99,7 @@ class Layout:
             if check_own(self.moved_to) is None:
                 return None
             check_own(self.root)
-            return Path(os.fsdecode(read_own(self.moved_to, _LONGEST_PATH)).rstrip("\n"))
+            raw = read_own(self.moved_to, _LONGEST_PATH).rstrip(b"\n")
         except FileNotFoundError:
             return None
         except StoreError:
@@ -108,6 +108,12 @@ class Layout:
             if isinstance(error, PermissionError):
                 check_own(self.root)  # says it more clearly, if it is somebody else's
             raise _unwritable(self.root, error) from error
+        if b"\0" in raw or not os.path.isabs(raw) or len(raw) == _LONGEST_PATH:
+            hint = "Write the path of the store's new place into it, or remove it if there is none."
+            raise StoreFormatError(
+                f"{self.moved_to} is damaged: it holds no path", hint=hint, root=self.root
+            )
+        return Path(os.fsdecode(raw))
 
     def create(self) -> None:
         """Make the tree where it is missing. A directory with other contents is refused."""
@@ -147,11 +153,13 @@ class Layout:
     def check(self) -> None:
         """Raise unless this is a store of a format this program can read."""
         try:
-            text = self.format.read_text(encoding="ascii", errors="replace").strip()
+            text = read_own(self.format, 100).decode("ascii", errors="replace").strip()
+        except StoreError:
+            raise
         except OSError as error:
             message = f"{self.root} is no smartcache store"
             raise StoreFormatError(message, root=self.root) from error
-        if not text.isdigit() or int(text) > FORMAT:
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) > FORMAT:
             message = f"{self.root} has format {text[:20]!r}; this smartcache reads up to {FORMAT}"
             raise StoreFormatError(message, root=self.root)
 

@@ -188,7 +188,7 @@ def unchanged(volume: Volume, digest: str) -> tuple[Blob | None, os.stat_result 
     """Return a blob and its stat if stat vouches for it now; ask inside a transaction."""
     blob = volume.index.blob(digest)
     try:
-        st = os.stat(volume.layout.blob(digest))
+        st = os.lstat(volume.layout.blob(digest))
     except FileNotFoundError:
         return None, None
     if blob is None or not blob.is_here or not is_as_recorded(blob, st):

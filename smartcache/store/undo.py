@@ -51,6 +51,7 @@ from smartcache.store.restored import (
     told_apart,
     twin_key,
 )
+from smartcache.store.safety import open_own
 from smartcache.store.schema import signed
 from smartcache.store.share import give_own_blocks
 from smartcache.store.swap import Spot
@@ -466,7 +467,11 @@ def _is_as_placed(volume: Volume, change: Change, source: str, st: os.stat_resul
 def _undo_forget(volume: Volume, change: Change) -> str:
     """Bring a blob back from the trash; it is hashed on the way."""
     trashed = volume.layout.trash / change.digest
-    hashes, _ = hash_file(trashed, threads=volume.settings.threads)
+    descriptor = open_own(trashed)
+    try:
+        hashes, _ = hash_file(descriptor, threads=volume.settings.threads)
+    finally:
+        os.close(descriptor)
     if hashes.digest != change.digest:
         return "the file in the trash is damaged; left there"
     commit(volume, trashed, hashes)

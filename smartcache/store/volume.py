@@ -37,7 +37,7 @@ class Volume:
     def __init__(self, root: Path, settings: Settings, *, create: bool = True) -> None:
         _refuse_unsupported_system()
         self.settings = settings
-        self.layout = Layout(_follow(Path(os.path.abspath(root))))
+        self.layout = Layout(follow(Path(os.path.abspath(root))))
         self._prepare(create=create)
         self.root = self.layout.root
         self.filesystem = filesystem_id(self.root)
@@ -132,7 +132,8 @@ def _refuse_unsupported_system() -> None:
         raise StoreError(f"The store does not work on {sys.platform} yet", hint=hint)
 
 
-def _follow(root: Path) -> Path:
+def follow(root: Path) -> Path:
+    """Return where the store of a root is now, however often it was moved."""
     for _ in range(_MOST_MOVES):
         target = Layout(root).forwarding()
         if target is None:

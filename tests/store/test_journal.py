@@ -40,6 +40,47 @@ GARBAGE: list[bytes] = [
     b'{"batch": "BATCH", "n": 7, "op": "of the future", "path": "/x", "digest": "a", "size": 1}',
     b'{"batch": ["BATCH"], "n": 0, "state": "undone"}',
     b'{"batch": "BATCH", "n": 0, "op": "place"',
+    b'{"batch": "BATCH", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"batch": {"BATCH": 1}, "n": 0, "state": "undone"}',
+    b'{"batch": "BATCH", "n": 0, "state": {"undone": 1}}',
+    b'{"batch": "BATCH", "n": 0, "state": ["undone"]}',
+    b'{"batch": "BATCH", "n": 0, "state": "never heard of"}',
+    b'{"batch": "BATCH", "n": ' + b"9" * 5000 + b', "state": "undone"}',
+    b'{"batch": "BATCH", "x": "' + b"x" * (17 << 20) + b'"}',
+]
+
+
+def line_with(**fields: object) -> bytes:
+    """A change that is sound but for these fields."""
+    sound = {"batch": "BATCH", "n": 7, "op": "adopt", "path": "/x", "digest": DIGEST, "size": 1}
+    return json.dumps({**sound, **fields}).encode()
+
+
+GARBAGE += [
+    line_with(op=["adopt"]),
+    line_with(op={"adopt": 1}),
+    line_with(path="/x\0y"),
+    line_with(path="/\ud800"),
+    line_with(path="x/y"),
+    line_with(path=["/x"]),
+    line_with(digest="../" * 21 + "x"),
+    line_with(size=-1),
+    line_with(size=1 << 64),
+    line_with(n=1.5),
+    line_with(n=[0]),
+    line_with(mode=1 << 40),
+    line_with(mode="0644"),
+    line_with(uid=-5),
+    line_with(mtime_ns=1 << 80),
+    line_with(inode=1 << 70),
+    line_with(links="two"),
+    line_with(kind={"kind": "copy"}),
+    line_with(filesystem=3),
+    line_with(temporary="/x\0"),
+    line_with(xattrs={"user.x\0": "00"}),
+    line_with(xattrs={"user.x": 3}),
+    line_with(xattrs=["user.x"]),
+    line_with(keep="yes"),
 ]
 
 
@@ -234,6 +275,20 @@ class TestDamage:
             again.rebuild()
             assert [done.note for done in again.plan_undo().execute()] == [""]
         assert snapshot(folder) == before
+
+    def test_damaged_lines_are_told_of_once_and_torn_ones_are_not(
+        self, journal: Journal, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        journal.path.write_bytes(line_with(digest="x")[:-9] + b"\n")
+        assert journal.changes() == []
+        assert caplog.messages == []
+        with journal.path.open("ab") as file:
+            file.write(line_with(digest="x") + b"\n" + line_with(mode="rw") + b"\n")
+        for _ in range(2):
+            assert (journal.changes(), journal.history()) == ([], [])
+        assert [text.partition(": ")[2] for text in caplog.messages] == [
+            "2 damaged lines were skipped; what they say cannot be undone"
+        ]
 
     def test_fields_of_the_future_are_ignored(self, journal: Journal) -> None:
         line = {"batch": "x", "n": 0, "op": "adopt", "path": "/a", "digest": DIGEST, "size": 1}

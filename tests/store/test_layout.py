@@ -97,7 +97,9 @@ class TestRefused:
             write(root / name, b"x")
         self.refused(root)
 
-    @pytest.mark.parametrize("text", ["2", "99", "garbage", "", "-1", "1.5", "\xff"])
+    @pytest.mark.parametrize(
+        "text", ["2", "99", "garbage", "", "-1", "1.5", "\xff", "\xb2", "9" * 5000]
+    )
     def test_a_newer_or_unknown_format(self, store: Store, text: str) -> None:
         store.put_stream([WEIGHTS])
         store.close()
@@ -115,6 +117,12 @@ class TestRefused:
             (tmp_path / name / "moved-to").write_text(f"{tmp_path / target}\n")
         with pytest.raises(StoreFormatError, match="circle"):
             Store(tmp_path / "a")
+
+    @pytest.mark.parametrize("text", ["/a\0b", "", "relative/path", "/x" * 4000])
+    def test_a_forwarding_that_is_no_path(self, store: Store, text: str) -> None:
+        store.close()
+        (store.root / "moved-to").write_text(text)
+        assert "moved-to" in str(self.refused(store.root))
 
     def test_a_file_in_the_place_of_the_root(self, tmp_path: Path) -> None:
         path = write(tmp_path / "file", b"mine")
