@@ -105,7 +105,7 @@ class Layout:
         except StoreError:
             raise
         except OSError as error:
-            if isinstance(error, PermissionError):
+            with suppress(PermissionError):
                 check_own(self.root)  # says it more clearly, if it is somebody else's
             raise _unwritable(self.root, error) from error
         if b"\0" in raw or not os.path.isabs(raw) or len(raw) == _LONGEST_PATH:

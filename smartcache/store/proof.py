@@ -25,6 +25,7 @@ from smartcache.errors import (
 )
 from smartcache.store.digest import Hasher, hash_file
 from smartcache.store.faults import reached
+from smartcache.store.kernel import effective_user
 from smartcache.store.records import Blob, Trust
 from smartcache.store.safety import open_own
 from smartcache.store.schema import signed
@@ -125,8 +126,8 @@ def prove(volume: Volume, digest: str, *, advance: Advance | None = None) -> Blo
                 seen = os.lstat(path)
             except FileNotFoundError:
                 continue
-            if stat.S_ISREG(seen.st_mode):
-                continue
+            if stat.S_ISREG(seen.st_mode) and seen.st_uid == effective_user():
+                continue  # another file has taken its place
         finally:
             if descriptor >= 0:
                 os.close(descriptor)

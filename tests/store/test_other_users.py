@@ -172,7 +172,8 @@ def test_a_blob_that_belongs_to_another_user_is_never_handed_out(folder: Path) -
             with pytest.raises((UnsafeFileError, SmartcacheError)):
                 attempt()
         assert not (folder / "a.safetensors").exists()
-        assert DIGEST in store.verify().damaged
+        assert store.verify().missing == [DIGEST]
+        assert [path.name[:64] for path in store.volume.layout.bad.iterdir()] == [DIGEST]
 
 
 def planted_journal(root: Path, *lines: dict[str, object]) -> None:
