@@ -136,10 +136,9 @@ class Output:
     def status(self, text: str) -> None:
         """Show a line that the next one replaces; an empty one clears it."""
         if text or self._has_status:
+            self._has_status = False  # for `_write`, which would clear it first
+            self._write(sys.stderr, f"\r{text}\x1b[K")
             self._has_status = bool(text)
-            with suppress(OSError):
-                sys.stderr.write(f"\r{text}\x1b[K")
-                sys.stderr.flush()
 
     def can_show_status(self) -> bool:
         """Say whether a person watches who asked for no data."""
@@ -173,12 +172,17 @@ class Output:
         if self._has_status:
             self.status("")
         try:
-            stream.write(text)
-        except UnicodeEncodeError:  # a terminal that knows no Unicode
-            encoding = stream.encoding or "ascii"
-            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        if flush:
-            stream.flush()
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:  # a terminal that knows no Unicode
+                encoding = stream.encoding or "ascii"
+                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            if flush:
+                stream.flush()
+        except OSError:
+            if stream is not sys.stderr:
+                raise
+            silence(stream)  # talk that nobody can hear is no reason to stop half way
 
     def _styled(
         self, text: str, stream: TextIO, *, colour: str | None = None, bold: bool = False
@@ -188,6 +192,17 @@ class Output:
         if not (colour or bold) or not stream.isatty() or variable("NO_COLOR") is not None:
             return text
         return click.style(text, fg=colour, bold=bold or None)
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream that cannot be written go nowhere, with what is still in its buffer.
+
+    The interpreter would try again at its end, and turn the exit code into 120.
+    """
+    with suppress(OSError, ValueError):  # a stream of a test, which is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _in_pieces(lines: Iterable[bytes], size: int = 1 << 16) -> Iterator[bytes]:
