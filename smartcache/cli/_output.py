@@ -1,9 +1,10 @@
 r"""The only place that prints: data on stdout, talk on stderr.
 
 What a command shows depends on how it was asked: tables for people, one JSON document (`--json`),
-or one id per line (`-q`). Talk is everything that is no data: progress, questions, summaries,
-warnings. A name may hold any byte; for people it is shown with escapes, for programs byte by byte
-(`-q`) or as JSON's `\udcxx` (`--json`).
+or one id per line (`-q`), or each ended by NUL (`-0`). Talk is everything that is no data:
+progress, questions, summaries, warnings. A name may hold any byte; for people, which is whoever
+reads a terminal, it is shown with escapes, for programs byte by byte (`-q`, `-0`) or as JSON's
+`\udcxx` (`--json`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ class Output:
     """How this run talks. One object, `out`, is shared by everything that prints."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget how an earlier run in this process talked."""
         self.mode: Mode = "human"
+        self.ends_with_nul = False
+        """What `names` ends a name with: NUL, which no name has, or a newline."""
         self._has_status = False
 
     # data
@@ -81,9 +88,14 @@ class Output:
         self._write(stream, f"{wrapped}\n")
 
     def names(self, ids: Iterable[str | os.PathLike[str]]) -> None:
-        """Print ids or paths, one per line, byte by byte as they are."""
+        """Print ids or paths, one per line: on a terminal with escapes, else as they are."""
+        if sys.stdout.isatty() and not self.ends_with_nul:
+            for each in ids:
+                self.line(os.fspath(each))
+            return
         sys.stdout.flush()
-        for piece in _in_pieces(os.fsencode(each) + b"\n" for each in ids):
+        end = b"\0" if self.ends_with_nul else b"\n"
+        for piece in _in_pieces(_raw(each) + end for each in ids):
             sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
 
@@ -203,6 +215,13 @@ def silence(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+
+
+def _raw(name: str | os.PathLike[str]) -> bytes:
+    try:
+        return os.fsencode(name)
+    except UnicodeEncodeError:  # the key of an artifact may be any text
+        return os.fspath(name).encode("utf-8", "surrogatepass")
 
 
 def _in_pieces(lines: Iterable[bytes], size: int = 1 << 16) -> Iterator[bytes]:

@@ -282,6 +282,24 @@ with SmartCache({str(home)!r}) as cache, cache.artifacts("x", fingerprint={{}}) 
         assert "There is no set 'x'" in sc("artifacts", "show", "x", code=1).error
 
 
+class TestKeys:
+    def test_of_any_text_are_printed_for_programs_and_for_people(
+        self, program: Smartcache, home: Path
+    ) -> None:
+        """Also such that no file could be called so."""
+        given = ["a\nb", "c\x1b[31m", "d\ud800"]
+        with SmartCache(home) as cache, cache.artifacts("any", fingerprint={}) as opened:
+            for key in given:
+                opened.put(key, 1)
+        raw = [key.encode("utf-8", "surrogatepass") for key in given]
+        printed = os.fsencode(program("artifacts", "show", "any", "-0").stdout)
+        assert sorted(printed.removesuffix(b"\0").split(b"\0")) == raw
+        printed = os.fsencode(program("artifacts", "show", "any", "-q").stdout)
+        assert printed.count(b"\n") == 4
+        shown = program.at_terminal("artifacts", "show", "any", "-q").stdout
+        assert sorted(shown.splitlines()) == [r"a\nb", r"c\x1b[31m", r"d\ud800"]
+
+
 class TestRm:
     def test_removes_a_set_and_says_what_came_back(self, sc: Here, home: Path) -> None:
         id_ = fill(home)
