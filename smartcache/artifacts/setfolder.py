@@ -164,9 +164,9 @@ class SetFolder:
         """
         path = sets / check_name(name) / fingerprint.id(name)
         try:
-            sets.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _make_folder(path.parent)
-            _make_folder(path)
+            sets.parent.mkdir(parents=True, exist_ok=True)
+            for each in (sets, path.parent, path):
+                _make_folder(each)
             check_folder(path)
             if not (path / _FILE).exists():
                 make_private(path / "lock")
