@@ -148,9 +148,12 @@ class Output:
     def status(self, text: str) -> None:
         """Show a line that the next one replaces; an empty one clears it."""
         if text or self._has_status:
-            self._has_status = False  # for `_write`, which would clear it first
-            self._write(sys.stderr, f"\r{text}\x1b[K")
-            self._has_status = bool(text)
+            self._has_status = bool(text)  # before: another thread may write meanwhile
+            try:
+                sys.stderr.write(f"\r{text}\x1b[K")
+                sys.stderr.flush()
+            except OSError:
+                silence(sys.stderr)
 
     def can_show_status(self) -> bool:
         """Say whether a person watches who asked for no data."""
