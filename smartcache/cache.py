@@ -152,7 +152,7 @@ class SmartCache:
         name: str,
         *,
         fingerprint: Mapping[str, object],
-        max_size: int | None = None,
+        max_size: float | None = None,
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
@@ -161,7 +161,7 @@ class SmartCache:
 
         `max_size` (bytes) and `ttl` (from a put) bound it, `evictable=False` forbids to evict
         anything of it, `durable` makes every put survive power loss. What is given is kept with
-        the set, what is not given stays as it was.
+        the set, what is not given stays as it was; `math.inf` takes a bound back.
         """
         return self.sets.open(
             name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable

@@ -89,7 +89,7 @@ class OpenPack:
         try:
             self.fd = os.open(path, _TO_READ)
             if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-                raise SetFormatError(f"{path} is no regular file", path=path)
+                raise SetFormatError(f"{path} is not a regular file", path=path)
             head = PackHeader.parse(os.pread(self.fd, PACK_HEADER_BYTES, 0))
         except FileNotFoundError:
             raise

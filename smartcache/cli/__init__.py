@@ -115,7 +115,7 @@ class Program(click.Group):
     "smartcache",
     cls=Program,
     context_settings={"max_content_width": 100},
-    epilog="Every command has -h with examples, --json for programs and -q for scripts.",
+    epilog="Every command has -h with examples, --json for programs, and -q or -0 for scripts.",
 )
 @click.option("--home", metavar="DIR", help="The store to use; default: $SMARTCACHE_HOME.")
 @click.option("--debug", is_flag=True, help="Show what is decided, and tracebacks of errors.")

@@ -91,7 +91,11 @@ class Smartcache:
         return result
 
     def start(
-        self, *words: str | Path, env: dict[str, str] | None = None, stdout: int = subprocess.PIPE
+        self,
+        *words: str | Path,
+        env: dict[str, str] | None = None,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             command(*words),
@@ -99,7 +103,7 @@ class Smartcache:
             env=environment(env),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             errors="surrogateescape",
         )
