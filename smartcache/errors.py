@@ -47,11 +47,13 @@
         └── LeaseTimeoutError(TimeoutError)
 
 A message says what failed and on which thing; `hint` says what to do about it. Data a program may
-want travels as attributes. Every error survives pickling, so it can cross a process pool.
+want travels as attributes; `errno` is that of the system's error from which ours was raised. Every
+error survives pickling, so it can cross a process pool.
 """
 
 from __future__ import annotations
 
+import errno as _errno
 from typing import ClassVar, Self
 
 
@@ -59,22 +61,35 @@ class SmartcacheError(Exception):
     """Base of all errors of this package: a message, a hint, and the data that belongs to it."""
 
     default_hint: ClassVar[str] = ""
+    default_errno: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, hint: str | None = None, **data: object) -> None:
         super().__init__(message)
         self.message = message
         self.hint = self.default_hint if hint is None else hint
-        for name, value in data.items():
-            setattr(self, name, value)
         self._data = data
+        more = {"strerror": message} if isinstance(self, OSError) else {}
+        for name, value in {**more, **data}.items():
+            setattr(self, name, value)
 
     def __str__(self) -> str:
         """Return the message alone: OSError and KeyError would decorate it."""
         return self.message
 
+    @property
+    def errno(self) -> int | None:
+        """The number of the system's error behind this one: given, of the cause, or the class's."""
+        known = (self._data.get("errno"), getattr(self.__cause__, "errno", None))
+        return next((each for each in known if isinstance(each, int)), self.default_errno)
+
+    @errno.setter
+    def errno(self, value: int | None) -> None:
+        self._data["errno"] = value
+
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild through `_rebuild`, because keyword-only arguments do not survive `args`."""
-        return _rebuild, (type(self), self.message, self.hint, self._data)
+        data = self._data if self.errno is None else {**self._data, "errno": self.errno}
+        return _rebuild, (type(self), self.message, self.hint, data)
 
     @classmethod
     def rebuilt(cls, message: str, hint: str, data: dict[str, object]) -> Self:
@@ -269,6 +284,7 @@ class BlobNotFoundError(StoreError, FileNotFoundError):
     """No blob of that digest or alias is in the store."""
 
     default_hint = "'smartcache ls' shows what is in the store."
+    default_errno = _errno.ENOENT
 
 
 class BlobInUseError(StoreError):
@@ -320,6 +336,7 @@ class DestinationExistsError(StoreError, FileExistsError):
     """There is another file at the destination already."""
 
     default_hint = "Choose another path, or allow overwriting."
+    default_errno = _errno.EEXIST
 
 
 class CannotLinkError(StoreError, OSError):
@@ -332,6 +349,7 @@ class NoSpaceError(StoreError, OSError):
     """The filesystem or a quota is full, or would be."""
 
     default_hint = "'smartcache prune' frees what only smartcache holds."
+    default_errno = _errno.ENOSPC
 
 
 class PruneRefusedError(StoreError):
@@ -348,5 +366,6 @@ class LeaseTimeoutError(StoreError, TimeoutError):
     """Another process or thread held the lock or lease longer than the caller would wait."""
 
     default_hint = "Wait for that process to end, or allow more time."
+    default_errno = _errno.ETIMEDOUT
     key: str = ""
     holder: str = ""

@@ -21,6 +21,7 @@ from smartcache.errors import (
     DigestMismatchError,
     NoSpaceError,
     SizeMismatchError,
+    SmartcacheError,
     StoreError,
     StoreUnwritableError,
 )
@@ -77,7 +78,9 @@ def explained(where: str | Path) -> Iterator[None]:
     """Turn the OS errors that a user can do something about into errors with a hint."""
     try:
         yield
-    except OSError as error:  # our own errors have no errno
+    except SmartcacheError:
+        raise
+    except OSError as error:
         if error.errno in _FULL:
             message = f"No space left on the filesystem of {where}; nothing was changed"
             raise NoSpaceError(message, path=where) from error
