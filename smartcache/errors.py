@@ -16,7 +16,7 @@
     │   └── SetIndexDamagedError            the index of a set is no readable SQLite file
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
     ├── HubError
-    │   ├── UnsafeNameError(ValueError)     the Hub lists a file whose name leads out of its folder
+    │   ├── UnsafeNameError(ValueError)     the name of a file of a repo leads out of its folder
     │   ├── RepoNotCachedError(LookupError) no HF cache here has this repo or revision
     │   └── BundleError(ValueError)         an exported bundle is damaged or not one of ours
     ├── PretrainedError
@@ -191,7 +191,7 @@ class HubError(SmartcacheError):
 
 
 class UnsafeNameError(HubError, ValueError):
-    """The Hub lists a file whose name would lead out of its folder; nothing was written."""
+    """The name of a file of a repo would lead out of its folder; nothing was written."""
 
     default_hint = "Do not use this repo; its owner or the server means harm, or is broken."
 

@@ -127,8 +127,12 @@ def cautions(plan: DownloadPlan) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]
-    near = near_store(plan.store, plan.target.root)
-    if weights and near is None:
+    if plan.opened is None:
+        found.append(
+            "There is no store yet: nothing but the place of the download was looked at. "
+            "'smartcache scan' makes a store and finds what other programs have."
+        )
+    elif weights and near_store(plan.store, plan.target.root) is None:
         found.append(
             f"{from_home(place_of(plan))} is on another filesystem than the store "
             f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "
