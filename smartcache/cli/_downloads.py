@@ -116,6 +116,8 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
         if files:
             size = format_size(sum(each.size for each in files))
             words = "fetched again, as you asked" if plan.request.force else meaning
+            if plan.opened is None and source == "fetch":
+                words = "not there yet: comes from the Hub"
             rows.append([source, counted(len(files), "file"), size, words])
     return rows
 
@@ -129,8 +131,8 @@ def cautions(plan: DownloadPlan) -> list[str]:
     found = [f"{warning}." for warning in plan.warnings]
     if plan.opened is None:
         found.append(
-            "There is no store yet: nothing but the place of the download was looked at. "
-            "'smartcache scan' makes a store and finds what other programs have."
+            "There is no store yet, so only the place of the download was looked at. "
+            "'smartcache scan' makes one and finds what other programs have."
         )
     elif weights and near_store(plan.store, plan.target.root) is None:
         found.append(
