@@ -20,8 +20,9 @@
     │   ├── RepoNotCachedError(LookupError) no HF cache here has this repo or revision
     │   └── BundleError(ValueError)         an exported bundle is damaged or not one of ours
     ├── PretrainedError
-    │   ├── MissingWeightsError(OSError)    a model or component has no weights there
+    │   ├── MissingWeightsError(ValueError, FileNotFoundError)
     │   ├── WrongVariantError(ValueError, OSError)
+    │   ├── UnreadableConfigError(ValueError, OSError)
     │   ├── UnknownClassError(ValueError, AttributeError)
     │   ├── DeviceMemoryError(RuntimeError) the device has not enough memory for the weights
     │   └── SharedComponentError(RuntimeError)  what would change other pipelines too
@@ -212,16 +213,23 @@ class PretrainedError(SmartcacheError):
     """Something about a model or pipeline that was to be loaded."""
 
 
-class MissingWeightsError(PretrainedError, OSError):
-    """A model, or a component of a pipeline, has no weights that its library can load."""
+class MissingWeightsError(PretrainedError, ValueError, FileNotFoundError):
+    """There is no such model, or it or a component has no weights that its library can load."""
 
     default_hint = "Check the name, the subfolder and the revision; was the download whole?"
+    default_errno = _errno.ENOENT
 
 
 class WrongVariantError(PretrainedError, ValueError, OSError):
     """There are weights, but none of the variant that was asked for."""
 
     default_hint = "Leave `variant` out, or name one that is there."
+
+
+class UnreadableConfigError(PretrainedError, ValueError, OSError):
+    """A file that describes a model or pipeline is not the JSON object that it should be."""
+
+    default_hint = "Get the file again, or name the class: from_pretrained(..., cls=...)."
 
 
 class UnknownClassError(PretrainedError, ValueError, AttributeError):

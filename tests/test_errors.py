@@ -32,8 +32,9 @@ BUILTINS: dict[str, type[Exception]] = {
     "UnsafeNameError": ValueError,
     "RepoNotCachedError": LookupError,
     "BundleError": ValueError,
-    "MissingWeightsError": OSError,
+    "MissingWeightsError": ValueError,
     "WrongVariantError": ValueError,
+    "UnreadableConfigError": ValueError,
     "UnknownClassError": ValueError,
     "DeviceMemoryError": RuntimeError,
     "SharedComponentError": RuntimeError,
@@ -53,6 +54,8 @@ BUILTINS: dict[str, type[Exception]] = {
     "LeaseTimeoutError": TimeoutError,
 }
 MORE_BUILTINS: dict[str, type[Exception]] = {
+    "MissingWeightsError": FileNotFoundError,
+    "UnreadableConfigError": OSError,
     "WrongVariantError": OSError,
     "UnknownClassError": AttributeError,
 }
@@ -61,6 +64,7 @@ NUMBERS = {
     "BlobNotFoundError": errno.ENOENT,
     "DestinationExistsError": errno.EEXIST,
     "LeaseTimeoutError": errno.ETIMEDOUT,
+    "MissingWeightsError": errno.ENOENT,
     "NoSpaceError": errno.ENOSPC,
 }
 INHERITED = {"ArtifactGoneError", "FileBusyError", "FileChangedError"}
