@@ -254,7 +254,6 @@ class TestKinds:
             ("UNet2DConditionModel", "cut", {"subfolder": "unet"}),
             ("CLIPTextModel", "bare", {"subfolder": "text_encoder"}),
             ("CLIPTextModel", "cut", {"subfolder": "text_encoder"}),
-            ("AutoModelForCausalLM", "cut", {"subfolder": "text_encoder"}),
             ("transformers.AutoModel", "empty", {}),
             ("transformers.AutoModel", "file", {}),
             ("transformers.AutoModel", "absent", {}),
