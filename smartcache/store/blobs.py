@@ -1,9 +1,8 @@
 """Immutable blobs on disk, named by the digest of their bytes.
 
-A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. A
-name under `blobs/` therefore always holds complete, verified bytes: there is no state between
-absent and whole. Before bytes are handed out, `checked` compares the blob's stat with its row and
-hashes it again whenever stat cannot vouch for it.
+A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. So
+what gets a name under `blobs/` is complete and verified: there is no state between absent and
+whole. Whether it still is, when its bytes are wanted, is asked in `proof`.
 """
 
 from __future__ import annotations

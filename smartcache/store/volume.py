@@ -1,7 +1,7 @@
 """One store directory on one filesystem: its paths, index, journal, lock and leases.
 
-Opening creates the tree where it is missing, follows a store that was moved, and finishes or takes
-back what a dead process left half done. The modules beside this one are the verbs that work on a
+Opening creates the tree where it is missing and follows a store that was moved; what a dead process
+left half done is the matter of `Store`. The modules beside this one are the verbs that work on a
 volume.
 """
 
