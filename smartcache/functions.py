@@ -113,7 +113,7 @@ def _answer(call: Call, *, dry_run: bool) -> object:
         call = replace(call, arguments={**call.arguments, "dry_run": True})
     if not is_known:
         return call.delegate()
-    if dry_run and not Layout(load_settings().home).exists():
+    if dry_run and not _has_store():
         return dropin.dry_run(None, call)
     try:
         cache = shared()
@@ -121,6 +121,13 @@ def _answer(call: Call, *, dry_run: bool) -> object:
         _log.warning("smartcache is not used: %s", error)
         return call.delegate()
     return cache.dry_run(call) if dry_run else cache.download(call)
+
+
+def _has_store() -> bool:
+    try:
+        return Layout(load_settings().home).exists()
+    except OSError:
+        return True  # whoever opens it says what is wrong with it
 
 
 def plan_download(repo_id: str, **options: Unpack[SnapshotOptions]) -> DownloadPlan:
