@@ -18,8 +18,6 @@ from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
-    from huggingface_hub import DryRunFileInfo
-
     from smartcache.artifacts.artifactset import ArtifactSet
     from smartcache.artifacts.figures import SetInfo
     from smartcache.artifacts.sets import ArtifactSets
@@ -58,8 +56,8 @@ class SmartCache:
 
         return dropin.download(self.store, call, look=self.look_again, progress=progress)
 
-    def dry_run(self, call: Call) -> list[DryRunFileInfo]:
-        """Say what such a call would download, as huggingface_hub does."""
+    def dry_run(self, call: Call) -> object:
+        """Say what such a call would download, as huggingface_hub does: of a file, or of all."""
         from smartcache.hub import dropin
 
         return dropin.dry_run(self.store, call, look=self.look_again)

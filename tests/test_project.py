@@ -179,6 +179,12 @@ class TestPublicNames:
 
 
 class TestPackaging:
+    def test_it_claims_no_system_on_which_it_was_never_tested(self) -> None:
+        classifiers = project()["classifiers"]
+        assert isinstance(classifiers, list)
+        systems = [each for each in classifiers if each.startswith("Operating System")]
+        assert systems == ["Operating System :: POSIX :: Linux"]
+
     def test_the_installed_version_is_the_one_in_the_source(self) -> None:
         assert importlib.metadata.version("smartcache") == smartcache.__version__
 

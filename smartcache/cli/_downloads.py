@@ -118,6 +118,8 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
         if files:
             size = format_size(sum(each.size for each in files))
             words = "fetched again, as you asked" if plan.request.force else meaning
+            if plan.opened is None and source == "fetch":
+                words = "not there yet: comes from the Hub"
             rows.append([source, counted(len(files), "file"), size, words])
     return rows
 
@@ -129,8 +131,12 @@ def cautions(plan: DownloadPlan) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]
-    near = near_store(plan.store, plan.target.root)
-    if weights and near is None:
+    if plan.opened is None:
+        found.append(
+            "There is no store yet, so only the place of the download was looked at. "
+            "'smartcache scan' makes one and finds what other programs have."
+        )
+    elif weights and near_store(plan.store, plan.target.root) is None:
         found.append(
             f"{from_home(place_of(plan))} is on another filesystem than the store "
             f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "

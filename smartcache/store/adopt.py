@@ -325,7 +325,7 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
         with suppress(OSError):
             os.fchmod(file.fd, mode)
         reason = _REASONS.get(getattr(error, "errno", None) or 0)
-        if reason is None:
+        if reason is None or isinstance(error, StoreError):  # ours tells of the store
             raise
         raise FileSkippedError(f"{file.path}: {reason}", reason=reason, path=file.path) from error
     reached("adopt: linked")

@@ -1,9 +1,8 @@
 """Immutable blobs on disk, named by the digest of their bytes.
 
-A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. A
-name under `blobs/` therefore always holds complete, verified bytes: there is no state between
-absent and whole. Before bytes are handed out, `checked` compares the blob's stat with its row and
-hashes it again whenever stat cannot vouch for it.
+A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. So
+what gets a name under `blobs/` is complete and verified: there is no state between absent and
+whole. Whether it still is, when its bytes are wanted, is asked in `proof`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from smartcache.errors import (
     DigestMismatchError,
     NoSpaceError,
     SizeMismatchError,
+    SmartcacheError,
     StoreError,
     StoreUnwritableError,
 )
@@ -79,7 +79,9 @@ def explained(where: str | Path) -> Iterator[None]:
     """Turn the OS errors that a user can do something about into errors with a hint."""
     try:
         yield
-    except OSError as error:  # our own errors have no errno
+    except SmartcacheError:
+        raise
+    except OSError as error:
         if error.errno in _FULL:
             message = f"No space left on the filesystem of {where}; nothing was changed"
             raise NoSpaceError(message, path=where) from error

@@ -1,7 +1,10 @@
-"""The SQL of the store: blobs, aliases, links and owners (`filememory`, `sums`: the rest).
+"""The SQL of blobs, aliases, links and owners, and the `Index` of it all.
 
-The index is a memory of the filesystem, never the truth: every row can be checked against the
-disk, and all of it can be made again. One method answers one question.
+What else is asked is in `filememory`, `known`, `sighted`, `duplicates` and `sums`.
+
+The index is a memory, never the truth: what it says of files is checked against the disk, and can
+be made again from it. Owners other than pins cannot: they are lost with the index. One method
+answers one question.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from smartcache.errors import (
     BlobNotFoundError,
     CannotLinkError,
     DestinationExistsError,
+    StoreError,
 )
 from smartcache.store.blobs import explained
 from smartcache.store.copies import copy_verified, rotate
@@ -149,7 +150,7 @@ def _place_as(
             link = _own_bytes(volume, change, request, batch, advance)
     except OSError as error:
         batch.end(change, "back")
-        if error.errno not in _NEXT_KIND or isinstance(error, FileExistsError):
+        if error.errno not in _NEXT_KIND or isinstance(error, FileExistsError | StoreError):
             raise
         device = os.stat(path.parent).st_dev
         # Through a bind mount the volume's own disk answers EXDEV, but not everywhere.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError
+from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError, StoreError
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.blobs import explained
 from smartcache.store.faults import reached
@@ -287,7 +287,7 @@ def _keys(*descriptors: int) -> list[StatKey]:
 def _as_skipped(path: Path, error: Exception) -> Exception:
     """Word the errors that hold for one file only."""
     reason = _REASONS.get(getattr(error, "errno", None) or 0)
-    if reason is None or isinstance(error, FileSkippedError):
+    if reason is None or isinstance(error, StoreError):
         return error
     return FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
 

@@ -1,8 +1,9 @@
-"""The store: the only class the layers above know.
+"""The store: what can be done with blobs and with the files that share their bytes.
 
-A `Store` is one volume and knows its neighbours, the volumes on other filesystems. Questions
-(`find`, `open`, `place`) look at all of them; changes to a file happen on the volume of its
-filesystem. Every method that changes a user's file journals it, so that `undo` can give it back.
+A `Store` is one volume and knows its neighbours, the volumes on other filesystems. `find`, `open`
+and `place` look at all of them; changes to a file happen on the volume of its filesystem. Every
+method that changes a user's file journals it, so that `undo` can give it back. Opening finishes or
+takes back what a dead process left half done.
 """
 
 from __future__ import annotations

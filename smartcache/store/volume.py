@@ -1,7 +1,8 @@
 """One store directory on one filesystem: its paths, index, journal, lock and leases.
 
 Opening creates the tree where it is missing, follows a store that was moved, and refuses one that
-somebody else could write. The modules beside this one are the verbs that work on a volume.
+somebody else could write; what a dead process left half done is the matter of `Store`. The modules
+beside this one are the verbs that work on a volume.
 """
 
 from __future__ import annotations

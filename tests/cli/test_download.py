@@ -203,13 +203,41 @@ class TestPlan:
             "proven": True,
         }
 
-    def test_a_dry_run_changes_nothing(self, download: Download) -> None:
+    def test_a_dry_run_changes_nothing(self, download: Download, program: Smartcache) -> None:
+        program("scan", "-q")
         done = download("org/one", "--dry-run")
         assert "fetch   500 KB  unet/model.safetensors          the Hub" in done.ids
         assert done.ids[-1] == "800 KB to fetch."
         assert done.stderr == "Nothing was changed.\n"
         assert not download.cache.exists()
         assert download.hub.gets() == []
+
+    def test_a_dry_run_without_a_store_makes_none_and_says_so(
+        self, download: Download, home: Path, tmp_path: Path
+    ) -> None:
+        before = snapshot(tmp_path)
+        done = download("org/one", "--dry-run")
+        assert "fetch  3 files  800 KB  not there yet: comes from the Hub" in done.ids
+        assert done.stderr.startswith("Warning: There is no store yet, so only the place of the")
+        assert done.stderr.endswith("Nothing was changed.\n")
+        assert not home.exists()
+        assert snapshot(tmp_path) == before
+        assert download.hub.gets() == []
+
+    def test_a_dry_run_without_a_store_knows_what_is_at_the_target(
+        self, download: Download, home: Path
+    ) -> None:
+        huggingface_hub.hf_hub_download(
+            "org/one", "unet/model.safetensors", cache_dir=download.cache,
+            endpoint=download.hub.url,
+        )  # fmt: skip
+        files = download("org/one", "--dry-run", "--json").json["files"]
+        assert {each["path"]: each["source"] for each in files} == {
+            "config.json": "fetch",
+            "text_encoder/model.safetensors": "fetch",
+            "unet/model.safetensors": "present",
+        }
+        assert not home.exists()
 
     def test_a_dry_run_for_programs(self, download: Download, one: Commit) -> None:
         assert download("org/one", "-n", "-q").ids == [str(download.snapshot(one))]
