@@ -69,7 +69,7 @@ class Spot:
 
     def open(self, name: str | None = None) -> int:
         """Open the regular file at the name for reading; the caller closes it."""
-        descriptor = os.open(name or self.name, os.O_RDONLY | _FILE, dir_fd=self.fd)
+        descriptor = self._open(name or self.name, os.O_RDONLY)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise FileChangedError(f"{self.path} is not a regular file any more", path=self.path)
@@ -77,8 +77,14 @@ class Spot:
 
     def create(self, name: str) -> int:
         """Make a new file for reading and writing, for this user only; the caller closes it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE
-        return os.open(name, flags, 0o600, dir_fd=self.fd)
+        return self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def _open(self, name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | _FILE, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            error.filename = str(self.path.with_name(name))
+            raise
 
     def unlink(self, name: str | None = None) -> None:
         """Remove a name, if it is there."""
