@@ -11,6 +11,7 @@ import pytest
 
 from smartcache.errors import NothingToUndoError
 from smartcache.store import faults, recovery
+from smartcache.store.digest import hash_file
 from smartcache.store.store import Store
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
@@ -100,13 +101,13 @@ class TestInterrupted:
 
         killed(work, "replace: old removed")
         assert len(hidden(folder)) == 2
-        real, calls = recovery.hash_file, []
+        calls: list[int] = []
 
         def fail_once(descriptor: int) -> object:
             calls.append(descriptor)
             if len(calls) == 1:
                 raise OSError(5, os.strerror(5))
-            return real(descriptor)
+            return hash_file(descriptor)
 
         monkeypatch.setattr(recovery, "hash_file", fail_once)
         Store(root).close()
