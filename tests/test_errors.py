@@ -39,6 +39,7 @@ BUILTINS: dict[str, type[Exception]] = {
     "DeviceMemoryError": RuntimeError,
     "SharedComponentError": RuntimeError,
     "StoreUnwritableError": OSError,
+    "UnsafeStoreError": OSError,
     "BadDigestError": ValueError,
     "BlobNotFoundError": FileNotFoundError,
     "DigestMismatchError": OSError,

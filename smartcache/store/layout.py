@@ -105,7 +105,7 @@ class Layout:
         except StoreError:
             raise
         except OSError as error:
-            with suppress(PermissionError):
+            with suppress(PermissionError, NotADirectoryError):
                 check_own(self.root)  # says it more clearly, if it is somebody else's
             raise _unwritable(self.root, error) from error
         if b"\0" in raw or not os.path.isabs(raw) or len(raw) == _LONGEST_PATH:
@@ -147,8 +147,9 @@ class Layout:
             if st is not None and st.st_mode & 0o077 and path not in open_to_all:
                 with suppress(FileNotFoundError):  # SQLite has removed its log
                     os.chmod(path, 0o700 if stat.S_ISDIR(st.st_mode) else 0o600)
-        for name in os.listdir(self.blobs):
-            check_own(self.blobs / name)
+        with suppress(FileNotFoundError):
+            for name in os.listdir(self.blobs):
+                check_own(self.blobs / name)
 
     def check(self) -> None:
         """Raise unless this is a store of a format this program can read."""

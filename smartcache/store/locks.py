@@ -22,7 +22,7 @@ import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from smartcache.errors import LeaseTimeoutError, StoreError
+from smartcache.errors import LeaseTimeoutError, StoreError, StoreUnwritableError
 from smartcache.store.faults import reached
 from smartcache.store.flock import (
     Descriptor,
@@ -271,7 +271,13 @@ def claim(path: Path) -> Claim | None:
     """
     is_maker = False
     while True:
-        descriptor = open_or_create(path)
+        try:
+            descriptor = open_or_create(path)
+        except StoreUnwritableError:
+            if not os.path.lexists(path):
+                raise
+            # What a killed process had finished and made read-only: to be removed, it is enough.
+            descriptor = Descriptor(os.fspath(path))
         is_maker |= descriptor.is_new
         reached("claim: opened")
         if not _try_alone(descriptor.fd, is_maker=is_maker):

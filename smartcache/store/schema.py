@@ -22,7 +22,7 @@ from smartcache.errors import (
     StoreUnwritableError,
 )
 from smartcache.store.filesystems import free_bytes
-from smartcache.store.safety import make_or_open_own
+from smartcache.store.safety import create_own
 
 BUSY_SECONDS = 60.0
 _PAUSE = 0.01
@@ -258,12 +258,13 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 def _make_file(path: Path) -> None:
     """Make an empty index, for this user only, where there is none.
 
-    SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index.
+    SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index. One that
+    is there is not opened: closing it again would free every lock that this process has on it.
     """
     try:
-        os.close(make_or_open_own(path, os.O_RDWR)[0])
-    except StoreError:
-        raise
+        os.close(create_own(path))
+    except FileExistsError:
+        return
     except OSError as error:
         raise StoreUnwritableError(f"Cannot make {path}: {error.strerror}", path=path) from error
 

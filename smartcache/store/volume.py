@@ -118,13 +118,15 @@ class Volume:
 
     def _prepare(self, *, create: bool) -> None:
         layout = self.layout
-        if not layout.format.exists() and not create:
+        if layout.format.exists():
+            layout.secure()
+            layout.check()
+        elif not create:
             message = f"There is no smartcache store at {layout.root}"
             raise StoreFormatError(message, root=layout.root)
         if not layout.format.exists() or not layout.is_complete():
             layout.create()
-        layout.secure()
-        layout.check()
+            layout.secure()
 
 
 def _refuse_unsupported_system() -> None:

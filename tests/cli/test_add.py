@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from smartcache.store.filesystems import mount_of
+from smartcache.store.layout import volume_root
 from tests.cli.running import Here
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 
@@ -88,7 +89,7 @@ class TestAdopt:
         self, sc: Here, elsewhere: Path
     ) -> None:
         file = write(elsewhere / "m.pt")
-        volume = mount_of(elsewhere).point / ".smartcache"
+        volume = volume_root(mount_of(elsewhere).point)
         if volume.exists():
             pytest.skip(f"{volume} is somebody's")
         try:

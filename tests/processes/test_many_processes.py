@@ -238,9 +238,7 @@ def test_threads_put_and_place_while_others_prune_and_verify(
     check_everything(root, workers)
 
 
-CHECKS = [
-    (proof, "open"), (proof, "copy"), (replace, "replace"), *((links, kind) for kind in KINDS),
-]  # fmt: skip
+CHECKS = [(replace, "replace"), *((links, kind) for kind in KINDS)]
 
 
 @pytest.mark.parametrize(
@@ -253,9 +251,7 @@ def test_a_blob_that_is_pruned_right_after_it_was_checked_is_not_found(
     path = tmp_path / "a.safetensors"
 
     def use_it(store: Store, digest: str) -> None:
-        if job == "open":
-            store.open(digest).close()
-        elif job == "replace":
+        if job == "replace":
             store.replace(path, digest)
         else:
             store.place(digest, path, kind=cast("Kind", job))

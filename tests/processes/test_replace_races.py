@@ -247,10 +247,12 @@ def test_a_writer_that_looked_the_old_file_up_and_opens_it_late_gets_it_back(
             come("while we wait")
             real(seconds)
 
-        def unlink(name: Path, real: Callable[[Path], None] = os.unlink) -> None:
+        def unlink(
+            name: Path, *, dir_fd: int | None = None, real: Callable[..., None] = os.unlink
+        ) -> None:
             is_ours = str(name).endswith(".smartcache")
             come("before the old name goes" if is_ours else "")
-            real(name)
+            real(name, dir_fd=dir_fd)
             come("after the old name went" if is_ours else "")
 
         with Store(folder / "store") as store:
@@ -307,9 +309,9 @@ def test_giving_back_leaves_what_others_did_to_the_name_last(
         else:
             path.unlink()
 
-    def exchange(a: Path, b: Path, real: Callable[[Path, Path], bool] = kernel.exchange) -> bool:
+    def exchange(a: Path, b: Path, *, dir_fd: None) -> bool:
         come()
-        is_done = real(a, b)
+        is_done = kernel.exchange(a, b, dir_fd=dir_fd)
         come()
         return is_done
 

@@ -117,6 +117,25 @@ class TestInterrupted:
         assert [digest_of(path.read_bytes()) for path in paths] == digests
 
 
+@needs_root
+def test_a_finished_file_of_a_killed_process_is_cleared_by_an_ordinary_user() -> None:
+    """It is read-only, which stops everybody but root from opening it for writing."""
+    with folder_of(NOBODY) as home:
+
+        def put() -> None:
+            with Store(home / "store") as store:
+                store.put_stream([WEIGHTS])
+
+        def work() -> list[str]:
+            killed(put, "put: synced")
+            assert os.listdir(home / "store" / "tmp")
+            Store(home / "store").close()
+            return os.listdir(home / "store" / "tmp")
+
+        with Child(work, user=NOBODY) as child:
+            assert child.result() == []
+
+
 class TestEject:
     @needs_root
     def test_the_store_stays_until_every_file_is_back(self) -> None:
