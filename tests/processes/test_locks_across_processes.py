@@ -247,11 +247,11 @@ def hold():
 holder = threading.Thread(target=hold, daemon=True)
 holder.start()
 taken.wait()
+signal.signal(signal.SIGINT, lambda *_: done.set())
 if os.fork() == 0:
     say("forked")
     wait()
     os._exit(0)
-signal.signal(signal.SIGINT, lambda *_: done.set())
 while True:
     time.sleep(3600)
 """
