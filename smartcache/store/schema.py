@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
 from smartcache.errors import (
     BlobNotFoundError,
     IndexDamagedError,
+    LeaseTimeoutError,
     NoSpaceError,
     StoreError,
     StoreFormatError,
@@ -25,6 +27,9 @@ from smartcache.store.filesystems import free_bytes
 from smartcache.store.flock import open_to_directory_writers
 
 BUSY_SECONDS = 60.0
+"""How long the tables are waited for when they are made."""
+SPELL_SECONDS = 0.5
+"""How long SQLite waits for a writer by itself; whoever waits longer says so (`Database`)."""
 _PAUSE = 0.01
 _SCARCE = 1 << 20
 """With less free than this, an I/O error means that SQLite found no room for its shared memory."""
@@ -229,6 +234,7 @@ def make_or_connect(
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA cache_size = -16000")
         is_made = migrate(connection, path, MIGRATIONS if migrations is None else migrations)
+        connection.execute(f"PRAGMA busy_timeout = {int(1000 * SPELL_SECONDS)}")
     except FAILURES as error:
         if connection is not None:
             connection.close()
@@ -311,9 +317,24 @@ def translated(error: Exception, path: Path) -> StoreError:
     if code in _DAMAGED or is_nonsense:
         return IndexDamagedError(f"{path} is damaged: {text}", path=path)
     if code == sqlite3.SQLITE_BUSY:
-        hint = "Another process has kept the index locked for a minute; see which with 'fuser'."
-        return StoreError(f"{path} is locked", hint=hint, path=path)
+        holder = writer_of(path)
+        message = f"Gave up waiting: {holder} is writing to {path}"
+        return LeaseTimeoutError(message, key=str(path), holder=holder)
     return StoreError(f"{path}: {text}", path=path)
+
+
+def writer_of(path: Path) -> str:
+    """Name the process that writes to a database, as far as the kernel tells."""
+    with suppress(OSError, ValueError, IndexError):
+        inodes = {os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-shm")}
+        # Never by opening the file: closing it again would free every lock this process has on it.
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            # 7: POSIX  ADVISORY  WRITE 4711 fe:00:1318921 120 120
+            _, kind, _, access, process, place, *_ = line.split()
+            is_ours = int(place.rpartition(":")[2]) in inodes
+            if (kind, access) == ("POSIX", "WRITE") and is_ours and int(process) > 0:
+                return f"process {process}"
+    return "another process"
 
 
 def _version(connection: sqlite3.Connection) -> int:

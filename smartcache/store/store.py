@@ -7,6 +7,7 @@ filesystem. Every method that changes a user's file journals it, so that `undo` 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Self
 
 from smartcache.config import Settings
-from smartcache.errors import StoreError
+from smartcache.errors import LeaseTimeoutError, StoreError
 from smartcache.progress import Progress, silent
 from smartcache.store import blobs as _blobs
 from smartcache.store import eject as _eject
@@ -43,6 +44,7 @@ from smartcache.store.replace import Replacement, replace_many
 from smartcache.store.share import share_many
 
 DEFAULT_PIN = "kept"
+_log = logging.getLogger(__name__)
 
 
 def _absolute(path: str | Path) -> Path:
@@ -59,9 +61,14 @@ class Store(StoreReader):
         super().__init__(root, settings=settings)
         self._thread = threading.local()
         _rebuild.rebuild_if_lost(self.volume)
-        _move.finish_move(self.volume)
-        _eject.finish_eject(self.volume)
-        recover(self.volume)
+        try:
+            with self.volume.in_haste():
+                _move.finish_move(self.volume)
+                _eject.finish_eject(self.volume)
+                recover(self.volume)
+        except LeaseTimeoutError as error:
+            # Whoever only reads must not wait here; whoever opens the store next tries again.
+            _log.info("what an interrupted process left stays for now: %s", error)
 
     @contextmanager
     def batch(self, label: str) -> Iterator[Batch]:
