@@ -249,6 +249,7 @@ def _execute(
             kept += len(chunk) - len(gone)
             job.advance(len(chunk))
     _note_emptied_trash(volume)
+    volume.fold_journal()
     volume.make_reserve()
     return PruneResult(removed=removed, freed_size=freed, kept=kept)
 

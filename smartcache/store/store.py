@@ -66,6 +66,7 @@ class Store(StoreReader):
                 _move.finish_move(self.volume)
                 _eject.finish_eject(self.volume)
                 recover(self.volume)
+                self.volume.fold_journal()
         except LeaseTimeoutError as error:
             # Whoever only reads must not wait here; whoever opens the store next tries again.
             _log.info("what an interrupted process left stays for now: %s", error)

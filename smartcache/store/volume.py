@@ -36,6 +36,10 @@ from smartcache.store.records import Blob
 _log = logging.getLogger(__name__)
 _MOST_MOVES = 8
 RESERVE_SIZE = 1 << 20
+FOLD_SIZE = 1 << 20
+"""A journal shorter than this is read in milliseconds."""
+_FOLDED = "journal_folded"
+"""Note in the index: how long the journal was when it was last looked at for folding."""
 HASTE = 0.3
 """Seconds that pass for no wait: others hold the lock for milliseconds."""
 _PAGE = 500
@@ -72,6 +76,7 @@ class Volume:
         self.index = self._open_index(wal=not on_network)
         self.index.patience = self._patience
         self.index.on_wait = self._say
+        self.journal.timeout, self.journal.on_wait = settings.lock_timeout, self._say
         self.make_reserve()
 
     def close(self) -> None:
@@ -122,6 +127,25 @@ class Volume:
         """Return a new batch of journaled changes."""
         self.refuse_if_moved()
         return Batch(self.journal, self.layout.tmp, label)
+
+    def fold_journal(self) -> None:
+        """Let the journal hold what matters and no more, if it is long and was not just looked at.
+
+        The note keeps every opening from reading a long journal of which nothing can go.
+        """
+        with suppress(FileNotFoundError):
+            size = self.layout.journal.stat().st_size
+            if size < FOLD_SIZE or size < 2 * int(self.index.note(_FOLDED) or 0):
+                return
+            with self.guard("fold the journal", exclusive=True):
+                made = self.new_tmp()
+                try:
+                    size = self.journal.fold(
+                        made, lambda batch: (self.layout.tmp / f"batch-{batch}").exists()
+                    )
+                finally:
+                    made.release(remove=True)
+                self.index.set_note(_FOLDED, str(size))
 
     def new_tmp(self) -> Claim:
         """Make and lock a new file in `tmp/`; if this process dies, the next open removes it."""

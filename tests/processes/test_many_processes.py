@@ -239,7 +239,7 @@ def test_threads_put_and_place_while_others_prune_and_verify(
 
 
 CHECKS = [
-    (proof, "open"), (proof, "copy"), (replace, "replace"), *((links, kind) for kind in KINDS),
+    (replace, "replace"), *((links, kind) for kind in KINDS),
 ]  # fmt: skip
 
 

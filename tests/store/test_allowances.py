@@ -274,7 +274,7 @@ class TestJournal:
     ) -> None:
         journal = Journal(tmp_path / "journal.jsonl")
         line: dict[str, object] = {
-            "batch": "b", "n": 0, "op": "replace", "path": "/p", "digest": "d", "size": 1,
+            "batch": "b", "n": 0, "op": "replace", "path": "/p", "digest": DIGEST, "size": 1,
         }  # fmt: skip
         journal.append([{**line, "xattrs": damaged}, {**line, "n": 1}], sync=False)
         assert [change.n for change in journal.changes()] == [1]
