@@ -4,7 +4,7 @@
   format                    "1": the version of this tree; a newer one is refused
   CACHEDIR.TAG              tells backup programs that this is a cache
   index.sqlite3             a memory of what lies below; `verify --rebuild` makes it again
-  journal.jsonl             every change made to a user's file; only ever appended to
+  journal.jsonl             every change made to a user's file that may be undone
   lock, lock.turn           flock: shared around link + row, exclusive to remove; who waits
   leases/<key>              flock: one worker per key
   blobs/<aa>/<digest>       read-only, complete, verified
