@@ -29,6 +29,8 @@ from smartcache.store.store import Store
 MOST_NAMED = 1000
 """So many unreadable places are named; more are only counted."""
 _FLUSH_ROWS = 5000
+_MOST_LOST = 100_000
+"""Files whose hashes are forgotten at once because they are gone: what is left over stays."""
 _LISTINGS = 100
 """Directories looked up in the index at once."""
 _INCOMPLETE = tuple(os.fsencode(suffix) for suffix in INCOMPLETE_SUFFIXES)
@@ -84,6 +86,7 @@ class _Run:
         self._listed: list[tuple[int, bytes, _Listing]] = []
         self._differences: list[_Difference] = []
         self._unwritten = 0
+        self._lost: set[tuple[int, int]] = set()
 
     def walk(self, folder: ModelFolder) -> list[ModelFolder]:
         """Walk one folder; return the folders of programs found in it, not walked yet."""
@@ -114,10 +117,13 @@ class _Run:
             self._flush()
         with self._index.write():
             for number, kept in self._kept.items():
+                room = max(0, _MOST_LOST - len(self._lost))
+                self._lost.update(self._index.seen_besides(number, kept, room))
                 self._index.keep_directories(number, kept)
                 folder = self.walked.folders[number]
                 self._index.set_folder(folder.path, program=folder.program)
             self._index.drop_empty_folders()
+            self._index.drop_memos(self._lost)
 
     def _descend(self, number: int, top: bytes, st: os.stat_result) -> list[ModelFolder]:
         found: list[ModelFolder] = []
@@ -228,6 +234,8 @@ class _Run:
             gone = before.keys() - listing.seen.keys()
             if not changed and not gone and folder == number:
                 continue
+            if len(self._lost) < _MOST_LOST:
+                self._lost.update(before[name][1:3] for name in gone)
             self._differences.append((number, path, changed, gone))
             self._unwritten += len(changed) + len(gone)
         if self._unwritten >= _FLUSH_ROWS:

@@ -46,7 +46,8 @@ def copy_verified(
 
 def rotate(volume: Volume, digest: str) -> None:
     """Give a blob a fresh inode: the old one has all the links it can have (ext4: 65,000)."""
-    with volume.leases.hold(f"rotate:{digest}", what="copy a blob that has too many links"):
+    what = "copy a blob that has too many links"
+    with volume.leases.hold(f"rotate:{digest}", what=what, on_wait=volume.on_wait):
         target = volume.layout.blob(digest)
         full = os.stat(target)
         with writing(volume) as tmp:

@@ -9,6 +9,7 @@ opened again when it is needed.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sqlite3
 import threading
@@ -19,9 +20,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from smartcache.errors import IndexDamagedError, StoreError
-from smartcache.store.schema import FAILURES, connect, make_or_connect, translated
+from smartcache.errors import IndexDamagedError, LeaseTimeoutError, StoreError
+from smartcache.store.flock import OnWait
+from smartcache.store.schema import (
+    BUSY_SECONDS,
+    FAILURES,
+    SPELL_SECONDS,
+    connect,
+    make_or_connect,
+    translated,
+    writer_of,
+)
 
+_log = logging.getLogger(__name__)
 _TRIES = 8
 _PAUSE = 0.01
 _PAGE = 1000
@@ -61,6 +72,10 @@ class Database:
         self._depth = 0
         self._is_open = True
         self._is_stranded = False
+        self.patience: Callable[[], float | None] = lambda: BUSY_SECONDS
+        """How many seconds to wait for another process that writes; None: without limit."""
+        self._waits = True
+        self.on_wait: OnWait | None = None
         self._connection: sqlite3.Connection | None
         self._connection, self.is_new = make_or_connect(
             path, wal=wal, create=True, migrations=self.migrations
@@ -115,6 +130,23 @@ class Database:
             finally:
                 if durable:
                     self._run("PRAGMA synchronous = NORMAL")
+
+    @contextmanager
+    def if_free(self) -> Iterator[None]:
+        """Run a block of writes that is left out while another process writes."""
+        with self._gate:
+            if self._depth:
+                yield
+                return
+            self._run("PRAGMA busy_timeout = 0")
+            self._waits = False
+            try:
+                yield
+            except LeaseTimeoutError as error:
+                _log.debug("not recorded: %s", error)
+            finally:
+                self._waits = True
+                self._run(f"PRAGMA busy_timeout = {int(1000 * SPELL_SECONDS)}")
 
     def _is_writing(self) -> bool:
         """Say whether this thread is in a transaction."""
@@ -220,18 +252,28 @@ class Database:
             stream.close()
 
     def _execute(self, sql: str, values: tuple[object, ...]) -> sqlite3.Cursor:
-        for attempt in range(_TRIES):
+        began, attempt, has_spoken = time.monotonic(), 0, False
+        while True:
             try:
                 return self._connected().execute(sql, values)
             except sqlite3.OperationalError as error:
+                code = error.sqlite_errorcode & 0xFF
+                if code == sqlite3.SQLITE_BUSY and (not self._depth or sql == "COMMIT"):
+                    limit = self.patience() if self._waits else 0
+                    if limit is not None and time.monotonic() - began >= limit:
+                        raise
+                    if not has_spoken:
+                        text = f"{writer_of(self.path)} is writing to {self.path}"
+                        (self.on_wait or _log.info)(text)
+                    has_spoken = True
+                    continue
                 # Another user's process makes the WAL, and opens it to us a moment later.
-                is_readonly = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_READONLY
-                is_last = attempt + 1 == _TRIES
-                if not is_readonly or is_last or self._depth or not os.access(self.path, os.W_OK):
+                attempt += 1
+                is_readonly = code == sqlite3.SQLITE_READONLY and attempt < _TRIES
+                if not is_readonly or self._depth or not os.access(self.path, os.W_OK):
                     raise
                 self.disconnect()
                 time.sleep(_PAUSE)
-        raise AssertionError
 
     def _one(self, sql: str, *values: object) -> tuple[Any, ...] | None:
         rows = self._all(sql, *values)

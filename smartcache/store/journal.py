@@ -1,10 +1,12 @@
-"""An append-only record of every change made to a user's file; the source of undo.
+"""A record of every change made to a user's file; the source of undo.
 
 A change is written and fsynced before the file is touched, and its outcome ("done", "back",
 "undone") is a later line. What is in the journal is therefore a superset of what happened: whoever
 reads it looks at the disk before acting. A line torn by a crash is skipped; a newline is put
 before the next one. Lines are JSON, one per line, one `write` call per append, so that several
-processes can append at once.
+processes can append at once. Lines are only ever appended, until most of the file is about what is
+over: then `fold` writes what still matters to a new file, which takes the journal's name. Whoever
+appends shares a lock on the file and sees that it still bears the name.
 
     {"batch": "9f3a61c2", "label": "add --adopt", "at": "2026-11-16T02:30:41Z"}
     {"batch": "9f3a61c2", "n": 0, "op": "adopt", "path": "...", "digest": "...", "mode": 420, ...}
@@ -20,13 +22,17 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from smartcache.errors import NoSpaceError, StoreError, StoreUnwritableError
+from smartcache.errors import LeaseTimeoutError, NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.attributes import read_attributes
+from smartcache.store.faults import reached
+from smartcache.store.flock import OnWait, Patience, try_lock, unlock, wait_for
+from smartcache.store.kernel import sync_directory
 from smartcache.store.layout import is_digest
 from smartcache.store.locks import Claim, claim
 from smartcache.store.safety import make_or_open_own, open_own
@@ -108,19 +114,18 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.on_wait: OnWait | None = None
+        self.timeout: float | None = None
         self._has_complained = False
 
     def append(self, lines: Iterable[dict[str, object]], *, sync: bool) -> None:
         """Write lines at the end, in one piece; `sync` makes them survive power loss."""
         data = "".join(_encode(line) + "\n" for line in lines).encode("ascii")
         try:
-            descriptor, _ = make_or_open_own(self.path, os.O_RDWR | os.O_APPEND)
-            try:
+            with self._sharing() as descriptor:
                 self._write(descriptor, data)
                 if sync:
                     os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         except StoreError:
             raise
         except OSError as error:
@@ -156,6 +161,74 @@ class Journal:
                 grouped.setdefault(change.batch, []).append(change)
         return [_summary(batch, heads.get(batch), found) for batch, found in grouped.items()]
 
+    def fold(self, made: Claim, is_claimed: Callable[[str], bool]) -> int:
+        """Leave out what is over and cannot matter to any undo, if that halves the file.
+
+        What stays is written to `made`, in the same filesystem, which then takes the journal's
+        name; nobody appends meanwhile. Changes of batches that `is_claimed` says are in work or to
+        be recovered stay. Returns the size of the journal now.
+        """
+        descriptor = open_own(self.path, os.O_RDWR)
+        try:
+            size = os.fstat(descriptor).st_size
+            if not try_lock(descriptor, exclusive=True) or not _is_named(descriptor, self.path):
+                return size
+            for piece in self._folded(is_claimed):
+                view = memoryview(piece)
+                while view:
+                    view = view[os.write(made.fd, view) :]
+            folded = os.fstat(made.fd).st_size
+            if 2 * folded > size:
+                return size
+            os.fchmod(made.fd, os.fstat(descriptor).st_mode & 0o777)
+            os.fsync(made.fd)
+            reached("fold: written")
+            os.rename(made.path, self.path)
+            sync_directory(self.path.parent)
+            reached("fold: renamed")
+            return folded
+        finally:
+            unlock(descriptor)
+            os.close(descriptor)
+
+    def _folded(self, is_claimed: Callable[[str], bool]) -> Iterator[bytes]:
+        """Give the lines that are still needed, each change with its last outcome behind it all."""
+        changes: dict[tuple[str, int], Change] = {}
+        for _, line in self._read():
+            if line is not None:
+                _apply(changes, line)
+        kept = _needed(list(changes.values()), is_claimed)
+        batches = {batch for batch, _ in kept}
+        for raw, line in self._read():
+            if line is None:
+                is_kept = raw.endswith(b"}\n")  # not torn: of a newer version, perhaps
+            elif "op" in line:
+                is_kept = (line["batch"], line["n"]) in kept
+            else:
+                is_kept = "label" in line and line["batch"] in batches
+            if is_kept:
+                yield raw if raw.endswith(b"\n") else raw + b"\n"
+        yield from _outcomes(changes[key] for key in kept)
+
+    @contextmanager
+    def _sharing(self) -> Iterator[int]:
+        """Give the journal to append to, which is not being folded and has not been."""
+        while True:
+            descriptor, _ = make_or_open_own(self.path, os.O_RDWR | os.O_APPEND)
+            try:
+                patience = Patience(self.timeout, self.on_wait)
+                if not wait_for(
+                    descriptor, exclusive=False, patience=patience, tell=lambda: _FOLDING
+                ):
+                    message = f"Gave up after {self.timeout:g} s: {_FOLDING}"
+                    raise LeaseTimeoutError(message, key=str(self.path))
+                if _is_named(descriptor, self.path):
+                    yield descriptor
+                    return
+            finally:
+                unlock(descriptor)
+                os.close(descriptor)
+
     def _write(self, descriptor: int, data: bytes) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -168,25 +241,79 @@ class Journal:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         damaged = 0
-        try:
-            with os.fdopen(open_own(self.path), "rb") as file:
-                while raw := file.readline(_LONGEST):
-                    line = _decode(raw)
-                    if line is not None:
-                        yield line
-                    # A crash tears lines, and what was to be done was not: not worth a word.
-                    elif raw.endswith(b"}\n") or len(raw) == _LONGEST:
-                        damaged += 1
-                    while len(raw) == _LONGEST and not raw.endswith(b"\n"):
-                        raw = file.readline(_LONGEST)  # the rest of it
-        except FileNotFoundError:
-            return
+        for raw, line in self._read():
+            if line is not None:
+                yield line
+            # A crash tears lines, and what was to be done was not: not worth a word.
+            elif raw.endswith(b"}\n") or len(raw) == _LONGEST:
+                damaged += 1
         if damaged and not self._has_complained:
             self._has_complained = True
             _log.warning(
                 "%s: %d damaged %s skipped; what %s cannot be undone", self.path, damaged,
                 *(("line was", "it says") if damaged == 1 else ("lines were", "they say")),
             )  # fmt: skip
+
+    def _read(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Go through the lines and what each says: None for one that says nothing."""
+        try:
+            with os.fdopen(open_own(self.path), "rb") as file:
+                while raw := file.readline(_LONGEST):
+                    yield raw, _decode(raw)
+                    while len(raw) == _LONGEST and not raw.endswith(b"\n"):
+                        raw = file.readline(_LONGEST)  # the rest of it
+        except FileNotFoundError:
+            return
+
+
+def _outcomes(changes: Iterable[Change]) -> Iterator[bytes]:
+    found: dict[tuple[str, State], list[int]] = {}
+    for change in changes:
+        if change.state != "begun":
+            found.setdefault((change.batch, change.state), []).append(change.n)
+    for (batch, state), numbers in found.items():
+        for start in range(0, len(numbers), _NUMBERS):
+            some = sorted(numbers)[start : start + _NUMBERS]
+            yield _encode({"batch": batch, "n": some, "state": state}).encode() + b"\n"
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _needed(changes: list[Change], is_claimed: Callable[[str], bool]) -> set[tuple[str, int]]:
+    """Return which changes may still matter: to undo, to recovery, or to a rebuild of the index.
+
+    Undo also asks closed changes: which names were one file with one that is to be given back
+    (`restored.told_apart`), and which names an adopted inode had before.
+    """
+    claimed = {batch for batch in {change.batch for change in changes} if is_claimed(batch)}
+    is_open = [change.state in ("begun", "done") for change in changes]
+    files = {
+        _file_key(change)
+        for change, is_undoable in zip(changes, is_open, strict=True)
+        if is_undoable and change.op in UNDOABLE
+    }
+    pins: dict[tuple[str, Path], tuple[str, int]] = {}
+    kept: set[tuple[str, int]] = set()
+    for change, is_undoable in zip(changes, is_open, strict=True):
+        key = (change.batch, change.n)
+        if is_undoable and change.op == "pin":
+            pins[change.digest, change.path] = key
+        elif is_undoable and change.op == "unpin":
+            pins.pop((change.digest, change.path), None)
+        is_in_work = change.batch in claimed or change.state == "begun"
+        is_asked = change.op in UNDOABLE and (is_undoable or _file_key(change) in files)
+        if is_in_work or is_asked:
+            kept.add(key)
+    return kept | set(pins.values())
+
+
+def _file_key(change: Change) -> tuple[str, int | None]:
+    return change.digest, change.inode
 
 
 class Batch:
@@ -277,6 +404,8 @@ class Batch:
 
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _log = logging.getLogger(__name__)
+_FOLDING = "another process is folding the journal"
+_NUMBERS = 10_000
 _LONGEST = 16 << 20
 """Bytes of a line; the longest we write have attributes of 64 KB or some ten thousand numbers."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode

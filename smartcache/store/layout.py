@@ -5,7 +5,7 @@ Directories are 0700 and files 0600, whatever the umask is; blobs are read-only.
 <root>/                     default ~/.local/share/smartcache; `<mount>/.smartcache-<uid>` elsewhere
   format                    "1": the version of this tree; a newer one is refused
   index.sqlite3             a memory of what lies below; `verify --rebuild` makes it again
-  journal.jsonl             every change made to a user's file; only ever appended to
+  journal.jsonl             every change made to a user's file that may be undone
   lock, lock.turn           flock: shared around link + row, exclusive to remove; who waits
   leases/<key>              flock: one worker per key
   blobs/CACHEDIR.TAG        tells backup programs that blobs are a cache; the rest is not

@@ -40,10 +40,14 @@ _SLICE = 1.0
 
 
 class Leases:
-    """The leases of one directory, which is made when the first is taken."""
+    """The leases of one directory, which is made when the first is taken.
 
-    def __init__(self, directory: Path) -> None:
+    `timeout` is for those who do not say how long they would wait; None: without limit.
+    """
+
+    def __init__(self, directory: Path, *, timeout: float | None = None) -> None:
         self.directory = Path(os.path.abspath(directory))
+        self.timeout = timeout
 
     def hold(
         self,
@@ -61,7 +65,8 @@ class Leases:
         and `holder`) when not all are taken within `timeout` seconds, and then none is.
         """
         wanted = {keys} if isinstance(keys, str) else set(keys)
-        return self._hold_all(sorted(wanted), what, Patience(timeout, on_wait))
+        longest = self.timeout if timeout is None else timeout
+        return self._hold_all(sorted(wanted), what, Patience(longest, on_wait))
 
     def busy(self, key: str) -> str | None:
         """Return who holds a key, in words; None: nobody. It may have changed when you read it."""

@@ -15,12 +15,14 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 from smartcache.errors import (
     BlobNotFoundError,
     DamagedBlobError,
     FileChangedError,
+    LeaseTimeoutError,
     UnsafeFileError,
 )
 from smartcache.store.digest import Hasher, hash_file
@@ -77,10 +79,15 @@ def _vouched(volume: Volume, digest: str, st: os.stat_result) -> Blob | None:
     blob = volume.index.blob(digest)
     if blob is None or needs_hash(volume, blob, st):
         return None
-    if judge(recorded=blob.key, recorded_links=blob.links, current=st) == "relinked":
-        volume.index.refresh(blob.id, st, Trust.RELINKED)
-    if time.time() - blob.used_at.timestamp() > _TOUCH_SECONDS:
-        volume.index.touch(blob.id)
+    is_relinked = judge(recorded=blob.key, recorded_links=blob.links, current=st) == "relinked"
+    is_touched = time.time() - blob.used > _TOUCH_SECONDS
+    if is_relinked or is_touched:
+        # Whoever reads does not wait for writers; the next one sees the same and records it.
+        with volume.index.if_free(), volume.index.write():
+            if is_relinked:
+                volume.index.refresh(blob.id, st, Trust.RELINKED)
+            if is_touched:
+                volume.index.touch(blob.id)
     return blob
 
 
@@ -176,6 +183,9 @@ def _renew_proven(
     moved the change time since was a write behind the hash, with the time set back.
     """
     path = volume.layout.blob(digest)
+    known = volume.index.blob(digest)
+    if known is not None and _is_all_known(known, os.fstat(descriptor), seen, path):
+        return known
     with volume.guard("verify"), volume.index.write():
         try:
             is_named = os.path.samestat(os.lstat(path), seen)
@@ -186,8 +196,8 @@ def _renew_proven(
         if not is_named or verdict == "suspect":
             return None
         is_young = StatKey(st.st_size, st.st_mtime_ns, 0).is_racy(started)
-        known = Trust.VERIFIED if verdict == "same" else Trust.RELINKED
-        trust = Trust.UNPROVEN if is_young else known
+        trust = Trust.VERIFIED if verdict == "same" else Trust.RELINKED
+        trust = Trust.UNPROVEN if is_young else trust
         if st.st_mode & 0o222:
             os.fchmod(descriptor, st.st_mode & 0o7555)
             st = os.fstat(descriptor)
@@ -199,6 +209,17 @@ def _renew_proven(
         return volume.index.blob(digest)
 
 
+def _is_all_known(blob: Blob, st: os.stat_result, seen: os.stat_result, path: str) -> bool:
+    """Say whether a row has nothing to learn from a hash: whoever only reads waits for no lock."""
+    try:
+        is_named = os.path.samestat(os.lstat(path), st) and signed(st.st_ino) == blob.inode
+    except FileNotFoundError:
+        return False
+    is_proven = blob.trust == Trust.VERIFIED and blob.unsynced is None
+    is_same = StatKey.of(seen) == StatKey.of(st) == blob.key and blob.links == st.st_nlink
+    return is_named and is_proven and is_same and not st.st_mode & 0o222
+
+
 def condemn(volume: Volume, digest: str, seen: os.stat_result) -> bool:
     """Move a damaged blob to `bad/`; its row stays, marked as lost, until the bytes come back.
 
@@ -206,7 +227,7 @@ def condemn(volume: Volume, digest: str, seen: os.stat_result) -> bool:
     Files outside that share the damaged inode are left alone.
     """
     target = volume.layout.new_bad(digest)
-    with volume.guard("move a damaged blob away", exclusive=True):
+    with _condemning(volume, digest):
         try:
             if not _has_same_bytes(seen, os.lstat(volume.layout.blob(digest))):
                 return False
@@ -220,3 +241,13 @@ def condemn(volume: Volume, digest: str, seen: os.stat_result) -> bool:
         os.rename(volume.layout.blob(digest), target)
     _log.warning("blob %s is damaged; moved to %s", digest, target)
     return True
+
+
+@contextmanager
+def _condemning(volume: Volume, digest: str) -> Iterator[None]:
+    try:
+        with volume.guard("move a damaged blob away", exclusive=True):
+            yield
+    except LeaseTimeoutError as error:
+        message = f"Blob {digest} is damaged and could not be moved away: {error}"
+        raise DamagedBlobError(message, digest=digest) from error

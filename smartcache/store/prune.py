@@ -250,6 +250,7 @@ def _execute(
             kept += len(chunk) - len(gone)
             job.advance(len(chunk))
     close_gone(volume)
+    volume.fold_journal()
     volume.make_reserve()
     return PruneResult(removed=removed, freed_size=freed, kept=kept)
 

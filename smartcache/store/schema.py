@@ -10,21 +10,28 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
 from smartcache.errors import (
     BlobNotFoundError,
     IndexDamagedError,
+    LeaseTimeoutError,
     NoSpaceError,
     StoreError,
     StoreFormatError,
     StoreUnwritableError,
 )
 from smartcache.store.filesystems import free_bytes
+from smartcache.store.kernel import reserve
 from smartcache.store.safety import create_own
+from smartcache.store.statkey import allocated_bytes
 
 BUSY_SECONDS = 60.0
+"""How long the tables are waited for when they are made."""
+SPELL_SECONDS = 0.5
+"""How long SQLite waits for a writer by itself; whoever waits longer says so (`Database`)."""
 _PAUSE = 0.01
 _SCARCE = 1 << 20
 """With less free than this, an I/O error means that SQLite found no room for its shared memory."""
@@ -41,6 +48,13 @@ _DAMAGED = {
     sqlite3.SQLITE_CONSTRAINT,
     sqlite3.SQLITE_TOOBIG,
 }
+
+_SHM_PAGE = 4096
+_SHM_REGION = 8 * _SHM_PAGE
+"""SQLite maps the shared memory of the WAL in such pieces, one for 4,062 pages of the WAL."""
+_SHM_REGIONS = 8
+_SHM_SPARE = 32 << 10
+_WAL_PER_REGION = 4062 * 4096
 
 _VERSION_1 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -212,6 +226,9 @@ def make_or_connect(
     try:
         if create:
             _make_file(path)
+        has_holes = wal and _has_small_blocks(path.parent)
+        if has_holes:
+            _make_sure_of_room(path)
         connection = sqlite3.connect(
             uri,
             uri=True,
@@ -229,11 +246,51 @@ def make_or_connect(
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA cache_size = -16000")
         is_made = migrate(connection, path, MIGRATIONS if migrations is None else migrations)
+        connection.execute(f"PRAGMA busy_timeout = {int(1000 * SPELL_SECONDS)}")
+        if has_holes:
+            _fill_holes(path)
     except FAILURES as error:
         if connection is not None:
             connection.close()
         raise translated(error, path) from error
     return connection, is_made
+
+
+def _has_small_blocks(directory: Path) -> bool:
+    try:
+        return os.statvfs(directory).f_frsize < _SHM_PAGE
+    except OSError:
+        return False
+
+
+def _make_sure_of_room(path: Path) -> None:
+    """Raise NoSpaceError where SQLite would die of a full disk while it opens the index.
+
+    The WAL comes with shared memory, a mapped file. SQLite gets its blocks by writing one byte to
+    each 4 KB; where blocks are smaller, the others are holes, and writing to one through the
+    mapping when the disk is full is a SIGBUS, which nobody can catch.
+    """
+    free, needed = free_bytes(path.parent), _SHM_REGION + _SHM_SPARE
+    with suppress(FileNotFoundError):
+        needed += os.stat(f"{path}-wal").st_size // _WAL_PER_REGION * _SHM_REGION
+    with suppress(FileNotFoundError):  # somebody uses it, or its blocks will be free
+        free += allocated_bytes(os.stat(f"{path}-shm"))
+    if free < needed:
+        raise NoSpaceError(f"No space left to open {path}", path=path)
+
+
+def _fill_holes(path: Path) -> None:
+    """Reserve every block of the shared memory, and of some more that a long WAL would need.
+
+    Through the descriptor that SQLite has: closing one of our own would free every lock that this
+    process has on the file.
+    """
+    name = os.path.realpath(f"{path}-shm")
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}") == name:
+                reserve(int(entry), 0, _SHM_REGIONS * _SHM_REGION)
+                return
 
 
 def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
@@ -310,9 +367,24 @@ def translated(error: Exception, path: Path) -> StoreError:
     if code in _DAMAGED or is_nonsense:
         return IndexDamagedError(f"{path} is damaged: {text}", path=path)
     if code == sqlite3.SQLITE_BUSY:
-        hint = "Another process has kept the index locked for a minute; see which with 'fuser'."
-        return StoreError(f"{path} is locked", hint=hint, path=path)
+        holder = writer_of(path)
+        message = f"Gave up waiting: {holder} is writing to {path}"
+        return LeaseTimeoutError(message, key=str(path), holder=holder)
     return StoreError(f"{path}: {text}", path=path)
+
+
+def writer_of(path: Path) -> str:
+    """Name the process that writes to a database, as far as the kernel tells."""
+    with suppress(OSError, ValueError, IndexError):
+        inodes = {os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-shm")}
+        # Never by opening the file: closing it again would free every lock this process has on it.
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            # 7: POSIX  ADVISORY  WRITE 4711 fe:00:1318921 120 120
+            _, kind, _, access, process, place, *_ = line.split()
+            is_ours = int(place.rpartition(":")[2]) in inodes
+            if (kind, access) == ("POSIX", "WRITE") and is_ours and int(process) > 0:
+                return f"process {process}"
+    return "another process"
 
 
 def _version(connection: sqlite3.Connection) -> int:

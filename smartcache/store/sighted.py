@@ -148,9 +148,30 @@ class SightedFiles(Database):
 
     def keep_directories(self, folder: int, keep: set[int]) -> None:
         """Forget the directories of a folder that are not among those to keep."""
+        for gone in self._gone(folder, keep):
+            self._run("DELETE FROM directories WHERE id = ?", gone)
+
+    def seen_besides(self, folder: int, keep: set[int], most: int) -> list[tuple[int, int]]:
+        """Return (filesystem, inode) of what `keep_directories` would forget, at most some."""
+        sql = "SELECT filesystem, inode FROM sightings WHERE directory = ? LIMIT ?"
+        found: list[tuple[int, int]] = []
+        for gone in self._gone(folder, keep):
+            found += self._all(sql, gone, max(0, most - len(found)))
+        return found
+
+    def _gone(self, folder: int, keep: set[int]) -> list[int]:
         known = self._all("SELECT id FROM directories WHERE folder = ?", folder)
-        gone = [row for row in known if row[0] not in keep]
-        self._run_many("DELETE FROM directories WHERE id = ?", gone)
+        return [row[0] for row in known if row[0] not in keep]
+
+    def drop_memos(self, files: Iterable[tuple[int, int]]) -> None:
+        """Forget the hashes of (filesystem, inode) pairs that are seen nowhere any more."""
+        # By size, which has an index: a memo of another size than the file's is not valid anyway.
+        sql = (
+            "DELETE FROM memos WHERE filesystem = (SELECT name FROM filesystems WHERE id = ?1)"
+            " AND inode = ?2 AND NOT EXISTS (SELECT 1 FROM sightings WHERE size = memos.size"
+            " AND sightings.inode = ?2 AND sightings.filesystem = ?1)"
+        )
+        self._run_many(sql, files)
 
     # whole folders at once
 

@@ -8,6 +8,7 @@ takes back what a dead process left half done.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Self
 
 from smartcache.config import Settings
-from smartcache.errors import StoreError
+from smartcache.errors import LeaseTimeoutError, StoreError
 from smartcache.progress import Progress, silent
 from smartcache.store import blobs as _blobs
 from smartcache.store import eject as _eject
@@ -46,6 +47,7 @@ from smartcache.store.replace import Replacement, replace_many
 from smartcache.store.share import share_many
 
 DEFAULT_PIN = "kept"
+_log = logging.getLogger(__name__)
 
 
 def _absolute(path: str | Path) -> Path:
@@ -63,9 +65,15 @@ class Store(StoreReader):
         self._thread = threading.local()
         self._shared: list[_published.SharedStore] | None = None
         _rebuild.rebuild_if_lost(self.volume)
-        _move.finish_move(self.volume)
-        _eject.finish_eject(self.volume)
-        recover(self.volume)
+        try:
+            with self.volume.in_haste():
+                _move.finish_move(self.volume)
+                _eject.finish_eject(self.volume)
+                recover(self.volume)
+                self.volume.fold_journal()
+        except LeaseTimeoutError as error:
+            # Whoever only reads must not wait here; whoever opens the store next tries again.
+            _log.info("what an interrupted process left stays for now: %s", error)
 
     def close(self) -> None:
         """Close the store and its neighbours; a published one says what it has by now."""

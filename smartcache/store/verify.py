@@ -11,10 +11,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smartcache.errors import BlobNotFoundError, DamagedBlobError, FileChangedError, SmartcacheError
+from smartcache.errors import (
+    BlobNotFoundError,
+    DamagedBlobError,
+    FileChangedError,
+    LeaseTimeoutError,
+    SmartcacheError,
+)
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.blobs import commit, put_stream
 from smartcache.store.digest import Hashes, hash_file
@@ -60,7 +67,17 @@ def verify(
     others: Iterable[Volume] = (),
     progress: Progress = silent,
 ) -> VerifyReport:
-    """Check every blob and link of a volume; `repair` heals from links outside and `others`."""
+    """Check every blob and link of a volume; `repair` heals from links outside and `others`.
+
+    Without `repair` nobody is waited for: what could not be recorded is found again next time.
+    """
+    with nullcontext() if repair else volume.in_haste():
+        return _verify(volume, full=full, repair=repair, others=others, progress=progress)
+
+
+def _verify(
+    volume: Volume, *, full: bool, repair: bool, others: Iterable[Volume], progress: Progress
+) -> VerifyReport:
     report = VerifyReport(is_full=full)
     total = volume.index.totals()
     label = "Hashing blobs" if full else "Checking blobs"
@@ -107,16 +124,21 @@ def _check_blob(volume: Volume, blob: Blob, report: VerifyReport, job: Job) -> N
             report.damaged.append(digest)
         except BlobNotFoundError:
             _check_missing(volume, digest, report)
+        except LeaseTimeoutError:
+            report.hashed_size += st.st_size  # its bytes are right, but the row stays as it is
 
 
 def _check_missing(volume: Volume, digest: str, report: VerifyReport) -> None:
     """Report a blob as missing, unless somebody has removed it properly meanwhile."""
-    with volume.guard("verify", exclusive=True):
+    with suppress(LeaseTimeoutError), volume.guard("verify", exclusive=True):
         blob = volume.index.blob(digest)
-        is_gone = not os.path.lexists(volume.layout.blob(digest))
-        if is_gone and blob is not None and blob.trust != Trust.TRASHED:
+        if blob is not None and os.path.lexists(volume.layout.blob(digest)):
+            return
+        if blob is not None and blob.trust != Trust.TRASHED:
             volume.index.mark_gone(blob.id)
-            report.missing.append(digest)
+    blob = volume.index.blob(digest)
+    if blob is not None and blob.trust != Trust.TRASHED:
+        report.missing.append(digest)
 
 
 def _unindexed(volume: Volume, report: VerifyReport) -> Iterator[str]:
@@ -141,8 +163,9 @@ def _has_row(volume: Volume, digest: str) -> bool:
 
 def _is_orphan(volume: Volume, digest: str) -> bool:
     """Say whether a file has no row, when nobody is between linking one and writing its row."""
-    with volume.guard("verify", exclusive=True):
+    with suppress(LeaseTimeoutError), volume.guard("verify", exclusive=True):
         return not _has_row(volume, digest) and os.path.lexists(volume.layout.blob(digest))
+    return False
 
 
 def _index_orphan(volume: Volume, digest: str, report: VerifyReport) -> None:
@@ -152,6 +175,8 @@ def _index_orphan(volume: Volume, digest: str, report: VerifyReport) -> None:
         return
     except (DamagedBlobError, FileChangedError):
         report.damaged.append(digest)
+    except LeaseTimeoutError:
+        pass  # its bytes are right; it gets its row next time
 
 
 def _check_links(volume: Volume, report: VerifyReport, *, repair: bool) -> None:

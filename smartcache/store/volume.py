@@ -10,12 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from smartcache.config import Settings
-from smartcache.errors import NoSpaceError, StoreError, StoreFormatError, StoreMovedError
+from smartcache.errors import (
+    LeaseTimeoutError,
+    NoSpaceError,
+    StoreError,
+    StoreFormatError,
+    StoreMovedError,
+)
 from smartcache.store.filesystems import filesystem_id, free_bytes, is_network
 from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Journal
@@ -29,6 +36,12 @@ from smartcache.store.safety import create_own
 _log = logging.getLogger(__name__)
 _MOST_MOVES = 8
 RESERVE_SIZE = 1 << 20
+FOLD_SIZE = 1 << 20
+"""A journal shorter than this is read in milliseconds."""
+_FOLDED = "journal_folded"
+"""Note in the index: how long the journal was when it was last looked at for folding."""
+HASTE = 0.3
+"""Seconds that pass for no wait: others hold the lock for milliseconds."""
 _PAGE = 500
 
 
@@ -45,8 +58,9 @@ class Volume:
         self.device = os.stat(self.root).st_dev
         self.boot = boot_id()
         self.journal = Journal(self.layout.journal)
-        self.leases = Leases(self.layout.leases)
+        self.leases = Leases(self.layout.leases, timeout=settings.lock_timeout)
         self.on_wait: OnWait | None = None
+        self._thread = threading.local()
         self.unable: set[tuple[int, str]] = set()
         """(device, kind of link) pairs that failed in a way that holds for the whole filesystem."""
         on_network = is_network(self.root)
@@ -57,6 +71,9 @@ class Volume:
         # Before the tables are made: what is put in afterwards is no sign of a lost index.
         self.had_content = self.layout.journal.exists() or self.layout.has_blobs()
         self.index = self._open_index(wal=not on_network)
+        self.index.patience = self._patience
+        self.index.on_wait = self._say
+        self.journal.timeout, self.journal.on_wait = settings.lock_timeout, self._say
         self.make_reserve()
 
     def close(self) -> None:
@@ -66,12 +83,36 @@ class Volume:
     @contextmanager
     def guard(self, what: str, *, exclusive: bool = False) -> Iterator[None]:
         """Hold the store's lock for milliseconds: shared around link + row, exclusive to remove."""
-        timeout = self.settings.lock_timeout
-        with lock(
-            self.layout.lock, exclusive=exclusive, timeout=timeout, what=what, on_wait=self.on_wait
-        ):
-            self.refuse_if_moved()
+        timeout = self._patience()
+        if self._is_in_haste and not timeout:
+            raise LeaseTimeoutError(f"The store {self.root} is in use", key=str(self.layout.lock))
+        on_wait = None if self._is_in_haste else self.on_wait
+        try:
+            with lock(
+                self.layout.lock, exclusive=exclusive, timeout=timeout, what=what, on_wait=on_wait
+            ):
+                self.refuse_if_moved()
+                yield
+        except LeaseTimeoutError:
+            if self._is_in_haste:
+                self._thread.haste = 0.0  # one wait, not one for each blob
+            raise
+
+    @contextmanager
+    def in_haste(self) -> Iterator[None]:
+        """Let this thread wait for nobody inside the block: LeaseTimeoutError comes instead."""
+        self._thread.haste = HASTE
+        try:
             yield
+        finally:
+            self._thread.haste = None
+
+    @property
+    def _is_in_haste(self) -> bool:
+        return getattr(self._thread, "haste", None) is not None
+
+    def _patience(self) -> float | None:
+        return self._thread.haste if self._is_in_haste else self.settings.lock_timeout
 
     def refuse_if_moved(self) -> None:
         """Raise if the store is not here any more."""
@@ -83,6 +124,25 @@ class Volume:
         """Return a new batch of journaled changes."""
         self.refuse_if_moved()
         return Batch(self.journal, self.layout.tmp, label)
+
+    def fold_journal(self) -> None:
+        """Let the journal hold what matters and no more, if it is long and was not just looked at.
+
+        The note keeps every opening from reading a long journal of which nothing can go.
+        """
+        with suppress(FileNotFoundError):
+            size = self.layout.journal.stat().st_size
+            if size < FOLD_SIZE or size < 2 * int(self.index.note(_FOLDED) or 0):
+                return
+            with self.guard("fold the journal", exclusive=True):
+                made = self.new_tmp()
+                try:
+                    size = self.journal.fold(
+                        made, lambda batch: (self.layout.tmp / f"batch-{batch}").exists()
+                    )
+                finally:
+                    made.release(remove=True)
+                self.index.set_note(_FOLDED, str(size))
 
     def new_tmp(self) -> Claim:
         """Make and lock a new file in `tmp/`; if this process dies, the next open removes it."""
@@ -101,6 +161,9 @@ class Volume:
             return
         with suppress(OSError), open(create_own(self.layout.reserve), "wb") as file:
             file.write(bytes(RESERVE_SIZE))
+
+    def _say(self, sentence: str) -> None:
+        (self.on_wait if self.on_wait and not self._is_in_haste else _log.info)(sentence)
 
     def is_here(self, st: os.stat_result) -> bool:
         """Say whether a file lies on this volume's filesystem, so that it can be hard-linked."""

@@ -190,6 +190,27 @@ class TestChanges:
         walked(store, *plain(folder))
         assert all_seen(store) == [folder / "b.gguf"]
 
+    @pytest.mark.parametrize("gone", ["file", "directory", "moved", "linked"])
+    def test_the_hashes_of_a_file_are_forgotten_when_it_is_seen_nowhere_any_more(
+        self, store: Store, folder: Path, path: Path, gone: str
+    ) -> None:
+        os.utime(path, ns=(10**18, 10**18))
+        if gone == "linked":
+            os.link(path, folder / "link.gguf")
+        walked(store, *plain(folder))
+        inode = path.stat().st_ino
+        store.digest_of(path)
+        assert store.volume.index.memo(store.volume.filesystem, inode) is not None
+        if gone == "directory":
+            shutil.rmtree(path.parent)
+        elif gone == "moved":
+            path.parent.rename(folder / "other")
+        else:
+            path.unlink()
+        walked(store, *plain(folder))
+        memo = store.volume.index.memo(store.volume.filesystem, inode)
+        assert (memo is not None) == (gone in ("moved", "linked"))
+
     def test_a_moved_directory_is_seen_where_it_is(
         self, store: Store, folder: Path, path: Path
     ) -> None:

@@ -1,4 +1,4 @@
-"""A btrfs or XFS for some tests, whatever the temporary directory lies on.
+"""A btrfs or XFS for some tests, or a tiny ext4, whatever the temporary directory lies on.
 
 It is an image in a file, mounted in a mount namespace that this process gets for itself: nobody
 else sees it, and it goes with the process. Where that cannot be done, the tests are skipped with
@@ -22,19 +22,23 @@ import pytest
 
 from tests.store.small_disks import CannotMountError, enter_namespace
 
-Disk = Literal["btrfs", "xfs"]
+Disk = Literal["btrfs", "xfs", "ext4"]
 DISKS: tuple[Disk, ...] = ("btrfs", "xfs")
 
 _SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _MKFS: dict[Disk, tuple[tuple[str, ...], int]] = {
     "btrfs": (("mkfs.btrfs", "-q"), 600),
     "xfs": (("mkfs.xfs", "-q", "-m", "reflink=1"), 600),
+    "ext4": (("mkfs.ext4", "-q", "-m", "0", "-b", "1024"), 12),
 }
 
 
 @contextmanager
 def reflink_disk(kind: Disk, directory: Path, *, options: str = "") -> Iterator[Path]:
-    """Give the root of a new filesystem on which files can share blocks, writable for all."""
+    """Give the root of a new filesystem on which files can share blocks, writable for all.
+
+    "ext4" cannot share any: it is small, and so are its blocks.
+    """
     mkfs, megabytes = _MKFS[kind]
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can mount an image")

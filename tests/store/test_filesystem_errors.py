@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,8 @@ from smartcache.errors import (
 from smartcache.store.blobs import explained
 from smartcache.store.filesystems import mount_of
 from smartcache.store.store import Store
+from tests.processes.children import Child
+from tests.store.reflink_disks import reflink_disk
 from tests.store.small_disks import PAGE, Disk, bind, in_own_namespace
 
 if sys.platform != "linux":
@@ -230,6 +232,44 @@ def test_a_store_cannot_be_made_on_a_full_disk(tmp_path: Path) -> None:
             return [store.put_stream([b"bytes"]).digest]
 
     assert in_own_namespace(make)
+
+
+def fill(point: Path, *, but: int) -> None:
+    """Leave so many blocks of 1 KB free."""
+    with open(point / "filler", "wb", buffering=0) as file:
+        with suppress(OSError):
+            while True:
+                file.write(bytes(1024))
+        os.fsync(file.fileno())
+        os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - but * 1024)
+        os.fsync(file.fileno())
+
+
+def test_no_process_dies_without_a_word_where_blocks_are_smaller_than_pages(
+    tmp_path: Path,
+) -> None:
+    """SQLite maps its shared memory with holes in it: with these numbers it was a SIGBUS."""
+
+    def use(root: Path) -> str:
+        try:
+            with Store(root) as store:
+                for number in range(40):
+                    store.volume.index.add_volume(Path(f"/{number}" * 100), "f")
+                return "works"
+        except NoSpaceError as error:
+            return str(error).partition(" ")[0]
+
+    with reflink_disk("ext4", tmp_path) as point:
+        with Store(point / "store") as store:
+            store.put_stream([DATA])
+        (point / "store" / "reserve").unlink(missing_ok=True)
+        answers = set()
+        for blocks in (4, 9, 18, 24, 31, 36, 66, 80, 1000):
+            fill(point, but=blocks)
+            with Child(lambda: use(point / "store")) as child:
+                answers.add(child.result())
+            (point / "filler").unlink()
+        assert answers == {"No", "works"}
 
 
 def test_placing_on_a_full_disk_leaves_nothing_there(tmp_path: Path) -> None:

@@ -3,18 +3,25 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.store import volume
 from smartcache.store.journal import Batch, Change, Journal
+from smartcache.store.locks import claim
 from smartcache.store.store import Store
 from smartcache.store.swap import beside
+from tests.processes.children import Child
 from tests.store.files import WEIGHTS, digest_of, mode_of, snapshot, write
 
 DIGEST = "ab" * 32
@@ -375,11 +382,155 @@ class TestDurable:
         assert (found.label, found.changes) == ("outer", 2)
 
 
+class TestFold:
+    """What is over leaves the journal; what undo, recovery or a rebuild may ask for stays."""
+
+    def fold(self, journal: Journal, *, claimed: str = "") -> int:
+        made = claim(journal.path.with_name("folded"))
+        assert made is not None
+        try:
+            return journal.fold(made, lambda batch: batch == claimed)
+        finally:
+            made.release(remove=True)
+
+    def test_open_changes_stay_with_their_heads_and_closed_ones_go(self, journal: Journal) -> None:
+        for number in range(50):
+            with batch(journal, f"run {number}") as each:
+                one, two = each.begin(
+                    [change(f"{number}-{n}", inode=2 * number + n) for n in (0, 1)]
+                )
+                each.end(one, "done" if number % 10 == 0 else "undone")
+                each.end(two, "back")
+        before = journal.open_changes(), journal.history()
+        size = journal.path.stat().st_size
+        assert self.fold(journal) == journal.path.stat().st_size < size / 5
+        assert (journal.open_changes(), journal.history()) == before
+        assert [b.label for b in journal.history()] == [f"run {n}" for n in range(0, 50, 10)]
+        with batch(journal, "more") as each:
+            each.begin([change("more")])
+        assert len(journal.open_changes()) == 6
+
+    def test_a_journal_of_which_most_matters_stays_as_it_is(self, journal: Journal) -> None:
+        with batch(journal) as each:
+            for n, begun in enumerate(each.begin([change(str(n), inode=n) for n in range(10)])):
+                each.end(begun, "done" if n % 2 else "back")
+        before = journal.path.read_bytes()
+        self.fold(journal)
+        assert journal.path.read_bytes() == before
+
+    def test_what_is_in_work_or_to_be_recovered_stays(self, journal: Journal) -> None:
+        with batch(journal, "old") as old:
+            for begun in old.begin([change(str(n), inode=n) for n in range(100)]):
+                old.end(begun, "undone")
+        live = batch(journal, "live")
+        begun, ended = live.begin([change("begun", inode=200), change("ended", inode=201)])
+        live.end(ended, "back")
+        live.flush()
+        self.fold(journal, claimed=live.id)
+        assert {c.path.name: c.state for c in journal.changes()} == {
+            "begun": "begun",
+            "ended": "back",
+        }
+        live.end(begun, "done")
+        live.close()
+        assert [c.path.name for c in journal.open_changes()] == ["begun"]
+
+    def test_pins_that_were_not_ended_stay(self, journal: Journal) -> None:
+        def note(op: str, name: str) -> None:
+            with batch(journal, op) as each:
+                (begun,) = each.begin([Change(op=op, path=Path(name), digest=DIGEST, size=0)])  # type: ignore[arg-type]
+                each.end(begun, "done")
+
+        for _ in range(20):
+            note("pin", "a")
+            note("unpin", "a")
+        note("pin", "a")
+        note("pin", "b")
+        note("pin", "c")
+        note("unpin", "c")
+        self.fold(journal)
+        assert [(c.op, str(c.path)) for c in journal.open_changes()] == [("pin", "a"), ("pin", "b")]
+
+    def test_undo_gives_the_same_back_after_a_fold(self, store: Store, folder: Path) -> None:
+        """Two names of one file, of which one was undone before: they are one file again."""
+        one = write(folder / "one.safetensors")
+        os.link(one, folder / "two.safetensors")
+        before = snapshot(folder)
+        digest = store.put_stream([WEIGHTS]).digest
+        list(store.replace_many([(one, digest)]))
+        list(store.replace_many([(folder / "two.safetensors", digest)]))
+        first, _ = store.history()
+        store.plan_undo([first.id]).execute()
+        for n in range(40):
+            store.adopt(write(folder / "x.bin", bytes([n]) * 1000))
+            store.plan_undo([store.history()[-1].id]).execute()
+        size = store.volume.journal.path.stat().st_size
+        assert self.fold(store.volume.journal) < size / 2
+        store.plan_undo().execute()
+        (folder / "x.bin").unlink()
+        assert snapshot(folder) == before
+
+    def test_a_store_folds_a_long_journal_when_it_is_opened(
+        self, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(volume, "FOLD_SIZE", 5000)
+        store.adopt(write(folder / "kept.bin"))
+        for n in range(20):
+            store.adopt(write(folder / "x.bin", bytes([n]) * 1000))
+            store.plan_undo([store.history()[-1].id]).execute()
+        size = store.volume.journal.path.stat().st_size
+        history = store.history()
+        with Store(store.root) as again:
+            assert again.volume.journal.path.stat().st_size < size / 5
+            assert again.history() == history
+        assert store.history() == history
+        assert [done.note for done in store.plan_undo().execute()] == [""]
+
+    def test_no_line_is_lost_while_others_append_and_are_killed(self, journal: Journal) -> None:
+        """Nine of ten changes are over at once, so every fold finds something to leave out."""
+        count = 150
+
+        def append(who: int) -> None:
+            for number in range(count):
+                names = [f"{who}-{number}-{n}" for n in range(10)]
+                inode = 10 * (who * count + number)
+                with batch(journal, "append") as each:
+                    wanted = [change(name, inode=inode + n) for n, name in enumerate(names)]
+                    first, *others = each.begin(wanted, sync=False)
+                    each.end(first, "done")
+                    for other in others:
+                        each.end(other, "back")
+
+        def is_claimed(batch_id: str) -> bool:
+            return (journal.path.parent / f"batch-{batch_id}").exists()
+
+        def fold() -> None:
+            while (made := claim(journal.path.with_name(f"folded-{os.getpid()}"))) is not None:
+                journal.fold(made, is_claimed)
+                made.release(remove=True)
+
+        with ExitStack() as stack:
+            writers = [stack.enter_context(Child(partial(append, who))) for who in range(2)]
+            chance = random.Random(3)
+            for _ in range(12):
+                with Child(fold):  # killed when the block ends
+                    time.sleep(chance.uniform(0.01, 0.08))
+            for each in writers:
+                each.result()
+        self.fold(journal)
+        expected = {f"{who}-{number}-0" for who in range(2) for number in range(count)}
+        assert {c.path.name for c in journal.open_changes()} == expected
+        assert {c.state for c in journal.open_changes()} == {"done"}
+        assert len(journal.changes()) < 2 * len(expected)
+
+
 class TestSeveralProcesses:
     PROGRAM = """
 import sys
 from pathlib import Path
+from smartcache.store import volume
 from smartcache.store.journal import Batch, Change, Journal
+from smartcache.store.locks import claim
 journal, name = Journal(Path(sys.argv[1])), sys.argv[2]
 print(flush=True)
 sys.stdin.read()
