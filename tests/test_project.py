@@ -215,6 +215,11 @@ class TestTree:
         assert names <= TOP_LEVEL
 
 
+def test_collecting_the_tests_loads_nothing_heavy(loaded_by_collecting: list[str]) -> None:
+    """Each worker collects all of them, and each fork of a process with torch is slow."""
+    assert loaded_by_collecting == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="shell scripts")
 class TestScripts:
     @pytest.mark.parametrize("name", [".ci/run", "scripts/test", "scripts/check"])
