@@ -57,6 +57,7 @@ hypothesis_settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long rounds too")
+    parser.addoption("--tally", type=Path, help="a file for the numbers passed, failed, skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -104,6 +105,16 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def _loaded() -> list[str]:
     return [name for name in HEAVY if name in sys.modules]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if path := config.getoption("--tally"):
+        groups = (["passed"], ["failed", "error"], ["skipped"])
+        stats = terminalreporter.stats
+        counts = [sum(len(stats.get(name, [])) for name in group) for group in groups]
+        path.write_text(" ".join(map(str, counts)) + "\n", "utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)

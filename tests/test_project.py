@@ -7,6 +7,7 @@ import fnmatch
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -220,6 +221,39 @@ def test_collecting_the_tests_loads_nothing_heavy(loaded_by_collecting: list[str
     assert loaded_by_collecting == []
 
 
+PLAIN_TESTS = """
+def test_passes(): pass
+def test_fails(): assert False
+"""
+TORCH_TESTS = """
+import pytest
+def test_passes(): pass
+def test_errs(no_such_fixture): pass
+def test_is_skipped(): pytest.skip("")
+"""
+PYTHON = """#!/bin/sh
+if [ "$2 $3" = "pytest -n" ]; then shift 4; set -- -m pytest -n 0 "$@"; fi
+exec '{}' "$@"
+"""
+
+
+def make_copy_with_tests(root: Path) -> None:
+    """A project with five tests and an environment that is ready; one process runs them."""
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (root / "tests" / "pretrained").mkdir(parents=True)
+    for name in ("smartcache", "tests/__init__.py", "tests/conftest.py", "tests/hub_server"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "tests/test_plain.py").write_text(PLAIN_TESTS, "utf-8")
+    (root / "tests/pretrained/test_torch.py").write_text(TORCH_TESTS, "utf-8")
+    python = root / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.format(sys.executable), "utf-8")
+    python.chmod(0o755)
+    code = "source scripts/_venv.sh && _wanted >.venv/.installed-test"
+    subprocess.run(["bash", "-c", code], cwd=root, check=True)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="shell scripts")
 class TestScripts:
     @pytest.mark.parametrize("name", [".ci/run", "scripts/test", "scripts/check"])
@@ -236,6 +270,28 @@ class TestScripts:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout.startswith(f"Usage: scripts/{name} ")
         assert os.listdir(copy) == ["scripts"]
+
+    def test_both_runs_of_the_tests_count(self, tmp_path: Path) -> None:
+        """The worse status is the script's, and its last line has the sums, whatever is asked."""
+        make_copy_with_tests(tmp_path)
+
+        def run(*words: str) -> tuple[int, list[str]]:
+            command = [str(tmp_path / "scripts/test"), *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            lines = done.stdout.splitlines()
+            return done.returncode, [re.sub(r"=+ | in .*", "", line) for line in lines]
+
+        status, lines = run()
+        assert (status, lines[-1]) == (1, "2 passed, 2 failed, 1 skipped")
+        assert "1 failed, 1 passed, 3 deselected" in lines
+        assert lines[-2] == "1 passed, 1 skipped, 2 deselected, 1 error"
+        status, lines = run("-k", "passes")
+        assert (status, lines[-2:]) == (
+            0,
+            ["2 passed, 3 deselected", "2 passed, 0 failed, 0 skipped"],
+        )
+        status, lines = run("--no-such-option")
+        assert (status, lines[-1]) == (4, "0 passed, 1 failed, 0 skipped")
 
     def test_a_machine_without_python_is_told_what_to_install(self, tmp_path: Path) -> None:
         bash = shutil.which("bash")
