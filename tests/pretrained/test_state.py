@@ -148,6 +148,14 @@ def cast_by_layer(model: Any) -> None:  # noqa: ANN401
     model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
 
 
+def save_memory(model: Any) -> None:  # noqa: ANN401
+    """By the name that transformers has for it from 5.15 on, or by its old one."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable()
+
+
 COMMON: dict[str, Change] = {
     "lora": add_lora,
     "fuse and unload": fuse_lora_and_unload,
@@ -192,7 +200,7 @@ TEXT: dict[str, Change] = {
     "tokens": lambda model: model.resize_token_embeddings(300, mean_resizing=False),
     "attention": lambda model: model.set_attn_implementation("eager"),
     "config": lambda model: setattr(model.config, "layer_norm_eps", 1.0),
-    "checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "checkpointing": save_memory,
     "peft": lambda model: setattr(model, "peft_config", {"default": object()}),
     "peft is loaded": lambda model: setattr(model, "_hf_peft_config_loaded", True),
 }
