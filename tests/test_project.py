@@ -239,8 +239,9 @@ def make_copy_with_tests(root: Path) -> None:
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / "tests" / "pretrained").mkdir(parents=True)
-    for name in ("smartcache", "tests/__init__.py", "tests/conftest.py", "tests/hub_server"):
-        (root / name).symlink_to(ROOT / name)
+    shared = [PACKAGE, ROOT / "tests/hub_server", *(ROOT / "tests").glob("[!t]*.py")]
+    for path in shared:
+        (root / relative(path)).symlink_to(path)
     (root / "tests/test_plain.py").write_text(PLAIN_TESTS, "utf-8")
     (root / "tests/pretrained/test_torch.py").write_text(TORCH_TESTS, "utf-8")
     python = root / ".venv/bin/python"

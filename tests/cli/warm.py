@@ -9,6 +9,7 @@ huggingface_hub imports, but not huggingface_hub: it reads the environment when 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import io
@@ -191,7 +192,8 @@ def _load() -> None:
     os.wait()
     for name in names:
         if not name.startswith(("huggingface_hub", "hf_xet", "__")):
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # not each name is one that can be imported
+                importlib.import_module(name)
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
