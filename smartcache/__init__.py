@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         SmartcacheError,
         StoreError,
         UnknownClassError,
+        UnreadableConfigError,
         UnsupportedValueError,
         WrongVariantError,
     )
@@ -72,6 +73,7 @@ __all__ = [
     "Store",
     "StoreError",
     "UnknownClassError",
+    "UnreadableConfigError",
     "UnsupportedValueError",
     "WrongVariantError",
     "__version__",

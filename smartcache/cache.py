@@ -18,8 +18,6 @@ from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
-    from huggingface_hub import DryRunFileInfo
-
     from smartcache.artifacts.artifactset import ArtifactSet
     from smartcache.artifacts.figures import SetInfo
     from smartcache.artifacts.sets import ArtifactSets
@@ -58,8 +56,8 @@ class SmartCache:
 
         return dropin.download(self.store, call, look=self.look_again, progress=progress)
 
-    def dry_run(self, call: Call) -> list[DryRunFileInfo]:
-        """Say what such a call would download, as huggingface_hub does."""
+    def dry_run(self, call: Call) -> object:
+        """Say what such a call would download, as huggingface_hub does: of a file, or of all."""
         from smartcache.hub import dropin
 
         return dropin.dry_run(self.store, call, look=self.look_again)
@@ -152,7 +150,7 @@ class SmartCache:
         name: str,
         *,
         fingerprint: Mapping[str, object],
-        max_size: int | None = None,
+        max_size: float | None = None,
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
@@ -161,7 +159,7 @@ class SmartCache:
 
         `max_size` (bytes) and `ttl` (from a put) bound it, `evictable=False` forbids to evict
         anything of it, `durable` makes every put survive power loss. What is given is kept with
-        the set, what is not given stays as it was.
+        the set, what is not given stays as it was; `math.inf` takes a bound back.
         """
         return self.sets.open(
             name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable

@@ -9,11 +9,12 @@ is where the user has to correct it. An empty variable counts as unset.
     threads              SMARTCACHE_THREADS          a number from 1
     keep_writable        SMARTCACHE_KEEP_WRITABLE    1/0, true/false, yes/no, on/off
     link_min_size        SMARTCACHE_LINK_MIN_SIZE    a size: 65536, "64KiB"
-    shared               SMARTCACHE_SHARED           as keep_writable
     lock_timeout         SMARTCACHE_LOCK_TIMEOUT     seconds, "5m", or "none": wait for ever
     everywhere           SMARTCACHE                  as keep_writable; `import smartcache.auto` asks
     artifacts_max_size   SMARTCACHE_ARTIFACTS_MAX_SIZE  a size: bound of all artifacts together
     artifacts_ttl        SMARTCACHE_ARTIFACTS_TTL    as lock_timeout: no artifact lives longer
+    shared_stores        SMARTCACHE_SHARED_STORES    paths, as PATH has them; in the file, a list
+    shared_store_owners  SMARTCACHE_SHARED_STORE_OWNERS  users by name or number: "ann,1002", a list
 
 The file is `$SMARTCACHE_CONFIG`, or `smartcache/config.toml` in `$XDG_CONFIG_HOME` or `~/.config`.
 """
@@ -30,7 +31,7 @@ from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -51,11 +52,14 @@ class Settings:
     threads: int = field(default_factory=_default_threads)
     keep_writable: bool = False
     link_min_size: int = 65_536
-    shared: bool = False
     lock_timeout: float | None = None
     everywhere: bool = False
     artifacts_max_size: int | None = None
     artifacts_ttl: float | None = None
+    shared_stores: tuple[Path, ...] = ()
+    """Stores that others have published, to take bytes from."""
+    shared_store_owners: tuple[int, ...] = ()
+    """The users besides root whose published stores may be used."""
 
 
 class Overrides(TypedDict, total=False):
@@ -65,11 +69,12 @@ class Overrides(TypedDict, total=False):
     threads: int | str | None
     keep_writable: bool | str | None
     link_min_size: int | str | None
-    shared: bool | str | None
     lock_timeout: float | str | None
     everywhere: bool | str | None
     artifacts_max_size: int | str | None
     artifacts_ttl: float | str | None
+    shared_stores: Sequence[str | Path] | str | None
+    shared_store_owners: Sequence[str | int] | str | None
 
 
 def load_settings(**overrides: Unpack[Overrides]) -> Settings:
@@ -93,7 +98,8 @@ def load_settings(**overrides: Unpack[Overrides]) -> Settings:
         elif (value := stored.get(name)) is not None:
             values[name] = _parsed(parse, value, f"{path}: {name}", path.parent)
     if "home" not in values:
-        values["home"] = _xdg("XDG_CACHE_HOME", ".cache") / "smartcache"
+        # Not the cache directory, which people empty: the journal is there, and computed tensors.
+        values["home"] = _xdg("XDG_DATA_HOME", ".local/share") / "smartcache"
     return Settings(**values)  # type: ignore[arg-type]  # each value went through the parser of its field
 
 
@@ -180,6 +186,37 @@ def _expand(text: str) -> Path:
         ) from None
 
 
+def _paths(value: object, base: Path) -> tuple[Path, ...]:
+    """Return absolute paths, each once: of a list, or of a text like that of PATH."""
+    given = [each for each in value.split(os.pathsep) if each] if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"not a list of paths: {value!r}", hint='Write a list: ["/srv/models"].')
+    return tuple(dict.fromkeys(_path(each, base) for each in given))
+
+
+def _users(value: object, _base: Path) -> tuple[int, ...]:
+    """Return the numbers of users: of a list, or of a text with commas between them."""
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"not a list of users: {value!r}", hint='Write a list: ["ann", 1002].')
+    return tuple(dict.fromkeys(_user(each) for each in given))
+
+
+def _user(value: object) -> int:
+    import pwd
+
+    name = value.strip() if isinstance(value, str) else value
+    try:
+        if isinstance(name, str):
+            return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
+        if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+            return name
+        raise KeyError(name)
+    except (KeyError, ValueError):  # ValueError: a NUL, or thousands of digits
+        hint = "Write the name or the number of a user of this machine: 'id -u NAME' shows it."
+        raise ConfigError(f"there is no user {value!r}", hint=hint) from None
+
+
 def _count(value: object, _base: Path) -> int:
     hint = f"Write a whole number from 1 to {_MOST_THREADS}."
     try:
@@ -252,11 +289,12 @@ _PARSERS: Mapping[str, Callable[[object, Path], object]] = {
     "threads": _count,
     "keep_writable": _flag,
     "link_min_size": _size,
-    "shared": _flag,
     "lock_timeout": _timeout,
     "everywhere": _flag,
     "artifacts_max_size": _size,
     "artifacts_ttl": _lifetime,
+    "shared_stores": _paths,
+    "shared_store_owners": _users,
 }
 _VARIABLES = {"everywhere": "SMARTCACHE"}
 """The settings whose variable is not called after them."""

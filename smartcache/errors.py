@@ -16,12 +16,13 @@
     │   └── SetIndexDamagedError            the index of a set is no readable SQLite file
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
     ├── HubError
-    │   ├── UnsafeNameError(ValueError)     the Hub lists a file whose name leads out of its folder
+    │   ├── UnsafeNameError(ValueError)     the name of a file of a repo leads out of its folder
     │   ├── RepoNotCachedError(LookupError) no HF cache here has this repo or revision
     │   └── BundleError(ValueError)         an exported bundle is damaged or not one of ours
     ├── PretrainedError
-    │   ├── MissingWeightsError(OSError)    a model or component has no weights there
+    │   ├── MissingWeightsError(ValueError, FileNotFoundError)
     │   ├── WrongVariantError(ValueError, OSError)
+    │   ├── UnreadableConfigError(ValueError, OSError)
     │   ├── UnknownClassError(ValueError, AttributeError)
     │   ├── DeviceMemoryError(RuntimeError) the device has not enough memory for the weights
     │   └── SharedComponentError(RuntimeError)  what would change other pipelines too
@@ -29,6 +30,7 @@
         ├── StoreFormatError                the store was written by a newer smartcache, or is none
         ├── StoreMovedError                 the store was moved away while it was open
         ├── StoreUnwritableError(OSError)   read-only filesystem or missing permission
+        │   └── UnsafeStoreError            somebody else could change it
         ├── IndexDamagedError               the index is no readable SQLite file
         ├── BadDigestError(ValueError)      no digest, or a prefix that names several blobs
         ├── BlobNotFoundError(FileNotFoundError)
@@ -36,6 +38,7 @@
         ├── DigestMismatchError(OSError)    the bytes that arrived are not the bytes announced
         ├── SizeMismatchError(OSError)      more or fewer bytes than announced
         ├── DamagedBlobError(OSError)       a blob no longer has the bytes its name says
+        ├── UnsafeFileError(OSError)        something else is where a file of the store should be
         ├── FileSkippedError(OSError)       a file that must not be adopted or replaced, and why
         │   ├── FileBusyError               somebody has it open for writing
         │   └── FileChangedError            it changed while it was read
@@ -47,11 +50,13 @@
         └── LeaseTimeoutError(TimeoutError)
 
 A message says what failed and on which thing; `hint` says what to do about it. Data a program may
-want travels as attributes. Every error survives pickling, so it can cross a process pool.
+want travels as attributes; `errno` is that of the system's error from which ours was raised. Every
+error survives pickling, so it can cross a process pool.
 """
 
 from __future__ import annotations
 
+import errno as _errno
 from typing import ClassVar, Self
 
 
@@ -59,22 +64,35 @@ class SmartcacheError(Exception):
     """Base of all errors of this package: a message, a hint, and the data that belongs to it."""
 
     default_hint: ClassVar[str] = ""
+    default_errno: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, hint: str | None = None, **data: object) -> None:
         super().__init__(message)
         self.message = message
         self.hint = self.default_hint if hint is None else hint
-        for name, value in data.items():
-            setattr(self, name, value)
         self._data = data
+        more = {"strerror": message} if isinstance(self, OSError) else {}
+        for name, value in {**more, **data}.items():
+            setattr(self, name, value)
 
     def __str__(self) -> str:
         """Return the message alone: OSError and KeyError would decorate it."""
         return self.message
 
+    @property
+    def errno(self) -> int | None:
+        """The number of the system's error behind this one: given, of the cause, or the class's."""
+        known = (self._data.get("errno"), getattr(self.__cause__, "errno", None))
+        return next((each for each in known if isinstance(each, int)), self.default_errno)
+
+    @errno.setter
+    def errno(self, value: int | None) -> None:
+        self._data["errno"] = value
+
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild through `_rebuild`, because keyword-only arguments do not survive `args`."""
-        return _rebuild, (type(self), self.message, self.hint, self._data)
+        data = self._data if self.errno is None else {**self._data, "errno": self.errno}
+        return _rebuild, (type(self), self.message, self.hint, data)
 
     @classmethod
     def rebuilt(cls, message: str, hint: str, data: dict[str, object]) -> Self:
@@ -176,7 +194,7 @@ class HubError(SmartcacheError):
 
 
 class UnsafeNameError(HubError, ValueError):
-    """The Hub lists a file whose name would lead out of its folder; nothing was written."""
+    """The name of a file of a repo would lead out of its folder; nothing was written."""
 
     default_hint = "Do not use this repo; its owner or the server means harm, or is broken."
 
@@ -197,16 +215,23 @@ class PretrainedError(SmartcacheError):
     """Something about a model or pipeline that was to be loaded."""
 
 
-class MissingWeightsError(PretrainedError, OSError):
-    """A model, or a component of a pipeline, has no weights that its library can load."""
+class MissingWeightsError(PretrainedError, ValueError, FileNotFoundError):
+    """There is no such model, or it or a component has no weights that its library can load."""
 
     default_hint = "Check the name, the subfolder and the revision; was the download whole?"
+    default_errno = _errno.ENOENT
 
 
 class WrongVariantError(PretrainedError, ValueError, OSError):
     """There are weights, but none of the variant that was asked for."""
 
     default_hint = "Leave `variant` out, or name one that is there."
+
+
+class UnreadableConfigError(PretrainedError, ValueError, OSError):
+    """A file that describes a model or pipeline is not the JSON object that it should be."""
+
+    default_hint = "Get the file again, or name the class: from_pretrained(..., cls=...)."
 
 
 class UnknownClassError(PretrainedError, ValueError, AttributeError):
@@ -249,6 +274,15 @@ class StoreUnwritableError(StoreError, OSError):
     default_hint = "Check the owner and mode of the directory, or set SMARTCACHE_HOME to another."
 
 
+class UnsafeStoreError(StoreUnwritableError):
+    """A store, or a part of it, belongs to somebody else or could be written by others."""
+
+    default_hint = (
+        "Use a store of your own (set SMARTCACHE_HOME). A store that its owner has opened with"
+        " 'smartcache publish' can be read: name it in shared_stores."
+    )
+
+
 class IndexDamagedError(StoreError):
     """The index is no SQLite database any more."""
 
@@ -269,6 +303,7 @@ class BlobNotFoundError(StoreError, FileNotFoundError):
     """No blob of that digest or alias is in the store."""
 
     default_hint = "'smartcache ls' shows what is in the store."
+    default_errno = _errno.ENOENT
 
 
 class BlobInUseError(StoreError):
@@ -293,6 +328,12 @@ class DamagedBlobError(StoreError, OSError):
     """A blob no longer has the bytes its name says; it was moved to `bad/`."""
 
     default_hint = "Run 'smartcache verify --repair', or get the file again."
+
+
+class UnsafeFileError(StoreError, OSError):
+    """Where a file of the store should be there is a symlink, a FIFO, a device or a directory."""
+
+    default_hint = "Look what it is and remove it. 'smartcache verify --repair' moves it aside."
 
 
 class FileSkippedError(StoreError, OSError):
@@ -320,6 +361,7 @@ class DestinationExistsError(StoreError, FileExistsError):
     """There is another file at the destination already."""
 
     default_hint = "Choose another path, or allow overwriting."
+    default_errno = _errno.EEXIST
 
 
 class CannotLinkError(StoreError, OSError):
@@ -332,6 +374,7 @@ class NoSpaceError(StoreError, OSError):
     """The filesystem or a quota is full, or would be."""
 
     default_hint = "'smartcache prune' frees what only smartcache holds."
+    default_errno = _errno.ENOSPC
 
 
 class PruneRefusedError(StoreError):
@@ -348,5 +391,6 @@ class LeaseTimeoutError(StoreError, TimeoutError):
     """Another process or thread held the lock or lease longer than the caller would wait."""
 
     default_hint = "Wait for that process to end, or allow more time."
+    default_errno = _errno.ETIMEDOUT
     key: str = ""
     holder: str = ""

@@ -1,7 +1,7 @@
 """The functions of the package, for programs that want no object: they share one `SmartCache`.
 
 `snapshot_download` and `hf_hub_download` have huggingface_hub's arguments, results and errors, so
-that the import is all that changes in a program.
+that the import is all that changes in a program. What they do not know goes through to it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from smartcache.cache import SmartCache
 from smartcache.config import Settings, load_settings
 from smartcache.errors import NoSpaceError, StoreUnwritableError
-from smartcache.hub.dropin import Call
+from smartcache.hub import dropin
+from smartcache.hub.dropin import Call, FileOptions, SnapshotOptions
+from smartcache.store.layout import Layout
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -27,39 +28,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _gate = threading.Lock()
 _open: dict[tuple[int, Settings], tuple[SmartCache, tuple[int, int] | None]] = {}
-
-
-class Options(TypedDict, total=False):
-    """What both functions take, under huggingface_hub's names and with its meaning."""
-
-    repo_type: str | None
-    revision: str | None
-    cache_dir: str | Path | None
-    local_dir: str | Path | None
-    library_name: str | None
-    library_version: str | None
-    user_agent: dict[str, str] | str | None
-    etag_timeout: float
-    force_download: bool
-    token: bool | str | None
-    local_files_only: bool
-    headers: dict[str, str] | None
-    endpoint: str | None
-    tqdm_class: type | None
-
-
-class SnapshotOptions(Options, total=False):
-    """What `snapshot_download` takes."""
-
-    allow_patterns: list[str] | str | None
-    ignore_patterns: list[str] | str | None
-    max_workers: int
-
-
-class FileOptions(Options, total=False):
-    """What `hf_hub_download` takes."""
-
-    subfolder: str | None
 
 
 def shared() -> SmartCache:
@@ -101,11 +69,8 @@ def snapshot_download(
 
     As `huggingface_hub.snapshot_download`; the result is its cache, or `local_dir`.
     """
-    arguments = _known("snapshot_download", SnapshotOptions, dict(options))
-    if dry_run:
-        call = Call(repo_id=repo_id, arguments={**arguments, "dry_run": True})
-        return shared().dry_run(call)
-    return _download(Call(repo_id=repo_id, arguments=arguments))
+    call = Call(repo_id=repo_id, arguments=dict(options))
+    return cast("str | list[DryRunFileInfo]", _answer(call, dry_run=dry_run))
 
 
 @overload
@@ -131,27 +96,47 @@ def hf_hub_download(
 
     As `huggingface_hub.hf_hub_download`.
     """
-    arguments = _known("hf_hub_download", FileOptions, dict(options))
+    if not isinstance(filename, str):
+        raise TypeError(f"filename must be a str, not {type(filename).__name__}")
+    call = Call(repo_id=repo_id, filename=filename, arguments=dict(options))
+    return cast("str | DryRunFileInfo", _answer(call, dry_run=dry_run))
+
+
+def _answer(call: Call, *, dry_run: bool) -> object:
+    """Answer a call; where no store can be used, huggingface_hub does, as without smartcache.
+
+    It does, too, where we do not know an argument. A dry run makes no store.
+    """
+    call = call.heard()
+    is_known = call.is_known
     if dry_run:
-        dry = {**arguments, "dry_run": True}
-        return shared().dry_run(Call(repo_id=repo_id, filename=filename, arguments=dry))[0]
-    return _download(Call(repo_id=repo_id, filename=filename, arguments=arguments))
-
-
-def _download(call: Call) -> str:
-    """Answer a call; where no store can be used, huggingface_hub does, as without smartcache."""
+        call = replace(call, arguments={**call.arguments, "dry_run": True})
+    if not is_known:
+        return call.delegate()
+    if dry_run and not _has_store():
+        return dropin.dry_run(None, call)
     try:
         cache = shared()
     except (StoreUnwritableError, NoSpaceError) as error:
         _log.warning("smartcache is not used: %s", error)
-        return str(call.delegate())
-    return cache.download(call)
+        return call.delegate()
+    return cache.dry_run(call) if dry_run else cache.download(call)
+
+
+def _has_store() -> bool:
+    try:
+        return Layout(load_settings().home).exists()
+    except OSError:
+        return True  # whoever opens it says what is wrong with it
 
 
 def plan_download(repo_id: str, **options: Unpack[SnapshotOptions]) -> DownloadPlan:
     """Plan a `snapshot_download`: for each file where its bytes come from; `execute` does it."""
-    arguments = _known("plan_download", SnapshotOptions, dict(options))
-    return shared().plan_download(Call(repo_id=repo_id, arguments=arguments))
+    call = Call(repo_id=repo_id, arguments=dict(options))
+    if not call.is_known:
+        unknown = ", ".join(sorted(options.keys() - SnapshotOptions.__optional_keys__))
+        raise TypeError(f"plan_download() got an unexpected keyword argument: {unknown}")
+    return shared().plan_download(call)
 
 
 def cache_mapping() -> CacheMapping:
@@ -159,8 +144,10 @@ def cache_mapping() -> CacheMapping:
     return shared().cache_mapping()
 
 
-def _known(function: str, names: type, options: dict[str, object]) -> Mapping[str, object]:
-    for name in options:
-        if name not in names.__annotations__ and name not in Options.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return options
+def _renew() -> None:
+    """Begin with an open gate in a forked child: the thread that held it is not there."""
+    global _gate  # noqa: PLW0603 - a lock cannot be opened by anybody but its owner
+    _gate = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -61,6 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Where Ctrl-C is ignored (a background job, some CI), all processes of tests would ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis_settings.load_profile("soak" if config.getoption("--soak") else "quick")
 
 

@@ -14,9 +14,9 @@ from smartcache.config import Settings, config_file, load_settings, variable
 from smartcache.errors import ConfigError
 
 NAMES = [
-    "home", "threads", "keep_writable", "link_min_size", "shared", "lock_timeout", "everywhere",
+    "home", "threads", "keep_writable", "link_min_size", "lock_timeout", "everywhere",
     "artifacts_max_size",
-    "artifacts_ttl",
+    "artifacts_ttl", "shared_stores", "shared_store_owners",
 ]  # fmt: skip
 
 
@@ -46,15 +46,16 @@ def write_config(user: Path, text: str) -> Path:
 
 def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
     assert load_settings() == Settings(
-        home=user / ".cache" / "smartcache",
+        home=user / ".local" / "share" / "smartcache",
         threads=min(os.cpu_count() or 1, 8),
         keep_writable=False,
         link_min_size=65536,
-        shared=False,
         lock_timeout=None,
         everywhere=False,
         artifacts_max_size=None,
         artifacts_ttl=None,
+        shared_stores=(),
+        shared_store_owners=(),
     )
 
 
@@ -71,21 +72,23 @@ def test_every_setting_can_come_from_the_environment(
     monkeypatch.setenv("SMARTCACHE_THREADS", "3")
     monkeypatch.setenv("SMARTCACHE_KEEP_WRITABLE", "yes")
     monkeypatch.setenv("SMARTCACHE_LINK_MIN_SIZE", "1MiB")
-    monkeypatch.setenv("SMARTCACHE_SHARED", "1")
     monkeypatch.setenv("SMARTCACHE_LOCK_TIMEOUT", "2.5")
     monkeypatch.setenv("SMARTCACHE", "1")
     monkeypatch.setenv("SMARTCACHE_ARTIFACTS_MAX_SIZE", "2TB")
     monkeypatch.setenv("SMARTCACHE_ARTIFACTS_TTL", "30d")
+    monkeypatch.setenv("SMARTCACHE_SHARED_STORES", os.pathsep.join(("/srv/models", "/mnt/more")))
+    monkeypatch.setenv("SMARTCACHE_SHARED_STORE_OWNERS", "1002, root")
     assert load_settings() == Settings(
         home=tmp_path / "store",
         threads=3,
         keep_writable=True,
         link_min_size=2**20,
-        shared=True,
         lock_timeout=2.5,
         everywhere=True,
         artifacts_max_size=2 * 10**12,
         artifacts_ttl=30 * 86400,
+        shared_stores=(Path("/srv/models"), Path("/mnt/more")),
+        shared_store_owners=(1002, 0),
     )
 
 
@@ -97,11 +100,12 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         threads = 3
         keep_writable = true
         link_min_size = "1MiB"
-        shared = true
         lock_timeout = "5m"
         everywhere = true
         artifacts_max_size = "500 GB"
         artifacts_ttl = 3600
+        shared_stores = ["/srv/models", "more", "/srv/models"]
+        shared_store_owners = ["root", 1002]
         """,
     )
     assert load_settings() == Settings(
@@ -109,11 +113,12 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         threads=3,
         keep_writable=True,
         link_min_size=2**20,
-        shared=True,
         lock_timeout=300,
         everywhere=True,
         artifacts_max_size=500 * 10**9,
         artifacts_ttl=3600,
+        shared_stores=(Path("/srv/models"), user / ".config" / "smartcache" / "more"),
+        shared_store_owners=(0, 1002),
     )
 
 
@@ -123,11 +128,12 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
         threads=3,
         keep_writable=True,
         link_min_size=2**20,
-        shared=True,
         lock_timeout=0,
         everywhere=True,
         artifacts_max_size=10**9,
         artifacts_ttl=300,
+        shared_stores=(tmp_path,),
+        shared_store_owners=(1002,),
     )
     assert (
         load_settings(
@@ -135,11 +141,12 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
             threads=3,
             keep_writable=True,
             link_min_size="1MiB",
-            shared=True,
             lock_timeout=0,
             everywhere=True,
             artifacts_max_size="1GB",
             artifacts_ttl="5m",
+            shared_stores=[tmp_path],
+            shared_store_owners=[1002],
         )
         == expected
     )
@@ -157,17 +164,17 @@ def test_argument_beats_environment_beats_file_beats_default(
 
 
 def test_a_false_argument_beats_a_true_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SMARTCACHE_SHARED", "true")
-    assert load_settings(shared=False).shared is False
+    monkeypatch.setenv("SMARTCACHE_KEEP_WRITABLE", "true")
+    assert load_settings(keep_writable=False).keep_writable is False
 
 
 def test_sources_are_combined_setting_by_setting(
     user: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_config(user, "threads = 2\nshared = true\n")
+    write_config(user, "threads = 2\neverywhere = true\n")
     monkeypatch.setenv("SMARTCACHE_THREADS", "3")
     settings = load_settings(keep_writable=True)
-    assert (settings.threads, settings.shared, settings.keep_writable) == (3, True, True)
+    assert (settings.threads, settings.everywhere, settings.keep_writable) == (3, True, True)
 
 
 def test_none_as_argument_counts_as_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +235,7 @@ BAD_VALUES = [
     ("threads", "100000"),
     ("threads", "9" * 5000),
     ("keep_writable", "perhaps"),
-    ("shared", "2"),
+    ("keep_writable", "2"),
     ("link_min_size", "big"),
     ("link_min_size", "-1"),
     ("lock_timeout", "soon"),
@@ -240,6 +247,11 @@ BAD_VALUES = [
     ("artifacts_max_size", "-1"),
     ("artifacts_ttl", "long"),
     ("artifacts_ttl", "0"),
+    ("shared_stores", "~nobody-has-this-name/x"),
+    ("shared_store_owners", "nobody-has-this-name"),
+    ("shared_store_owners", "root,"),
+    ("shared_store_owners", "-1"),
+    ("shared_store_owners", "9" * 5000),
 ]
 
 
@@ -266,7 +278,7 @@ def test_a_bad_key_of_the_file_is_named_with_the_file(name: str, value: str, use
         "threads = 2.0",
         "link_min_size = true",
         "link_min_size = 1.5",
-        "shared = 1",
+        "keep_writable = 1",
         "lock_timeout = true",
         "lock_timeout = [1]",
         "artifacts_max_size = true",
@@ -274,6 +286,12 @@ def test_a_bad_key_of_the_file_is_named_with_the_file(name: str, value: str, use
         "home = 3",
         'home = ""',
         'home = "a\\u0000b"',
+        "shared_stores = 3",
+        "shared_stores = [3]",
+        'shared_stores = [""]',
+        "shared_store_owners = true",
+        "shared_store_owners = [true]",
+        "shared_store_owners = [1.5]",
         "[threads]",
     ],
 )
@@ -324,10 +342,10 @@ def test_the_named_config_file_is_read_instead_of_the_usual_one(
 ) -> None:
     write_config(user, "threads = 2\n")
     other = tmp_path / "other.toml"
-    other.write_text("shared = true\n")
+    other.write_text("keep_writable = true\n")
     monkeypatch.setenv("SMARTCACHE_CONFIG", str(other))
     settings = load_settings()
-    assert settings.shared
+    assert settings.keep_writable
     assert settings.threads == min(os.cpu_count() or 1, 8)
 
 
@@ -340,16 +358,16 @@ def test_a_named_config_file_that_does_not_exist_is_an_error(
 
 
 def test_xdg_directories_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configs"))
-    assert load_settings().home == tmp_path / "caches" / "smartcache"
+    assert load_settings().home == tmp_path / "data" / "smartcache"
     assert config_file() == tmp_path / "configs" / "smartcache" / "config.toml"
 
 
 def test_relative_xdg_directories_are_ignored(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("XDG_DATA_HOME", "data")
     monkeypatch.setenv("XDG_CONFIG_HOME", "configs")
-    assert load_settings().home == user / ".cache" / "smartcache"
+    assert load_settings().home == user / ".local" / "share" / "smartcache"
     assert config_file() == user / ".config" / "smartcache" / "config.toml"
 
 

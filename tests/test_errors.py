@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import pickle
 import re
@@ -32,8 +33,9 @@ BUILTINS: dict[str, type[Exception]] = {
     "UnsafeNameError": ValueError,
     "RepoNotCachedError": LookupError,
     "BundleError": ValueError,
-    "MissingWeightsError": OSError,
+    "MissingWeightsError": ValueError,
     "WrongVariantError": ValueError,
+    "UnreadableConfigError": ValueError,
     "UnknownClassError": ValueError,
     "DeviceMemoryError": RuntimeError,
     "SharedComponentError": RuntimeError,
@@ -43,6 +45,7 @@ BUILTINS: dict[str, type[Exception]] = {
     "DigestMismatchError": OSError,
     "SizeMismatchError": OSError,
     "DamagedBlobError": OSError,
+    "UnsafeFileError": OSError,
     "FileSkippedError": OSError,
     "FileBusyError": OSError,
     "FileChangedError": OSError,
@@ -53,10 +56,19 @@ BUILTINS: dict[str, type[Exception]] = {
     "LeaseTimeoutError": TimeoutError,
 }
 MORE_BUILTINS: dict[str, type[Exception]] = {
+    "MissingWeightsError": FileNotFoundError,
+    "UnreadableConfigError": OSError,
     "WrongVariantError": OSError,
     "UnknownClassError": AttributeError,
 }
 """What diffusers and transformers raise in the same case, each of them another one."""
+NUMBERS = {
+    "BlobNotFoundError": errno.ENOENT,
+    "DestinationExistsError": errno.EEXIST,
+    "LeaseTimeoutError": errno.ETIMEDOUT,
+    "MissingWeightsError": errno.ENOENT,
+    "NoSpaceError": errno.ENOSPC,
+}
 INHERITED = {"ArtifactGoneError", "FileBusyError", "FileChangedError"}
 """Their builtin is that of the error above them in the tree."""
 
@@ -156,10 +168,25 @@ def test_an_error_is_of_settings_or_of_one_layer(cls: type[SmartcacheError]) -> 
     assert [issubclass(cls, each) for each in layers].count(True) == (cls is not SmartcacheError)
 
 
-def test_errors_of_the_operating_system_keep_no_errno_of_ours() -> None:
-    """`explained` tells our errors from the system's by it."""
-    for cls in CLASSES:
-        assert getattr(cls("m"), "errno", None) is None
+@every_class
+def test_an_error_has_the_number_of_the_systems_error_behind_it(
+    cls: type[SmartcacheError],
+) -> None:
+    """In another process too, where there is no cause any more."""
+    with pytest.raises(cls) as raised:
+        raise cls("m") from OSError(errno.EDQUOT, "quota exceeded")
+    error = raised.value
+    for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301
+        assert each.errno == errno.EDQUOT
+        assert str(each) == "m"
+        if isinstance(each, OSError):
+            assert each.strerror == "m"
+
+
+@every_class
+def test_without_one_an_error_has_the_number_of_its_builtin(cls: type[SmartcacheError]) -> None:
+    assert cls("m").errno == NUMBERS.get(cls.__name__)
+    assert cls("m", errno=errno.EIO).errno == errno.EIO
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,12 @@ class TestPublicNames:
 
 
 class TestPackaging:
+    def test_it_claims_no_system_on_which_it_was_never_tested(self) -> None:
+        classifiers = project()["classifiers"]
+        assert isinstance(classifiers, list)
+        systems = [each for each in classifiers if each.startswith("Operating System")]
+        assert systems == ["Operating System :: POSIX :: Linux"]
+
     def test_the_installed_version_is_the_one_in_the_source(self) -> None:
         assert importlib.metadata.version("smartcache") == smartcache.__version__
 
@@ -258,6 +264,35 @@ class TestScripts:
     def test_is_executable_and_parses(self, name: str) -> None:
         assert os.access(ROOT / name, os.X_OK)
         subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
+
+    def test_the_whole_run_sees_no_variable_of_the_machine(self, tmp_path: Path) -> None:
+        """A variable that happened to be set has hidden a fault before."""
+        shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+        (tmp_path / "scripts").mkdir()
+        for name in ("check", "test"):
+            script = tmp_path / "scripts" / name
+            script.write_text("#!/bin/sh\nexec env\n")
+            script.chmod(0o755)
+        needed = {"PATH": os.environ["PATH"], "HOME": "/a home", "PIP_INDEX_URL": "https://x/ y"}
+        done = subprocess.run(
+            [tmp_path / ".ci" / "run"],
+            env={**needed, "PYTHONUNBUFFERED": "1", "SMARTCACHE_HOME": "/elsewhere"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        shell_makes = ("PWD=", "SHLVL=", "_=", "OLDPWD=")
+        lines = [line for line in done.stdout.splitlines() if not line.startswith(shell_makes)]
+        assert sorted(lines) == sorted(f"{key}={needed[key]}" for key in [*needed] * 2)
+
+    def test_tests_of_ctrl_c_pass_where_ctrl_c_is_ignored(self) -> None:
+        """As in a job in the background: processes inherit it."""
+        words = "-m pytest -q -n 0 -p no:cacheprovider tests/cli/test_program.py -k at_a_question"
+        line = f"trap '' INT; exec '{sys.executable}' {words}"
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
 
     @pytest.mark.parametrize("name", ["test", "check"])
     def test_help_needs_no_environment(self, name: str, tmp_path: Path) -> None:

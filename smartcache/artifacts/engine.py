@@ -27,15 +27,8 @@ from smartcache.artifacts.records import PACK_HEADER_BYTES
 from smartcache.artifacts.recovery import read_tails, recover
 from smartcache.artifacts.sequence import sequence_base
 from smartcache.artifacts.setfolder import SetFolder
-from smartcache.artifacts.setindex import SetIndex
-from smartcache.errors import (
-    ArtifactError,
-    IndexDamagedError,
-    SetIndexDamagedError,
-    SmartcacheError,
-)
+from smartcache.errors import ArtifactError, SmartcacheError
 from smartcache.store.faults import reached
-from smartcache.store.filesystems import is_network
 from smartcache.store.kernel import sync_directory
 from smartcache.store.leases import Leases
 from smartcache.store.locks import lock
@@ -52,7 +45,7 @@ class SetEngine(Counting):
         self.set_id = bytes.fromhex(folder.id)
         self._stat = os.stat(folder.path)
         self.pack_bytes = PACK_BYTES
-        super().__init__(folder, _open_index(folder), PackFiles(folder.path, self.set_id))
+        super().__init__(folder, folder.open_index(), PackFiles(folder.path, self.set_id))
         self.leases = Leases(folder.path / "leases")
         self.readers: dict[int, bytes] = {}
         """The keys of open samples, by their identity: what they stand for is not evicted."""
@@ -237,13 +230,6 @@ class SetEngine(Counting):
             return
         self._sync_gate = threading.Lock()
         self.begin_again()
-
-
-def _open_index(folder: SetFolder) -> SetIndex:
-    try:
-        return SetIndex(folder.path / "index.sqlite3", wal=not is_network(folder.path))
-    except IndexDamagedError as error:
-        raise SetIndexDamagedError(error.message, path=folder.path) from error
 
 
 _registry_gate = threading.RLock()

@@ -50,6 +50,8 @@ class SetInfo:
     on_disk: int = 0
     problem: str = ""
     """Why nothing more is known of it."""
+    cure: str = ""
+    """What to do about the problem."""
 
 
 def describe(engine: SetEngine) -> SetInfo:

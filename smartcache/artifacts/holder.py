@@ -108,7 +108,7 @@ def _look_at(info: SetInfo) -> PartReport:
     try:
         engine = open_engine(SetFolder.read(info.path))
     except (SmartcacheError, OSError) as error:
-        cure = REBUILD if (info.path / "set.json").exists() else ""
+        cure = error.hint if isinstance(error, SmartcacheError) else ""
         return PartReport(name=name_of(info), damage=(str(error),), cure=cure)
     try:
         damage = list(_damage(engine))
@@ -155,7 +155,7 @@ def told(info: SetInfo, report: SetVerifyReport) -> PartReport:
     if report.damaged:
         some = "artifact is" if len(report.damaged) == 1 else "artifacts are"
         damage.append(f"{len(report.damaged):,} {some} damaged")
-    cure = "" if not damage else COMPUTE if report.is_index_sound else REBUILD
+    cure = "" if not damage else COMPUTE if report.is_index_sound else info.cure or REBUILD
     return PartReport(
         name=name_of(info), items=report.artifacts, read_size=report.read_size,
         damage=tuple(damage), damaged=tuple(report.damaged), cure=cure,

@@ -37,7 +37,7 @@ from smartcache.errors import (
     SmartcacheError,
 )
 from smartcache.store.faults import reached
-from smartcache.store.flock import Descriptor, open_to_directory_writers, try_lock
+from smartcache.store.flock import Descriptor, try_lock
 from smartcache.store.kernel import sync_directory
 from smartcache.store.locks import Claim, claim
 
@@ -89,7 +89,7 @@ class OpenPack:
         try:
             self.fd = os.open(path, _TO_READ)
             if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-                raise SetFormatError(f"{path} is no regular file", path=path)
+                raise SetFormatError(f"{path} is not a regular file", path=path)
             head = PackHeader.parse(os.pread(self.fd, PACK_HEADER_BYTES, 0))
         except FileNotFoundError:
             raise
@@ -321,8 +321,6 @@ def new_writer(folder: Path, index: SetIndex, set_id: bytes) -> PackWriter:
         reached("pack: claimed")
         head = PackHeader(number, secrets.randbits(64), set_id)
         try:
-            os.fchmod(claimed.fd, 0o644)
-            open_to_directory_writers(claimed.fd, str(folder))
             os.pwrite(claimed.fd, head.to_bytes(), 0)
         except OSError as error:
             claimed.release()
@@ -338,7 +336,7 @@ def new_writer(folder: Path, index: SetIndex, set_id: bytes) -> PackWriter:
 
 def kept_unwritten(path: Path) -> Descriptor | None:
     """Let nobody write to a pack while the result is open; None: somebody does."""
-    descriptor = Descriptor(str(path), _TO_READ)
+    descriptor = Descriptor(str(path))
     if try_lock(descriptor.fd, exclusive=False):
         return descriptor
     descriptor.close()

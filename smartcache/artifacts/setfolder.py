@@ -6,7 +6,9 @@
       00000001.pack    records (records.py); more of them as it grows
       lock, leases/    flock files
 
-A set moves as a folder: nothing in it says where it lies.
+A set moves as a folder: nothing in it says where it lies. It belongs to one user, who alone can
+write it: folders are 0700 and files 0600, whatever the umask is, and what another user could have
+written is not even looked into.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import json
 import os
 import re
 import secrets
+import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 from smartcache.artifacts.fingerprint import Fingerprint
-from smartcache.artifacts.packs import pack_numbers
+from smartcache.artifacts.packs import SUFFIX, pack_numbers
+from smartcache.artifacts.setindex import SetIndex
 from smartcache.errors import (
     ArtifactError,
     BadSetNameError,
@@ -30,6 +35,7 @@ from smartcache.errors import (
     SetFormatError,
     StoreUnwritableError,
 )
+from smartcache.store.filesystems import is_network
 from smartcache.store.kernel import sync_directory
 
 FORMAT = 1
@@ -37,6 +43,11 @@ _FILE = "set.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ID = re.compile(r"[0-9a-f]{32}")
 _LARGEST = 1 << 24
+_OURS = re.compile(
+    r"set\.json|index\.sqlite3(-wal|-shm|-journal)?|lock(\.turn)?|leases|[0-9]{8}\.pack"
+)
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_TO_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def check_name(name: object) -> str:
@@ -49,6 +60,56 @@ def check_name(name: object) -> str:
 def is_id(text: str) -> bool:
     """Say whether a text has the form of the id of a set."""
     return _ID.fullmatch(text) is not None
+
+
+def refuse_foreign(found: os.stat_result, path: str | Path) -> None:
+    """Refuse what another user has made or could have changed; root gets no exception."""
+    if stat.S_ISLNK(found.st_mode):
+        hint = "Move what it points to into its place: a set is never followed elsewhere."
+        raise SetFormatError(f"{path} is a symlink", hint=hint, path=path)
+    if found.st_uid != os.geteuid():
+        hint = "Use it as the user who made it, or make a set of your own under another home."
+        raise SetFormatError(f"{path} belongs to another user", hint=hint, path=path)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        hint = f"If you trust what is in it, run 'chmod -R go-w {path}'."
+        raise SetFormatError(f"{path} can be written by other users", hint=hint, path=path)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a set that another user could have written to, and what is no file in it.
+
+    That is looked at once: where only its owner can write, nothing else takes a place later. A pack
+    that is no file harms nobody: whoever opens it leaves it alone.
+    """
+    for folder in (path.parent, path):
+        found = os.lstat(folder)
+        refuse_foreign(found, folder)
+        if not stat.S_ISDIR(found.st_mode):
+            raise SetFormatError(f"{folder} is not a folder", path=folder)
+    for name in filter(_OURS.fullmatch, os.listdir(path)):
+        with suppress(FileNotFoundError):  # a log of SQLite, or a pack that was compacted away
+            found = os.lstat(path / name)
+            is_right = stat.S_ISDIR if name == "leases" else stat.S_ISREG
+            if is_right(found.st_mode):
+                refuse_foreign(found, path / name)
+            elif not name.endswith(SUFFIX):
+                kind = "a folder" if name == "leases" else "a regular file"
+                hint = "Remove it: smartcache did not make it."
+                raise SetFormatError(f"{path / name} is not {kind}", hint=hint, path=path)
+
+
+def make_private(path: Path) -> None:
+    """Make an empty file that nobody else can open, if there is none."""
+    with suppress(FileExistsError):
+        descriptor = os.open(path, _TO_MAKE, 0o600)
+        os.fchmod(descriptor, 0o600)
+        os.close(descriptor)
+
+
+def _make_folder(path: Path) -> None:
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +147,15 @@ class SetFolder:
         """Return the numbers of its packs."""
         return pack_numbers(self.path)
 
+    def open_index(self) -> SetIndex:
+        """Open the index, made if it is not there; SetIndexDamagedError if it is none any more."""
+        path = self.path / "index.sqlite3"
+        try:
+            make_private(path)  # before SQLite, which would ask the umask
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return SetIndex(path, wal=not is_network(self.path))
+
     @classmethod
     def make(cls, sets: Path, name: str, fingerprint: Fingerprint, options: Options) -> Self:
         """Return the set of a name and a fingerprint, made if it is not there.
@@ -94,8 +164,14 @@ class SetFolder:
         """
         path = sets / check_name(name) / fingerprint.id(name)
         try:
+            sets.parent.mkdir(parents=True, exist_ok=True)
+            for each in (sets, path.parent, path):
+                _make_folder(each)
+            check_folder(path)
             if not (path / _FILE).exists():
-                path.mkdir(parents=True, exist_ok=True)
+                make_private(path / "lock")
+                make_private(path / "lock.turn")
+                _make_folder(path / "leases")
                 made = cls(
                     path=path, name=name, id=path.name, fingerprint=fingerprint,
                     created_at=datetime.now(UTC).replace(microsecond=0), options=options,
@@ -126,7 +202,8 @@ class SetFolder:
     def read(cls, path: Path) -> Self:
         """Read what a folder says it is; SetFormatError if that makes no sense."""
         try:
-            with open(path / _FILE, "rb") as file:
+            check_folder(path)
+            with open(os.open(path / _FILE, _TO_READ), "rb") as file:
                 document: Any = json.loads(file.read(_LARGEST))
             version = document["format"]
             if not isinstance(version, int) or version > FORMAT:
@@ -144,7 +221,7 @@ class SetFolder:
                 options=Options(**options),
             )  # fmt: skip
         except FileNotFoundError:
-            raise SetFormatError(f"{path} is no set: it has no {_FILE}", path=path) from None
+            raise SetFormatError(f"{path} is not a set: it has no {_FILE}", path=path) from None
         except (ArtifactError, ConfigError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -161,6 +238,7 @@ class SetFolder:
             "options": asdict(self.options),
         }
         temporary = self.path / f".{_FILE}-{secrets.token_hex(4)}"
+        make_private(temporary)
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)
             file.write("\n")

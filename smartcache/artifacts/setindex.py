@@ -6,9 +6,10 @@ question; the rows of a group of records are written by `commit`.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -29,7 +30,7 @@ from smartcache.artifacts.rows import (
     to_pack,
 )
 from smartcache.artifacts.setschema import MIGRATIONS
-from smartcache.errors import StoreError
+from smartcache.errors import IndexDamagedError, SetIndexDamagedError, StoreError
 from smartcache.store.database import Database
 from smartcache.store.schema import migrate
 
@@ -43,7 +44,7 @@ _MOST_ASKED = 500
 _ENTRY = "seq, place, length, layout, chunks, used_at, expires_at, pinned"
 _OF_ARTIFACT = _ENTRY.replace("seq", "artifacts.seq")
 _UNPINNED = "COALESCE(pinned, 0) <= 0"
-_TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+_TABLES = "SELECT CAST(name AS BLOB), CAST(tbl_name AS BLOB), CAST(sql AS BLOB) FROM sqlite_master"
 _PACK = "number, sealed, watermark, live, artifacts, min_seq, max_seq"
 
 
@@ -54,9 +55,24 @@ class SetIndex(Database):
 
     _connections = 0
 
+    def __init__(self, path: Path, *, wal: bool) -> None:
+        """Open the index; SetIndexDamagedError if its tables are not those of a set."""
+        with _damage_named(path):
+            super().__init__(path, wal=wal)
+            if set(self._all(_TABLES)) != _tables():
+                self.close()
+                raise SetIndexDamagedError(f"{path} is damaged: its tables are wrong", path=path)
+
     def _connect(self) -> sqlite3.Connection:
         self._connections += 1
-        return super()._connect()
+        with _damage_named(self.path):
+            return super()._connect()
+
+    @contextmanager
+    def write(self, *, durable: bool = False) -> Iterator[None]:
+        """Run a block as one transaction, as every database does."""
+        with _damage_named(self.path), super().write(durable=durable):
+            yield
 
     def data_version(self) -> int:
         """Return a number that is another one when another process may have written the index.
@@ -364,6 +380,24 @@ class SetIndex(Database):
         """Forget everything that is made again from the packs."""
         for table in ("artifacts", "chunks", "layouts", "deleted", "packs"):
             self._run(f"DELETE FROM {table}")
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Say of an index that cannot be opened or written that it is damaged, where that is why."""
+    try:
+        yield
+    except UnicodeDecodeError as error:  # SQLite quotes the schema, whose bytes may be anything
+        raise SetIndexDamagedError(f"{path} is damaged: its tables are wrong", path=path) from error
+    except StoreError as error:
+        code = getattr(error.__cause__, "sqlite_errorcode", 0)
+        # Its header says that it may only be read, not the filesystem.
+        is_locked_up = code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK)
+        is_nonsense = code & 0xFF == sqlite3.SQLITE_ERROR
+        if isinstance(error, IndexDamagedError) or is_nonsense or is_locked_up:
+            message = f"{path} is damaged: {error.__cause__}"
+            raise SetIndexDamagedError(message, path=path) from error
+        raise
 
 
 @cache

@@ -7,7 +7,9 @@ cannot be read is listed with its problem; it stands in nobody's way.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import secrets
 import shutil
 import sqlite3
@@ -26,8 +28,7 @@ from smartcache.artifacts.fingerprint import Fingerprint
 from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.packs import PackFiles
 from smartcache.artifacts.recovery import Rebuilt, recover
-from smartcache.artifacts.setfolder import Options, SetFolder, check_name, is_id
-from smartcache.artifacts.setindex import SetIndex
+from smartcache.artifacts.setfolder import Options, SetFolder, check_folder, check_name, is_id
 from smartcache.errors import (
     ArtifactError,
     BadSetNameError,
@@ -39,11 +40,10 @@ from smartcache.errors import (
     StoreUnwritableError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.store.filesystems import is_network
 from smartcache.store.locks import lock
 from smartcache.store.statkey import allocated_bytes
 
-_REMOVED = ".removed-"
+_REMOVED = re.compile(r"\.removed-[0-9a-f]{32}-[0-9a-f]{8}")
 _UNASKED = 256 << 20
 """Bytes that a process writes to a set at most before it measures all sets together again."""
 _PRUNED = 1 / 64
@@ -118,19 +118,24 @@ class ArtifactSets:
         name: str,
         fingerprint: Mapping[str, object] | Fingerprint,
         *,
-        max_size: int | None = None,
+        max_size: float | None = None,
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
     ) -> ArtifactSet:
         """Open the set of a name and a fingerprint, made if it is not there.
 
-        Options that are given are kept with the set; the others stay as they are.
+        Options that are given are kept with the set; the others stay as they are. `math.inf` takes
+        a `max_size` or a `ttl` back.
         """
         made = fingerprint if isinstance(fingerprint, Fingerprint) else Fingerprint.of(fingerprint)
         seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
         given = {"max_size": max_size, "ttl": seconds, "evictable": evictable, "durable": durable}
-        changes = {key: value for key, value in given.items() if value is not None}
+        changes = {
+            key: None if value == math.inf else value
+            for key, value in given.items()
+            if value is not None
+        }
         folder = SetFolder.make(self.root, name, made, replace(Options(), **changes))  # type: ignore[arg-type]
         folder = folder.with_options(replace(folder.options, **changes))  # type: ignore[arg-type]
         return self._opened(folder)
@@ -150,13 +155,15 @@ class ArtifactSets:
     # looking
 
     def folders(self) -> list[Path]:
-        """Return the folders of all sets, in order."""
+        """Return the folders of all sets, in order; what a killed removal has left is cleared."""
         found = []
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(self.root)):
                 with suppress(NotADirectoryError, FileNotFoundError):
-                    ids = sorted(os.listdir(self.root / name))
-                    found += [self.root / name / each for each in ids if is_id(each)]
+                    inner = sorted(os.listdir(self.root / name))
+                    found += [self.root / name / each for each in inner if is_id(each)]
+                    for each in filter(_REMOVED.fullmatch, inner):
+                        _clear(self.root / name / each)
         return found
 
     def infos(self, name: str | None = None) -> list[SetInfo]:
@@ -174,6 +181,7 @@ class ArtifactSets:
             return SetInfo(
                 name=path.parent.name, id=path.name, fingerprint=None, path=path, created_at=None,
                 used_at=None, options=Options(), on_disk=_size_of(path), problem=str(error),
+                cure=error.hint if isinstance(error, SmartcacheError) else "",
             )  # fmt: skip
 
     def find(self, text: str) -> list[SetInfo]:
@@ -336,7 +344,7 @@ class ArtifactSets:
 
 def _rebuilt(folder: SetFolder, progress: Progress) -> Rebuilt:
     try:
-        index = SetIndex(folder.path / "index.sqlite3", wal=not is_network(folder.path))
+        index = folder.open_index()
     except (NoSpaceError, StoreUnwritableError):
         raise
     except StoreError as error:
@@ -385,16 +393,27 @@ def _remove_folder(path: Path) -> None:
     """Remove the folder of a set that nobody writes to; it is gone in one step, or not at all."""
     if not path.is_dir():
         return
+    check_folder(path)
     name = f"the set {path}"
     with (
         closed_here(path),
         lock(path / "lock", exclusive=True, timeout=5, what="removing", name=name),
     ):
-        gone = path.with_name(f"{_REMOVED}{path.name}-{secrets.token_hex(4)}")
+        gone = path.with_name(f".removed-{path.name}-{secrets.token_hex(4)}")
         try:
             path.rename(gone)
         except OSError as error:
             raise ArtifactError(f"{path} cannot be removed: {error.strerror}") from error
-    shutil.rmtree(gone)
+    try:
+        shutil.rmtree(gone)
+    except FileNotFoundError:  # another process has begun to clear it
+        _clear(gone)
     with suppress(OSError):
         path.parent.rmdir()
+
+
+def _clear(gone: Path) -> None:
+    """Remove what is left of a set whose removal was killed."""
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        gone.parent.rmdir()

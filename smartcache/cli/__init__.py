@@ -30,6 +30,7 @@ _COMMANDS = {
     "pin": ("blobs", "Keep blobs until they are unpinned."),
     "unpin": ("blobs", "End pins."),
     "rm": ("blobs", "Remove blobs that nobody holds."),
+    "publish": ("blobs", "Let every user of this machine read the blobs of the store."),
     "prune": ("prune", "Free what only smartcache holds and nobody wants."),
     "verify": ("verify", "Compare the index with the disk."),
     "undo": ("undo", "Give files back what they had before smartcache changed them."),
@@ -114,7 +115,7 @@ class Program(click.Group):
     "smartcache",
     cls=Program,
     context_settings={"max_content_width": 100},
-    epilog="Every command has -h with examples, --json for programs and -q for scripts.",
+    epilog="Every command has -h with examples, --json for programs, and -q or -0 for scripts.",
 )
 @click.option("--home", metavar="DIR", help="The store to use; default: $SMARTCACHE_HOME.")
 @click.option("--debug", is_flag=True, help="Show what is decided, and tracebacks of errors.")

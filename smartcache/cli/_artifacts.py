@@ -124,8 +124,8 @@ def warn_of_problems(infos: Sequence[SetInfo]) -> None:
     for info in infos:
         if info.problem:
             out.warn(f"{label(info)}: {info.problem}")
-    if any(info.problem for info in infos):
-        out.talk("'smartcache artifacts verify --rebuild' makes an index again from the packs.")
+    for cure in dict.fromkeys(info.cure for info in infos if info.cure):
+        out.talk(cure)
 
 
 # plans

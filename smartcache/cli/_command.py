@@ -12,7 +12,7 @@ from typing import TypeVar
 import click
 
 from smartcache.cli._failures import BadValueError
-from smartcache.cli._output import out
+from smartcache.cli._output import Mode, out
 from smartcache.cli._session import Session
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
@@ -40,7 +40,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Forget how an earlier run in this process talked, then read the options."""
-        out.mode = "human"
+        out.begin()
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -210,20 +210,29 @@ def _common() -> list[click.Parameter]:
         callback=_set_mode,
         help="Print ids only, one per line.",
     )
+    null = click.Option(
+        ["-0", "--null"],
+        is_flag=True,
+        expose_value=False,
+        callback=_set_mode,
+        help="Like -q, each id ended by a NUL byte, for 'xargs -0'.",
+    )
     # The global options are taken after the command too: that is where people write them.
     home = click.Option(["--home"], hidden=True, expose_value=False, callback=_set_home)
     debug = click.Option(
         ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_set_debug
     )
-    return [as_json, quiet, home, debug]
+    return [as_json, quiet, null, home, debug]
 
 
 def _set_mode(_: click.Context, parameter: click.Parameter, value: bool) -> None:
     if not value:
         return
-    if out.mode != "human":
-        raise click.UsageError("--json and --quiet exclude each other.")
-    out.mode = "json" if parameter.name == "json_" else "quiet"
+    wanted: Mode = "json" if parameter.name == "json_" else "quiet"
+    if out.mode not in ("human", wanted):
+        raise click.UsageError("--json excludes --quiet and --null.")
+    out.mode = wanted
+    out.ends_with_nul |= parameter.name == "null"
 
 
 def _set_home(ctx: click.Context, _: click.Parameter, value: str | None) -> None:

@@ -38,7 +38,7 @@ _MEANING: dict[Source, str] = {
     "present": "there already",
     "link": "in the store: linked, no time and no space",
     "claim": "same size on this disk: taken if the hash is right",
-    "copy": "copied: from another disk, or where a link is not safe",
+    "copy": "copied: from another disk or user, or where a link is not safe",
     "fetch": "not on this machine: comes from the Hub",
 }
 
@@ -104,6 +104,8 @@ def _origin(each: PlannedFile) -> str:
         return "to be hashed" if is_waiting else ""
     if each.digest:
         return "the store"
+    if each.shared is not None:
+        return f"the shared store {from_home(each.shared)}"
     more = len(each.candidates) - 1
     others = f" or {counted(more, 'other')}" if more and not each.candidates[0].is_known else ""
     return f"{from_home(each.candidates[0].path)}{others}"
@@ -116,6 +118,8 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
         if files:
             size = format_size(sum(each.size for each in files))
             words = "fetched again, as you asked" if plan.request.force else meaning
+            if plan.opened is None and source == "fetch":
+                words = "not there yet: comes from the Hub"
             rows.append([source, counted(len(files), "file"), size, words])
     return rows
 
@@ -127,8 +131,12 @@ def cautions(plan: DownloadPlan) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]
-    near = near_store(plan.store, plan.target.root)
-    if weights and near is None:
+    if plan.opened is None:
+        found.append(
+            "There is no store yet, so only the place of the download was looked at. "
+            "'smartcache scan' makes one and finds what other programs have."
+        )
+    elif weights and near_store(plan.store, plan.target.root) is None:
         found.append(
             f"{from_home(place_of(plan))} is on another filesystem than the store "
             f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._output import out
+from smartcache.cli._output import out, silence
 from smartcache.errors import ConfigError, SmartcacheError
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ def conclude(error: BaseException, session: Session) -> None:
     """Say what happened and end with the right code; what is no failure is left to click."""
     if isinstance(error, SystemExit | GeneratorExit):
         return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        silence(sys.stdout)
     if isinstance(error, BrokenPipeError):
-        _drop_output()
         raise click.exceptions.Exit(FAILED) from None
     if isinstance(error, KeyboardInterrupt):
         _interrupted(session)
@@ -132,11 +135,3 @@ def _interrupted(session: Session) -> None:
             out.talk(done)
     except (KeyboardInterrupt, SmartcacheError, OSError):
         out.interrupted("Interrupted; the next run sets right what was left half done.")
-
-
-def _drop_output() -> None:
-    """Let the interpreter flush to nowhere at exit: whoever read our output is gone."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        return

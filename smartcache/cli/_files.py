@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -9,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smartcache.cli._output import out
+from smartcache.cli._tables import shortened
 from smartcache.errors import StoreError
 from smartcache.store.layout import Layout
+
+_OF_STORES = {Layout(Path()).format.name, Layout(Path()).moved_to.name}
+_ENOUGH = 160
+"""Characters of a path that is too long for the system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,28 +47,34 @@ def chosen_files(words: tuple[Path, ...], *, recursive: bool) -> tuple[list[Chos
         for each in _below(path):
             if isinstance(each, OSError):
                 unread += 1
-                out.warn(f"{each.filename}: {each.strerror}")
+                if each.errno == errno.ENAMETOOLONG:  # its path would fill the screen
+                    text = f"{shortened(str(each.filename), _ENOUGH)} lies too deep to be reached"
+                    out.warn(f"{text}; left out")
+                else:
+                    out.warn(f"{each.filename}: {each.strerror}")
             else:
                 found.setdefault(each.path, each)
     return list(found.values()), unread
 
 
 def _below(folder: Path) -> Iterator[Chosen | OSError]:
-    """Go through the files below a folder in the order of their names."""
-    try:
-        with os.scandir(folder) as entries:
-            inside = sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        yield error
-        return
-    if Layout(folder).exists():
-        return
-    for entry in inside:
+    """Go through the files below a folder in the order of their names, however deep they lie."""
+    waiting: list[Path | os.DirEntry[str]] = [folder]
+    while waiting:
+        each = waiting.pop()
         try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _below(Path(entry.path))
-            elif entry.is_file(follow_symlinks=False):
-                size = entry.stat(follow_symlinks=False).st_size
-                yield Chosen(path=Path(entry.path), size=size, is_named=False)
+            if isinstance(each, Path) or each.is_dir(follow_symlinks=False):
+                waiting += _inside(each)
+            elif each.is_file(follow_symlinks=False):
+                size = each.stat(follow_symlinks=False).st_size
+                yield Chosen(path=Path(each.path), size=size, is_named=False)
         except OSError as error:
             yield error
+
+
+def _inside(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, the last name first; nothing of a store."""
+    with os.scandir(folder) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name, reverse=True)
+    is_store = any(entry.name in _OF_STORES for entry in inside) and Layout(Path(folder)).exists()
+    return [] if is_store else inside

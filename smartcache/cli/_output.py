@@ -1,9 +1,10 @@
 r"""The only place that prints: data on stdout, talk on stderr.
 
 What a command shows depends on how it was asked: tables for people, one JSON document (`--json`),
-or one id per line (`-q`). Talk is everything that is no data: progress, questions, summaries,
-warnings. A name may hold any byte; for people it is shown with escapes, for programs byte by byte
-(`-q`) or as JSON's `\udcxx` (`--json`).
+or one id per line (`-q`), or each ended by NUL (`-0`). Talk is everything that is no data:
+progress, questions, summaries, warnings. A name may hold any byte; for people, which is whoever
+reads a terminal, it is shown with escapes, for programs byte by byte (`-q`, `-0`) or as JSON's
+`\udcxx` (`--json`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ class Output:
     """How this run talks. One object, `out`, is shared by everything that prints."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget how an earlier run in this process talked."""
         self.mode: Mode = "human"
+        self.ends_with_nul = False
+        """What `names` ends a name with: NUL, which no name has, or a newline."""
         self._has_status = False
 
     # data
@@ -81,9 +88,14 @@ class Output:
         self._write(stream, f"{wrapped}\n")
 
     def names(self, ids: Iterable[str | os.PathLike[str]]) -> None:
-        """Print ids or paths, one per line, byte by byte as they are."""
+        """Print ids or paths, one per line: on a terminal with escapes, else as they are."""
+        if sys.stdout.isatty() and not self.ends_with_nul:
+            for each in ids:
+                self.line(os.fspath(each))
+            return
         sys.stdout.flush()
-        for piece in _in_pieces(os.fsencode(each) + b"\n" for each in ids):
+        end = b"\0" if self.ends_with_nul else b"\n"
+        for piece in _in_pieces(_raw(each) + end for each in ids):
             sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
 
@@ -136,10 +148,12 @@ class Output:
     def status(self, text: str) -> None:
         """Show a line that the next one replaces; an empty one clears it."""
         if text or self._has_status:
-            self._has_status = bool(text)
-            with suppress(OSError):
+            self._has_status = bool(text)  # before: another thread may write meanwhile
+            try:
                 sys.stderr.write(f"\r{text}\x1b[K")
                 sys.stderr.flush()
+            except OSError:
+                silence(sys.stderr)
 
     def can_show_status(self) -> bool:
         """Say whether a person watches who asked for no data."""
@@ -173,12 +187,17 @@ class Output:
         if self._has_status:
             self.status("")
         try:
-            stream.write(text)
-        except UnicodeEncodeError:  # a terminal that knows no Unicode
-            encoding = stream.encoding or "ascii"
-            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        if flush:
-            stream.flush()
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:  # a terminal that knows no Unicode
+                encoding = stream.encoding or "ascii"
+                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            if flush:
+                stream.flush()
+        except OSError:
+            if stream is not sys.stderr:
+                raise
+            silence(stream)  # talk that nobody can hear is no reason to stop half way
 
     def _styled(
         self, text: str, stream: TextIO, *, colour: str | None = None, bold: bool = False
@@ -188,6 +207,24 @@ class Output:
         if not (colour or bold) or not stream.isatty() or variable("NO_COLOR") is not None:
             return text
         return click.style(text, fg=colour, bold=bold or None)
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream that cannot be written go nowhere, with what is still in its buffer.
+
+    The interpreter would try again at its end, and turn the exit code into 120.
+    """
+    with suppress(OSError, ValueError):  # a stream of a test, which is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _raw(name: str | os.PathLike[str]) -> bytes:
+    try:
+        return os.fsencode(name)
+    except UnicodeEncodeError:  # the key of an artifact may be any text
+        return os.fspath(name).encode("utf-8", "surrogatepass")
 
 
 def _in_pieces(lines: Iterable[bytes], size: int = 1 << 16) -> Iterator[bytes]:

@@ -44,6 +44,7 @@ class Session:
         """Turn exceptions into a line, a hint and an exit code (`_failures.py`)."""
         try:
             yield
+            sys.stdout.flush()  # while it can be told that it fails
         except click.exceptions.Exit:
             raise
         except BaseException as error:

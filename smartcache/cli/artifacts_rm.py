@@ -13,7 +13,6 @@ from smartcache.cli._artifacts import (
     all_sets,
     chosen,
     label,
-    named,
     one,
     plan_document,
     show_plan,
@@ -24,7 +23,6 @@ from smartcache.cli._failures import FAILED, BadUsageError
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.errors import BadSetNameError
 from smartcache.sizes import format_size
 
 
@@ -36,14 +34,15 @@ from smartcache.sizes import format_size
         ("smartcache artifacts rm sdxl-latents 3f2a91c0 77aa11b2", "two artifacts of a set"),
     ),
 )
-@click.argument("words", nargs=-1, required=True, metavar="SET [SET... | KEY...]")
+@click.argument("words", nargs=-1, required=True, metavar="SET [KEY... | SET...]")
 @asks
 @click.pass_context
 def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes: bool) -> None:
     """Remove whole sets, or artifacts of one.
 
     A NAME stands for all sets of that name; an ID or NAME/ID (at least 4 characters of it) for one.
-    What is removed can only be computed again.
+    Words behind it are keys of its artifacts; further sets are written whole, NAME/ID as 'artifacts
+    ls -q' prints them. What is removed can only be computed again.
     """
     with all_sets(ctx.ensure_object(Session)) as sets:
         plan, keys_of = _plan(sets, words)
@@ -69,26 +68,22 @@ def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes
 
 
 def _plan(sets: ArtifactSets, words: tuple[str, ...]) -> tuple[SetPlan, SetInfo | None]:
-    """Return what would be removed; and the set, if it is artifacts of it."""
+    """Return what would be removed; and the set, if it is artifacts of it.
+
+    A key may look like the name of a set or the beginning of an id, so behind the first word only a
+    whole NAME/ID is a set.
+    """
     first, *rest = words
-    are_sets = [_names_set(sets, word) for word in rest]
+    whole = {f"{path.parent.name}/{path.name}" for path in sets.folders()}
+    are_sets = [word in whole for word in rest]
     if all(are_sets):
         return sets.plan_remove(chosen(sets, words)), None
     if any(are_sets):
         word = rest[are_sets.index(True)]
         message = f"{word!r} is a set, but not all words behind {first!r} are"
-        raise BadUsageError(message, hint="Name sets, or one set and keys of its artifacts.")
+        raise BadUsageError(message, hint="Name one set and keys, or sets whole: NAME/ID.")
     info = one(sets, first)
     return plan_delete(info, rest), info
-
-
-def _names_set(sets: ArtifactSets, word: str) -> bool:
-    try:
-        return bool(named(sets, word))
-    except BadSetNameError as error:
-        if "stands for" in error.message:
-            raise
-        return False
 
 
 def _say_how_to_name_one(plan: SetPlan) -> None:

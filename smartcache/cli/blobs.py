@@ -1,9 +1,10 @@
-"""Single blobs: `link`, `pin`, `unpin`, `rm`."""
+"""Blobs: `link`, `pin`, `unpin`, `rm`, and `publish` for all of them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -13,11 +14,21 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session, holders, one_entry
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, named, short
-from smartcache.errors import BlobInUseError, DestinationExistsError, StoreError
+from smartcache.errors import (
+    BlobInUseError,
+    BlobNotFoundError,
+    DestinationExistsError,
+    StoreError,
+)
 from smartcache.sizes import format_size
+from smartcache.store.digest import Algorithm
 from smartcache.store.forget import Forgotten
+from smartcache.store.kernel import effective_user
+from smartcache.store.layout import is_digest
 from smartcache.store.links import KINDS, Kind
+from smartcache.store.published import Found, PublishPlan
 from smartcache.store.records import Blob
+from smartcache.store.safety import user_name
 from smartcache.store.store import DEFAULT_PIN, Store
 
 _KIND_NAMES = {"hardlink": "a hard link", "reflink": "a reflink", "symlink": "a symlink"}
@@ -47,10 +58,11 @@ def link_command(
     """Put a blob at a path.
 
     Small files and those that programs edit in place (json, txt, yaml, ...) are copied, unless a
-    kind is asked for. A hard link is read-only, like the blob it is.
+    kind is asked for. A hard link is read-only, like the blob it is. What only a shared store has
+    is copied from there into yours first; give its whole digest or sha256.
     """
     with session.store() as store:
-        blob = holders(store, digest)[0][1]
+        blob, origin = _wanted(store, digest, dry_run=dry_run)
         target = Path(os.path.abspath(path))
         _refuse_bad_target(target)
         document: dict[str, object] = {
@@ -61,7 +73,7 @@ def link_command(
             "kind": kind,
         }
         if dry_run:
-            text = f"Would put {short(blob.digest)} ({format_size(blob.size)}) at {target}"
+            text = f"Would put {short(blob.digest)} ({format_size(blob.size)}) at {target}{origin}"
         else:
             try:
                 with one_entry(store, f"link {target}"):
@@ -73,10 +85,30 @@ def link_command(
                 raise
             document["kind"] = made.kind
             what = _KIND_NAMES.get(made.kind, "a copy")
-            text = f"{target} is {what} of {short(blob.digest)} ({format_size(blob.size)})"
+            text = f"{target} is {what} of {short(blob.digest)} ({format_size(blob.size)}){origin}"
         out.show(
             human=lambda: out.line(text), document=lambda: document, ids=lambda: [target]
         )  # fmt: skip
+
+
+def _wanted(store: Store, text: str, *, dry_run: bool) -> tuple[Blob | Found, str]:
+    """Return the blob that a user means; what only a shared store has is brought, and said."""
+    try:
+        return holders(store, text)[0][1], ""
+    except BlobNotFoundError:
+        algorithm, colon, value = text.rpartition(":")
+        if not colon and not is_digest(value.lower()):
+            raise
+        asked = cast("Algorithm", algorithm or "blake3")
+        found = next(store.find_shared(asked, value), None)
+        if found is None:
+            raise
+        if dry_run:
+            return found, f", from the shared store {found.store.root}"
+        blob = store.bring(asked, value, progress=bars)
+        if blob is None:
+            raise
+        return blob, ", brought from a shared store"
 
 
 def _refuse_bad_target(target: Path) -> None:
@@ -266,3 +298,82 @@ def _removal(
         "removed": len(removed),
         "freed_size": sum(each.freed_size for each in removed),
     }
+
+
+@command(
+    "publish",
+    examples=(
+        ("smartcache publish --dry-run", "what everybody could read"),
+        ("smartcache publish --home /srv/models", "let everybody read the models of /srv/models"),
+        ("smartcache publish --off", "take it back"),
+    ),
+)
+@click.option("--off", is_flag=True, help="Close the store to others again.")
+@asks
+@click.pass_obj
+def publish_command(session: Session, *, off: bool, dry_run: bool, yes: bool) -> None:
+    """Let every user of this machine read the blobs of the store.
+
+    Nobody else can write, and nothing but blobs can be read. Others name the store in their
+    settings (shared_stores) and get verified copies of what they need instead of downloads. A file
+    that was closed to others stays so. What comes later is published too.
+    """
+    with session.store() as store:
+        if off:
+            _close_to_others(store, dry_run=dry_run)
+            return
+        plan = store.plan_publish()
+        for warning in plan.warnings:
+            out.warn(f"{warning}.")
+        blobs = f"{counted(plan.blobs, 'blob')} ({format_size(plan.size)})"
+        if not dry_run:
+            if not plan.is_published:
+                out.confirm(f"Let every user read {blobs} of {plan.root}?", yes=yes)
+            plan.execute()
+        verb = "could read" if dry_run else "can read"
+        out.show(
+            human=lambda: _say_published(plan, f"Every user {verb} {blobs} of {plan.root}."),
+            document=lambda: {
+                "dry_run": dry_run,
+                "root": plan.root,
+                "is_published": plan.is_published or not dry_run,
+                "blobs": plan.blobs,
+                "size": plan.size,
+                "without_sha256": plan.unnamed,
+                "closed_to_others": plan.closed,
+                "changed": plan.changed,
+                "warnings": plan.warnings,
+            },
+            ids=lambda: [plan.root],
+        )
+
+
+def _say_published(plan: PublishPlan, text: str) -> None:
+    out.line(text)
+    if plan.closed:
+        out.line(f"Still private: {counted(plan.closed, 'blob')} (the file is closed to others).")
+    if plan.changed:
+        out.line(f"Left out: {counted(plan.changed, 'blob')} (changed: run 'smartcache verify').")
+    if plan.unnamed:
+        out.line(f"By digest only: {counted(plan.unnamed, 'blob')} (no sha256 is known).")
+    owner = effective_user()
+    out.talk(f'Others use it with shared_stores = ["{plan.root}"] in their config.toml')
+    if owner != 0:
+        out.talk(f'and shared_store_owners = ["{user_name(owner)}"], if they trust you.')
+
+
+def _close_to_others(store: Store, *, dry_run: bool) -> None:
+    was_published = store.is_published
+    if was_published and not dry_run:
+        store.unpublish()
+    verb = "Would close" if dry_run else "Closed"
+    text = f"{verb} {store.root} to others." if was_published else f"{store.root} is not published."
+    out.show(
+        human=lambda: out.line(text),
+        document=lambda: {
+            "dry_run": dry_run,
+            "root": store.root,
+            "is_published": store.is_published,
+        },
+        ids=lambda: [store.root],
+    )

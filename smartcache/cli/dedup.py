@@ -32,7 +32,7 @@ from smartcache.store.hold import Allowance
 from smartcache.store.store import Store
 
 _MOST_SHOWN = 5
-_ALLOWANCES: tuple[Allowance, ...] = ("owner", "mode", "xattr")
+_ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
 _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
 
 
@@ -54,7 +54,7 @@ _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
 )  # fmt: skip
 @click.option(
     "--allow", type=click.Choice(_ALLOWANCES), multiple=True,
-    help="Link files though their owner, mode or extended attributes differ. Repeatable.",
+    help="Link files though their group, mode or extended attributes differ. Repeatable.",
 )  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Show every group and every skipped file.")
 @asks

@@ -30,7 +30,7 @@ from smartcache.cli._session import Session
 from smartcache.errors import HubError, NoSpaceError, SmartcacheError
 from smartcache.hub import dropin, remote, tree
 from smartcache.hub.dropin import Call
-from smartcache.hub.plan import DownloadPlan
+from smartcache.hub.plan import DownloadPlan, plan_download
 from smartcache.hub.records import REPO_TYPES, Repo
 from smartcache.sizes import format_size
 from smartcache.store.store import Store
@@ -119,7 +119,8 @@ def download_command(
     }  # fmt: skip
     given = {name: value for name, value in arguments.items() if value is not None}
     call = wanted.call(given, max_workers)
-    with session.cache() as cache, hub_through_out():
+    is_only_looking = dry_run and not session.has_store()
+    with nullcontext() if is_only_looking else session.cache() as cache, hub_through_out():
         run = _Run(session, cache, wanted, call)
         plan = run.plan()
         if plan is None:
@@ -202,7 +203,9 @@ class _Wanted:
 class _Run:
     """One run of the command."""
 
-    def __init__(self, session: Session, cache: SmartCache, wanted: _Wanted, call: Call) -> None:
+    def __init__(
+        self, session: Session, cache: SmartCache | None, wanted: _Wanted, call: Call
+    ) -> None:
         self._session = session
         self._cache = cache
         self._wanted = wanted
@@ -212,7 +215,10 @@ class _Run:
     def plan(self) -> DownloadPlan | None:
         """Plan it; None if the Hub cannot be asked, and perhaps the HF cache can answer."""
         try:
-            plan = self._cache.plan_download(self._call, progress=bars)
+            if self._cache is None:
+                plan = plan_download(None, self._call.request(), progress=bars)
+            else:
+                plan = self._cache.plan_download(self._call, progress=bars)
         except Exception as error:
             if is_missing_file(error):
                 raise self._no_such_file(list(self._wanted.files)) from error
@@ -284,7 +290,7 @@ class _Run:
         """Answer with what the HF cache has, as huggingface_hub does where it cannot ask."""
         call, error = self._call, self._error
         assert error is not None  # noqa: S101 - for the type checker
-        if dry_run:
+        if dry_run or self._cache is None:
             raise error
         arguments = {**call.arguments, "force_download": False, "local_files_only": True}
         try:

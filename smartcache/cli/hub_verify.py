@@ -65,7 +65,7 @@ def verify_command(
         result = None if plan is None else _repair(report, plan, dry_run=dry_run, yes=yes)
         out.show(
             human=lambda: _say(report, plan, result),
-            document=lambda: _document(store, report, plan, result),
+            document=lambda: _document(store, report, plan, result, dry_run=dry_run),
             ids=lambda: list(dict.fromkeys(each.repo for each in report.damage)),
         )
     if report.damage:
@@ -141,7 +141,12 @@ def _say_repaired(result: RepairResult) -> None:
 
 
 def _document(
-    store: Store, report: RepoVerifyReport, plan: RepairPlan | None, result: RepairResult | None
+    store: Store,
+    report: RepoVerifyReport,
+    plan: RepairPlan | None,
+    result: RepairResult | None,
+    *,
+    dry_run: bool,
 ) -> dict[str, object]:
     document: dict[str, object] = {
         "has_damage": bool(report.damage),
@@ -155,7 +160,7 @@ def _document(
     }
     if plan is not None:
         document["repair"] = {
-            "dry_run": result is None,
+            "dry_run": dry_run,
             "files": [each.file for each in plan.files],
             "pointers": _pointers(plan),
             "moved": []

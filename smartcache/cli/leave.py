@@ -70,6 +70,8 @@ def eject_command(
             out.confirm("Remove the store?", yes=yes)
             for plan in plans:
                 results += plan.execute(progress=bars)
+                if _failed(results):
+                    break  # the store itself is the last: it knows of the others
     _show_eject(plans, results, dry_run=dry_run)
     if not all(each.is_undone for each in results):
         ctx.exit(FAILED)
@@ -134,16 +136,11 @@ def _show_eject(plans: list[EjectPlan], results: list[Undone], *, dry_run: bool)
     for each in results:
         if not each.is_undone:
             out.warn(f"{each.change.path}: {each.note}")
-    files = sum(len(plan.changes) + len(plan.links) for plan in plans)
-    roots = ", ".join(str(plan.root) for plan in plans)
     out.show(
-        human=lambda: (
-            _say_plans(plans, as_talk=False)
-            if dry_run
-            else out.line(f"Gave back {counted(files, 'file')} and removed {roots}.")
-        ),
+        human=lambda: _say_plans(plans, as_talk=False) if dry_run else _say_ejected(plans, results),
         document=lambda: {
             "dry_run": dry_run,
+            "removed": not dry_run and not _failed(results),
             "stores": [_ejection(plan) for plan in plans],
             "left_alone": [
                 {"path": each.change.path, "note": each.note}
@@ -153,6 +150,20 @@ def _show_eject(plans: list[EjectPlan], results: list[Undone], *, dry_run: bool)
         },
         ids=lambda: [plan.root for plan in plans],
     )
+
+
+def _failed(results: list[Undone]) -> list[Undone]:
+    return [each for each in results if each.outcome == "failed"]
+
+
+def _say_ejected(plans: list[EjectPlan], results: list[Undone]) -> None:
+    roots = ", ".join(str(plan.root) for plan in plans)
+    if failed := _failed(results):
+        out.line(f"{counted(len(failed), 'file')} could not be given back, so {roots} stays.")
+        out.talk("See to what the warnings say, then run 'smartcache eject' again.")
+        return
+    files = sum(len(plan.changes) + len(plan.links) for plan in plans)
+    out.line(f"Gave back {counted(files, 'file')} and removed {roots}.")
 
 
 def _ejection(plan: EjectPlan) -> dict[str, object]:

@@ -164,9 +164,10 @@ def dir_command(session: Session, *, verbose: bool) -> None:
     printed.
     """
     from smartcache.config import config_file
+    from smartcache.store.volume import follow
 
     home = session.settings.home
-    layout = Layout(Layout(home).forwarding() or home)
+    layout = Layout(follow(home))
     paths: dict[str, Path] = {
         "root": layout.root,
         "index": layout.index,

@@ -73,7 +73,7 @@ def undo_command(
 ) -> None:
     """Give files back what they had before smartcache changed them.
 
-    Own bytes, mode, owner and time. A file that somebody else changed since is left alone, with the
+    Own bytes, mode, group and time. A file that somebody else changed since is left alone, with the
     reason said. Without an argument, lists what can be undone.
     """
     if sum((bool(ids), last, everything, only_list)) > 1:
@@ -218,7 +218,9 @@ def _say(
         out.talk(f"Would undo {_summary(plans)}.")
         return
     undone = sum(each.is_undone for each in results)
-    out.line(f"Undid {undone:,} of {counted(len(results), 'change')}.")
+    gone = sum(each.outcome == "gone" for each in results)
+    aside = f" ({gone:,} of files that were deleted since)" if gone else ""
+    out.line(f"Undid {undone:,} of {counted(len(results), 'change')}{aside}.")
 
 
 def _document(
@@ -236,6 +238,7 @@ def _document(
                 "digest": change.digest,
                 "size": change.size,
                 "is_undone": outcome is not None and outcome.is_undone,
+                "outcome": None if outcome is None else outcome.outcome,
                 "note": "" if outcome is None else outcome.note,
             }
         )

@@ -71,9 +71,10 @@ def _has_damage(reports: list[tuple[Store, VerifyReport]], held: list[HolderRepo
 def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
     """Make the index anew, even if it is no SQLite file any more; return how many blobs it has."""
     from smartcache.store.rebuild import rebuild, replace_damaged_index
+    from smartcache.store.volume import follow
 
     home = session.settings.home
-    root = Layout(home).forwarding() or home
+    root = follow(home)
     if dry_run:
         return _count_blobs(root)
     question = (
@@ -81,7 +82,7 @@ def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
     )
     out.confirm(question, yes=yes)
     session.opened_root = root
-    volume = replace_damaged_index(root, session.settings)
+    volume = replace_damaged_index(root, session.settings, on_wait=out.wait)
     volume.on_wait = out.wait
     try:
         return rebuild(volume, progress=bars)

@@ -264,7 +264,7 @@ class _Planning:
                     refuse_unshareable(copy.path, st)
                     reason = ""
                 elif not copy.is_blob:
-                    refuse_unsuitable(copy.path, st, self._allow)
+                    refuse_unsuitable(copy.path, st)
                     reason = self._obstacle(copy)
                 else:
                     reason = ""
@@ -320,7 +320,7 @@ def _alike(held: list[_Held], allow: Allow) -> list[list[_Held]]:
     """Return the copies that a link would not change visibly among each other, in order."""
     found: dict[tuple[object, ...], list[_Held]] = {}
     for copy, st in held:
-        owner = () if "owner" in allow else (st.st_uid, st.st_gid)
-        mode = 0 if "mode" in allow else stat.S_IMODE(st.st_mode) & 0o7555
-        found.setdefault((owner, mode), []).append((copy, st))
+        group = 0 if "group" in allow else st.st_gid
+        mode = 0 if "mode" in allow else stat.S_IMODE(st.st_mode) & 0o555
+        found.setdefault((group, mode), []).append((copy, st))
     return list(found.values())

@@ -13,6 +13,7 @@ from typing import Literal
 
 from smartcache.store.filesystems import Mount, mount_of, probe
 from smartcache.store.kernel import effective_user
+from smartcache.store.layout import volume_root
 from smartcache.store.store import Store
 
 Kind = Literal["hardlink", "reflink"]
@@ -91,5 +92,5 @@ def place_for_volume(path: Path, mount: Path) -> Path | None:
         if not folder.is_relative_to(mount) or os.stat(folder).st_dev != device:
             break
         if os.access(folder, os.W_OK | os.X_OK):
-            best = folder / ".smartcache"
+            best = volume_root(folder)
     return best

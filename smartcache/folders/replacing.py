@@ -150,7 +150,7 @@ class Replacing:
         tried: dict[str, int] = {}
         while waiting:
             again: dict[Path, GroupPlan] = {}
-            for adoption in store.adopt_many(list(waiting), allow=self._allow, follow=False):
+            for adoption in store.adopt_many(list(waiting), follow=False):
                 plan = waiting[adoption.path]
                 self._changes += adoption.outcome == "adopted"
                 if adoption.digest == plan.group.digest:

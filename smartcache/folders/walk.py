@@ -32,7 +32,7 @@ _FLUSH_ROWS = 5000
 _LISTINGS = 100
 """Directories looked up in the index at once."""
 _INCOMPLETE = tuple(os.fsencode(suffix) for suffix in INCOMPLETE_SUFFIXES)
-_STORE_MARKS = {b"CACHEDIR.TAG", b"moved-to"}
+_STORE_MARKS = {b"index.sqlite3", b"moved-to"}
 _Key = tuple[int, int]
 _Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], Collection[bytes]]
 """Folder, directory, files that are new or changed, names that are gone."""

@@ -211,7 +211,10 @@ def _is_bundle(path: Path, st: os.stat_result) -> bool:
     blobs = path / BLOBS
     if MANIFEST not in names or not names <= {MANIFEST, BLOBS, COMPLETE}:
         return False
-    return not blobs.is_symlink() and all(len(name) == 64 for name in os.listdir(blobs))  # noqa: PLR2004 - a sha256
+    if BLOBS not in names:
+        return True  # somebody has removed it, or copied no more than this
+    is_folder = stat.S_ISDIR(os.lstat(blobs).st_mode)
+    return is_folder and all(len(name) == 64 for name in os.listdir(blobs))  # noqa: PLR2004 - a sha256
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import logging
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 from smartcache.errors import (
     CannotLinkError,
@@ -86,7 +87,8 @@ class Claims:
             if _is_at(path, self._target.spot(planned.file)):
                 self._target.settled(planned.file)  # another process has brought it meanwhile
             elif self._near is None or not planned.is_weight:  # texts are never shared
-                self._copy(planned, path, hashes.digest)
+                with open(path, "rb") as source:
+                    self._copy(planned, source, "blake3", hashes.digest)
             else:
                 self._bring_in(self._near, candidate, hashes.digest)
                 self._near.add_aliases(hashes.digest, {algorithm: wanted})
@@ -95,6 +97,23 @@ class Claims:
             if _is_full(error):
                 raise
             _log.debug("%s is not used for %s: %s", path, planned.file.path, error)
+            return False
+        return True
+
+    def bring(self, planned: PlannedFile) -> bool:
+        """Take the bytes from a store that another user has published; False: none has them."""
+        ((algorithm, wanted),) = planned.file.announced.items()
+        try:
+            if self._near is None or not planned.is_weight:  # texts are never shared
+                return algorithm == "sha256" and self._copy_shared(planned, wanted)
+            blob = self._store.bring(algorithm, wanted, size=planned.file.size, to=self._near)
+            if blob is None:
+                return False
+            self._place(planned, blob.digest)
+        except (StoreError, OSError) as error:
+            if _is_full(error):
+                raise
+            _log.warning("%s is not taken from a shared store: %s", planned.file.path, error)
             return False
         return True
 
@@ -146,8 +165,21 @@ class Claims:
         kept = store.volume.layout.new_bad(planned.file.etag)
         return self._target.making_room(planned.file, known, kept)
 
-    def _copy(self, planned: PlannedFile, path: Path, digest: str) -> None:
-        """Copy a file to the target, hashed once more on the way; no half copy is ever visible."""
+    def _copy_shared(self, planned: PlannedFile, sha256: str) -> bool:
+        for found in self._store.find_shared("sha256", sha256, size=planned.file.size):
+            with open(found.store.open(found.digest), "rb") as source:
+                self._copy(planned, source, "sha256", sha256)
+            return True
+        return False
+
+    def _copy(
+        self,
+        planned: PlannedFile,
+        source: BinaryIO,
+        algorithm: Literal["blake3", "sha256"],
+        wanted: str,
+    ) -> None:
+        """Copy a file to the target, hashed on the way; no half or wrong copy is ever visible."""
         spot = self._target.spot(planned.file)
         spot.parent.mkdir(parents=True, exist_ok=True)
         temporary = beside(spot)
@@ -156,9 +188,8 @@ class Claims:
         if descriptor is None:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            with open(path, "rb") as source:
-                if copy_hashed(source, descriptor) != digest:
-                    raise FileSkippedError(f"{path} changed while it was copied", path=path)
+            if copy_hashed(source, descriptor, algorithm=algorithm) != wanted:
+                raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
             os.fsync(descriptor)
             if is_unnamed:
                 link_fd(descriptor, temporary)

@@ -231,7 +231,7 @@ class _Run:
         for candidate in planned.candidates:
             if jobs.is_stopping or self._claims.claim(planned, candidate):
                 return
-        if not self._claims.place_known(planned):
+        if not (self._claims.place_known(planned) or self._claims.bring(planned)):
             jobs.fetch(planned)
 
     # huggingface_hub's part

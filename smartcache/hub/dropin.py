@@ -2,20 +2,22 @@
 
 What can be planned is planned. Where the Hub cannot be asked (offline, no permission, no such repo,
 a server that fails), huggingface_hub's own function is called with the caller's arguments: it
-returns what the cache has or raises what its users expect.
+returns what the cache has or raises what its users expect. So it is where somebody asks for
+something that only huggingface_hub knows: an argument of another version, a type of repo.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import posixpath
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
-from smartcache.errors import DigestMismatchError, SmartcacheError
+from smartcache.errors import DigestMismatchError, SmartcacheError, UnsafeNameError
 from smartcache.hub import tree
 from smartcache.hub.leftovers import Look as FileLook
 from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
@@ -40,42 +42,105 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class Options(TypedDict, total=False):
+    """What both functions take, under huggingface_hub's names and with its meaning."""
+
+    repo_type: str | None
+    revision: str | None
+    cache_dir: str | Path | None
+    local_dir: str | Path | None
+    library_name: str | None
+    library_version: str | None
+    user_agent: dict[str, str] | str | None
+    etag_timeout: float
+    force_download: bool
+    token: bool | str | None
+    local_files_only: bool
+    headers: dict[str, str] | None
+    endpoint: str | None
+    tqdm_class: type | None
+
+
+class SnapshotOptions(Options, total=False):
+    """What `snapshot_download` takes."""
+
+    allow_patterns: list[str] | str | None
+    ignore_patterns: list[str] | str | None
+    max_workers: int
+
+
+class FileOptions(Options, total=False):
+    """What `hf_hub_download` takes."""
+
+    subfolder: str | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of one of huggingface_hub's functions: its arguments, by name."""
+    """A call of one of huggingface_hub's functions: its arguments, by name.
+
+    UnsafeNameError for a file that cannot be one of a repo, because its name leads elsewhere.
+    """
 
     repo_id: str
     filename: str | None = None
     arguments: Mapping[str, object] = field(default_factory=dict)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the Hub is to be asked, for a type of repo that we know."""
-        is_known = self.arguments.get("repo_type") in (None, *REPO_TYPES)
-        return is_known and not self._is_odd and not self.arguments.get("local_files_only")
+    def __post_init__(self) -> None:
+        path = self._path
+        if path is None or not _leads_out(path):
+            return
+        message = f"{path!r} is not the name of a file in a repo"
+        hint = "Name the file as the Hub shows it, such as vae/config.json."
+        raise UnsafeNameError(message, hint=hint, path=path)
 
     @property
-    def _is_odd(self) -> bool:
-        """Whether the name of the file is harmless, but not as the Hub writes it: "./a"."""
-        if self.filename is None or tree.safe_parts(self.filename) is not None:
-            return False
-        return tree.safe_parts(posixpath.normpath(self.filename)) is not None
+    def is_plain(self) -> bool:
+        """Whether the Hub is to be asked, for a type of repo and a name as we know them."""
+        is_known = self.arguments.get("repo_type") in (None, *REPO_TYPES)
+        # Some are harmless, but not as the Hub writes them: "./a", "a//b", "".
+        is_odd = self._path is not None and tree.safe_parts(self._path) is None
+        return is_known and not is_odd and not self.arguments.get("local_files_only")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether we know the meaning of all arguments."""
+        options = SnapshotOptions if self.filename is None else FileOptions
+        return self.arguments.keys() <= options.__optional_keys__
+
+    @property
+    def _path(self) -> str | None:
+        """The path of the one file in the repo."""
+        subfolder = self.arguments.get("subfolder")
+        is_below = self.filename is not None and subfolder
+        return f"{subfolder}/{self.filename}" if is_below else self.filename
+
+    def heard(self) -> Call:
+        """Return the call as huggingface_hub's function hears it.
+
+        Arguments of old are left out, of which it has warned now; what it says of a repo_id is
+        said.
+        """
+        from huggingface_hub.utils import validate_hf_hub_args  # type: ignore[attr-defined]
+
+        @validate_hf_hub_args
+        @wraps(self._function)
+        def heard(*_: str, **arguments: object) -> dict[str, object]:
+            return arguments
+
+        return replace(self, arguments=heard(self.repo_id, **self.arguments))
 
     def request(self) -> Request:
         """Return what is wanted."""
         a = self.arguments
         access = Access(**{name: a[name] for name in Access.__slots__ if a.get(name) is not None})  # type: ignore[arg-type]
         local_dir, cache_dir = a.get("local_dir"), a.get("cache_dir")
-        subfolder = a.get("subfolder") or None
-        filename = self.filename
-        if filename is not None and subfolder is not None:
-            filename = f"{subfolder}/{filename}"
         return Request(
             repo=Repo(cast("RepoType", a.get("repo_type") or "model"), self.repo_id),
             revision=cast("str", "main" if a.get("revision") is None else a["revision"]),
             cache_dir=tree.default_cache_dir() if cache_dir is None else _absolute(cache_dir),
             local_dir=None if local_dir is None else _absolute(local_dir),
-            filename=filename,
+            filename=self._path,
             allow=cast("list[str] | None", a.get("allow_patterns")),
             ignore=cast("list[str] | None", a.get("ignore_patterns")),
             force=bool(a.get("force_download")),
@@ -86,11 +151,23 @@ class Call:
 
     def delegate(self) -> object:
         """Let huggingface_hub's own function answer."""
+        words = (self.repo_id,) if self.filename is None else (self.repo_id, self.filename)
+        return self._function(*words, **self.arguments)
+
+    @property
+    def _function(self) -> Callable[..., object]:
         import huggingface_hub
 
         if self.filename is None:
-            return huggingface_hub.snapshot_download(self.repo_id, **self.arguments)  # type: ignore[call-overload]
-        return huggingface_hub.hf_hub_download(self.repo_id, self.filename, **self.arguments)  # type: ignore[call-overload]
+            return huggingface_hub.snapshot_download
+        return huggingface_hub.hf_hub_download
+
+
+def _leads_out(path: str) -> bool:
+    """Say whether a name leads out of the folder of a repo, on any system."""
+    parts = re.split(r"[/\\]", path)
+    is_absolute = path[:1] in ("/", "\\") or re.match(r"[A-Za-z]:", path) is not None
+    return is_absolute or ".." in parts or "\0" in path
 
 
 def _absolute(path: object) -> Path:
@@ -125,14 +202,17 @@ def from_cache(store: Store, call: Call) -> str:
     return path
 
 
-def dry_run(store: Store, call: Call, *, look: Look | None = None) -> list[DryRunFileInfo]:
-    """Answer a dry run: what would be downloaded, after what this machine has elsewhere."""
+def dry_run(store: Store | None, call: Call, *, look: Look | None = None) -> object:
+    """Answer a dry run: what would be downloaded, after what this machine has elsewhere.
+
+    Without a store, that is nothing; and none is made.
+    """
     listing = listing_of(call)
     if listing is None:
-        answer = call.delegate()
-        return answer if isinstance(answer, list) else [cast("DryRunFileInfo", answer)]
+        return call.delegate()
     plan = plan_listed(store, call.request(), listing, look=look)
-    return [_info(plan, each) for each in plan.files]
+    infos = [_info(plan, each) for each in plan.files]
+    return infos if call.filename is None else infos[0]
 
 
 def listing_of(call: Call) -> Listing | None:

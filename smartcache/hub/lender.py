@@ -128,7 +128,8 @@ class Lender:
                 return
             if any(self._claims.claim(planned, each) for each in planned.candidates):
                 return
-            self._claims.place_known(planned)
+            if not self._claims.place_known(planned):
+                self._claims.bring(planned)
         except (SmartcacheError, OSError) as error:
             _log.warning("%s is not taken from this machine: %s", planned.file.path, error)
 

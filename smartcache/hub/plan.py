@@ -1,18 +1,19 @@
 """Plan a download: for each file where its bytes come from, before anything is fetched or changed.
 
 Sources in this order: what is at the target already, the store, files of this machine that may have
-the bytes, the Hub. A plan costs the requests that huggingface_hub makes anyway (the commit, the
-listing) and stats; no byte of a file is read for it.
+the bytes, stores that other users have published, the Hub. A plan costs the requests that
+huggingface_hub makes anyway (the commit, the listing) and stats; no byte of a file is read for it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from smartcache.errors import FileSkippedError
+from smartcache.config import load_settings
+from smartcache.errors import FileSkippedError, StoreFormatError
 from smartcache.hub import remote, tree
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo, Source
 from smartcache.hub.remote import Access, Patterns
@@ -73,7 +74,15 @@ class DownloadPlan:
     is_listed: bool = False
     """huggingface_hub has the listing of this commit on disk already."""
     request: Request = field(repr=False)
-    store: Store = field(repr=False, compare=False)
+    opened: Store | None = field(repr=False, compare=False)
+    """None: there is no store yet, and the plan is only to be looked at."""
+
+    @property
+    def store(self) -> Store:
+        """The store with which it is carried out."""
+        if self.opened is None:
+            raise StoreFormatError("A plan that was made without a store cannot be carried out")
+        return self.opened
 
     def size_of(self, *sources: Source) -> int:
         """Return the bytes of the files that come from these sources."""
@@ -123,14 +132,17 @@ class DownloadPlan:
 
 
 def plan_download(
-    store: Store, request: Request, *, look: Look | None = None, progress: Progress = silent
+    store: Store | None, request: Request, *, look: Look | None = None, progress: Progress = silent
 ) -> DownloadPlan:
-    """Plan a download; the Hub's errors pass through. `look` is called before files are sought."""
+    """Plan a download; the Hub's errors pass through. `look` is called before files are sought.
+
+    Without a store nothing is known of this machine but what is at the target.
+    """
     return plan_listed(store, request, fetch_listing(request), look=look, progress=progress)
 
 
 def plan_listed(
-    store: Store,
+    store: Store | None,
     request: Request,
     listing: Listing,
     *,
@@ -145,7 +157,7 @@ def plan_listed(
     return DownloadPlan(
         repo=request.repo, revision=request.revision, commit=listing.commit, files=files,
         target=target, warnings=tuple(planning.warnings), is_listed=listing.is_on_disk,
-        request=request, store=store,
+        request=request, opened=store,
     )  # fmt: skip
 
 
@@ -210,12 +222,13 @@ def _cached_file(request: Request, path: str) -> RemoteFile | None:
 class _Planning:
     """Decides for the files of one request."""
 
-    def __init__(self, store: Store, request: Request, target: Target) -> None:
+    def __init__(self, store: Store | None, request: Request, target: Target) -> None:
         self._store = store
         self._request = request
         self._target = target
-        self._near = near_store(store, target.root)
-        self._min_size = store.settings.link_min_size
+        self._near = None if store is None else near_store(store, target.root)
+        settings = load_settings() if store is None else store.settings
+        self._min_size = settings.link_min_size
         self._is_local = isinstance(target, LocalTarget)
         self.warnings: list[str] = []
 
@@ -225,19 +238,24 @@ class _Planning:
         nothing = (None, False)
         plans = [self._from_target(file, *seen.get(file.path, nothing)) for file in files]
         weights = [each.found for each in plans if each.found is not None and each.is_weight]
-        known = (self._near or self._store).known_hashes(weights)
+        known = self._known_hashes(weights)
         plans = [_compared(each, known) for each in plans]
         if seen and isinstance(self._target, CacheTarget):
             plans = self._from_elsewhere(plans, self._target)
         is_missing = [each.is_large and each.source == "fetch" for each in plans]
-        if self._request.force or not any(is_missing):
+        store = self._store
+        if store is None or self._request.force or not any(is_missing):
             return tuple(plans)
         if self._near is not None:
             plans = [self._from_store(each, self._near, self._by_link(each)) for each in plans]
         if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
             look()
-        sources = Sources(self._store, self._request.cache_dir, self._target.root)
-        return tuple(self._from_machine(each, sources) for each in plans)
+        sources = Sources(store, self._request.cache_dir, self._target.root)
+        return tuple(self._from_machine(each, sources, store) for each in plans)
+
+    def _known_hashes(self, paths: Iterable[Path]) -> dict[Path, dict[Algorithm, str]]:
+        store = self._near or self._store
+        return {} if store is None else store.known_hashes(paths)
 
     def _from_target(self, file: RemoteFile, found: Path | None, is_visible: bool) -> PlannedFile:  # noqa: FBT001
         is_large = file.is_large(self._min_size)
@@ -263,7 +281,7 @@ class _Planning:
             for each in plans
             if each.found is None and (path := target.elsewhere(each.file)) is not None
         }
-        known = (self._near or self._store).known_hashes(others.values()) if others else {}
+        known = self._known_hashes(others.values()) if others else {}
 
         def judged(each: PlannedFile) -> PlannedFile:
             path = others.get(each.file.path)
@@ -281,8 +299,8 @@ class _Planning:
         blob = store.find_here(algorithm, value)
         return planned if blob is None else replace(planned, source=source, digest=blob.digest)
 
-    def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
-        """Plan to take a file of this machine: a near one, a blob of another volume, a far one."""
+    def _from_machine(self, planned: PlannedFile, sources: Sources, store: Store) -> PlannedFile:
+        """Plan to take a near file, a blob of another volume, a far file, or a shared blob."""
         if not planned.is_large or planned.source != "fetch":
             return planned
         candidates, left_out = sources.candidates(planned.file)
@@ -293,11 +311,16 @@ class _Planning:
             )
         if candidates and not candidates[0].is_far:
             return replace(planned, source="claim", candidates=candidates)
-        for store in self._store.stores():
-            known = self._from_store(planned, store, "copy")
+        for each in store.stores():
+            known = self._from_store(planned, each, "copy")
             if known.digest:
                 return known
-        return replace(planned, source="copy", candidates=candidates) if candidates else planned
+        if candidates:
+            return replace(planned, source="copy", candidates=candidates)
+        ((algorithm, value),) = planned.file.announced.items()
+        for found in store.find_shared(algorithm, value, size=planned.file.size):
+            return replace(planned, source="copy", shared=found.store.root)
+        return planned
 
 
 def _compared(planned: PlannedFile, known: dict[Path, dict[Algorithm, str]]) -> PlannedFile:

@@ -16,7 +16,7 @@ RepoType = Literal["model", "dataset", "space", "kernel"]
 REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
 Source = Literal["present", "link", "claim", "copy", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file that has to be hashed first and is
-then adopted or copied, another volume, the Hub."""
+then adopted or copied, another volume or a shared store, the Hub."""
 
 _EDITED = frozenset(
     (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml", ".cfg", ".py", ".ipynb", ".md", ".jinja",
@@ -140,6 +140,8 @@ class PlannedFile:
     """Of the blob in the store, if it has one."""
     candidates: tuple[Candidate, ...] = ()
     """Files that may have the bytes, the likeliest first."""
+    shared: Path | None = None
+    """The store of another user that has the bytes, if they are nowhere else on the machine."""
     found: Path | None = None
     """The file that is at the target already."""
     is_proven: bool = False
@@ -152,7 +154,9 @@ class PlannedFile:
 
     @property
     def origin(self) -> Path | None:
-        """The file that the bytes are most likely taken from."""
+        """The file, or shared store, that the bytes are most likely taken from."""
+        if self.shared is not None:
+            return self.shared
         return self.candidates[0].path if self.candidates and not self.digest else self.found
 
     @property

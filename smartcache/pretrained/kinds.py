@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smartcache.errors import MissingWeightsError, UnknownClassError
+from smartcache.errors import MissingWeightsError, UnknownClassError, UnreadableConfigError
 from smartcache.hub.dropin import Call
 from smartcache.pretrained.arguments import HUB_ARGUMENTS, LIBRARIES
 from smartcache.pretrained.borrowing import open_cache
@@ -103,9 +103,10 @@ class Folder:
         try:
             value = json.loads(path.read_text("utf-8"))
         except ValueError as error:
-            raise UnknownClassError(f"{path.name} of {self} cannot be read: {error}") from error
+            message = f"{path.name} of {self} cannot be read: {error}"
+            raise UnreadableConfigError(message) from error
         if not isinstance(value, dict):
-            raise UnknownClassError(f"{path.name} of {self} is no object")
+            raise UnreadableConfigError(f"{path.name} of {self} is not a JSON object")
         return value
 
     def _fetch(self, name: str) -> Path | None:
@@ -167,9 +168,10 @@ def _class_by_files(folder: Folder) -> type:
 def refuse_what_is_no_folder(source: str) -> None:
     """Raise if a text names a file, or can only be a folder and there is none."""
     if os.path.isfile(source):
-        raise UnknownClassError(
+        raise MissingWeightsError(
             f"{source} is a file, not a folder or repo",
             hint="Load a checkpoint of one file with smartcache.from_single_file.",
+            source=source,
         )
     is_path = source.startswith((".", "~", "/", os.sep)) or source.count("/") > 1 or "\\" in source
     if is_path and not os.path.isdir(source):

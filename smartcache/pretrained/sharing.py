@@ -18,6 +18,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard, cast
@@ -71,15 +72,15 @@ _answers: dict[str, Wanted] = {}
 
 def load_pipeline(asked: Asked) -> object:
     """Load a pipeline whose components are those in memory, as far as they are equal."""
-    more = {} if asked.placement is None else asked.placement.library_arguments(asked)
     obstacle = why_not(asked)
     if obstacle:
         _log.debug("nothing of %s is shared because of %s", asked.source, obstacle)
-        return _load_plainly(asked, more)
+        return load_unshared(asked)
     with borrowed(asked) as commit:
         folder = _folder(asked, commit)
     if folder is None:
-        return _load_plainly(asked, more)
+        return load_unshared(asked)
+    more = {} if asked.placement is None else asked.placement.library_arguments(asked)
     loader = _Loader(asked, folder, {**more, **_settled(asked, folder)})
     wanted = wanted_components(asked, folder, _store(), more)
     with inside(), one_at_a_time():
@@ -88,11 +89,24 @@ def load_pipeline(asked: Asked) -> object:
 
 def load_model(asked: Asked) -> object:
     """Load one model, or return the equal one that is in memory."""
-    more = {} if asked.placement is None else asked.placement.library_arguments(asked)
     if why_not(asked):
-        return _load_plainly(asked, more)
+        return load_unshared(asked)
+    more = {} if asked.placement is None else asked.placement.library_arguments(asked)
     with borrowed(asked) as commit, one_at_a_time():
         return _Alone(asked, commit, more).load()
+
+
+def load_unshared(asked: Asked) -> object:
+    """Load what nobody else has or gets."""
+    more = {} if asked.placement is None else asked.placement.library_arguments(asked)
+    # Threads that a library starts itself come by here with no flag of their own: they must not
+    # wait for the call that waits for them.
+    gate = nullcontext() if asked.is_implicit else one_at_a_time()
+    with borrowed(asked), gate:
+        loaded = asked.run(**more)
+    if asked.placement is not None:
+        asked.placement.apply(loaded)
+    return loaded
 
 
 def unshare(pipeline: object, *names: str) -> None:
@@ -293,14 +307,6 @@ class _Alone:
                 self.asked.source, name, cache_dir=cache_dir, revision=self.commit
             )
         return Path(found).parent if isinstance(found, str) else None
-
-
-def _load_plainly(asked: Asked, more: Mapping[str, object]) -> object:
-    with borrowed(asked):
-        loaded = asked.run(**more)
-    if asked.placement is not None:
-        asked.placement.apply(loaded)
-    return loaded
 
 
 def _folder(asked: Asked, commit: str) -> Path | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from smartcache.errors import UnknownClassError
+from smartcache.errors import MissingWeightsError
 from smartcache.functions import hf_hub_download
 from smartcache.hub.dropin import Call
 from smartcache.pretrained.arguments import HUB_ARGUMENTS, Asked
@@ -141,7 +141,7 @@ def single_class(
 def _class_by_weights(path: str, arguments: Mapping[str, object]) -> type:
     """Return the class of the pipeline that diffusers knows by the names of such weights."""
     if library_class("diffusers", "DiffusionPipeline") is None or not os.path.isfile(path):
-        raise UnknownClassError(f"{path} is neither a file nor the name of one on the Hub")
+        raise MissingWeightsError(f"{path} is neither a file nor the name of one on the Hub")
     from diffusers.loaders import single_file_utils
 
     weights = single_file_utils.load_single_file_checkpoint(path)

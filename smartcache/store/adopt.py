@@ -1,8 +1,8 @@
 """Make an existing file a blob, in place: the file keeps its path, inode, owner, time and bytes.
 
 Only its mode changes (no write permission), which is journaled first and given back by undo. Files
-that somebody writes, incomplete downloads, empty files and (unless allowed) files of other users
-are refused with a reason. A file that is written to while it is adopted stays the user's: the store
+that somebody writes, incomplete downloads, empty files and files of other users are refused with a
+reason. A file that is written to while it is adopted stays the user's: the store
 takes its name back.
 """
 
@@ -21,6 +21,7 @@ from typing import Literal
 from smartcache.errors import (
     BlobNotFoundError,
     DamagedBlobError,
+    DigestMismatchError,
     FileChangedError,
     FileSkippedError,
     StoreError,
@@ -29,7 +30,7 @@ from smartcache.progress import Progress, silent
 from smartcache.store.blobs import Expected, check_expected, explained
 from smartcache.store.digest import Algorithm, check_hex
 from smartcache.store.faults import reached
-from smartcache.store.hold import Allowance, Held, hold
+from smartcache.store.hold import Held, hold
 from smartcache.store.journal import Batch, Change, Op
 from smartcache.store.memos import Known, hash_all
 from smartcache.store.proof import checked
@@ -47,6 +48,7 @@ _REASONS = {
     errno.EACCES: "cannot be changed",
     errno.ENOENT: "was removed",
 }
+_OF_THE_STORE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 Outcome = Literal["adopted", "present", "duplicate", "skipped"]
 
@@ -75,7 +77,6 @@ def adopt_many(  # noqa: PLR0913 - one for each option of the store's method
     expected: Expected | None = None,
     owner: int | None = None,
     moving_to: str | None = None,
-    allow: frozenset[Allowance] = frozenset(),
     follow: bool = True,
     progress: Progress = silent,
 ) -> Iterator[Adoption]:
@@ -99,7 +100,7 @@ def adopt_many(  # noqa: PLR0913 - one for each option of the store's method
                     yield _elsewhere(volume, path)
                     continue
                 found = _examine(
-                    volume, path, wanted, announced, known.get(path), digests, allow, progress
+                    volume, path, wanted, announced, known.get(path), digests, progress
                 )
                 _let_own(volume, found, owner)
                 if isinstance(found, Adoption):
@@ -139,30 +140,38 @@ def _examine(
     expected: Expected,
     known: Known | None,
     digests: set[str],
-    allow: frozenset[Allowance],
     progress: Progress,
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
+    file: Held | None = None
     try:
         if known is None:
             with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
-                file = hold(volume, path, wanted, allow=allow, advance=job.advance)
+                file = hold(volume, path, wanted, advance=job.advance)
         else:
-            file = hold(volume, path, wanted, known=known, allow=allow)
-    except (FileSkippedError, FileNotFoundError, PermissionError) as error:
-        return Adoption(path=path, outcome="skipped", error=error)
-    try:
+            file = hold(volume, path, wanted, known=known)
         check_expected(file.hashes, expected, what=str(path))
         present = None
         if known is None or file.hashes.digest in digests:
             present = _already_there(volume, file)
-    except BaseException:
-        file.release()
-        raise
-    if present is not None:
-        file.release()
-        return present
-    return file
+        if present is None:
+            held, file = file, None
+            return held
+    except OSError as error:
+        if not _is_of_the_file(error):
+            raise
+        return Adoption(path=path, outcome="skipped", error=error)
+    finally:
+        if file is not None:
+            file.release()
+    return present
+
+
+def _is_of_the_file(error: OSError) -> bool:
+    """Say whether an error is about one file, so that the others can go on; not about the store."""
+    if isinstance(error, StoreError):
+        return isinstance(error, (FileSkippedError, DigestMismatchError))
+    return error.errno not in _OF_THE_STORE
 
 
 def _already_there(volume: Volume, file: Held) -> Adoption | None:
@@ -184,7 +193,7 @@ class _Work:
     change: Change
     is_begun: bool = False
     outcome: Outcome | None = None
-    error: FileSkippedError | None = None
+    error: OSError | None = None
 
     @property
     def is_linked(self) -> bool:
@@ -195,7 +204,12 @@ def _adopt_chunk(
     volume: Volume, held: list[Held], batch: Batch, owner: int | None, moving_to: str | None
 ) -> list[Adoption]:
     op: Op = "adopt" if moving_to is None else "move"
-    changes = [Change.before(op, f.path, f.hashes.digest, f.st, kind=moving_to) for f in held]
+    changes = [
+        Change.before(
+            op, f.path, f.hashes.digest, f.st, kind=moving_to, filesystem=volume.filesystem
+        )
+        for f in held
+    ]
     with explained(volume.root):
         begun = batch.begin(changes)
         reached("adopt: journaled")
@@ -220,7 +234,9 @@ def _attempt(volume: Volume, work: _Work) -> None:
     work.is_begun = True
     try:
         work.outcome = _link_one(volume, work.file)
-    except FileSkippedError as error:
+    except OSError as error:
+        if not _is_of_the_file(error):
+            raise
         work.outcome, work.error = "skipped", error
 
 
@@ -297,7 +313,6 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
     target = volume.layout.blob(file.hashes.digest)
     mode = file.st.st_mode & 0o7777
     try:
-        # A special mode (which must be allowed) would be given to every file that is linked to it.
         _make_read_only(file, mode & 0o555)
         reached("adopt: read-only")
         _link(volume, file, target)
@@ -310,7 +325,7 @@ def _link_one(volume: Volume, file: Held) -> Outcome:
         with suppress(OSError):
             os.fchmod(file.fd, mode)
         reason = _REASONS.get(getattr(error, "errno", None) or 0)
-        if reason is None:
+        if reason is None or isinstance(error, StoreError):  # ours tells of the store
             raise
         raise FileSkippedError(f"{file.path}: {reason}", reason=reason, path=file.path) from error
     reached("adopt: linked")

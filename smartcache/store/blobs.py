@@ -1,15 +1,15 @@
 """Immutable blobs on disk, named by the digest of their bytes.
 
-A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. A
-name under `blobs/` therefore always holds complete, verified bytes: there is no state between
-absent and whole. Before bytes are handed out, `checked` compares the blob's stat with its row and
-hashes it again whenever stat cannot vouch for it.
+A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. So
+what gets a name under `blobs/` is complete and verified: there is no state between absent and
+whole. Whether it still is, when its bytes are wanted, is asked in `proof`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +21,7 @@ from smartcache.errors import (
     DigestMismatchError,
     NoSpaceError,
     SizeMismatchError,
+    SmartcacheError,
     StoreError,
     StoreUnwritableError,
 )
@@ -48,6 +49,7 @@ def put_stream(
     expected: Expected | None = None,
     algorithms: Iterable[Algorithm] = (),
     mtime_ns: int | None = None,
+    mode: int = READ_ONLY,
     advance: Advance | None = None,
 ) -> Blob:
     """Write a stream into the store; return the blob. Nothing becomes a blob unless it checks."""
@@ -56,7 +58,7 @@ def put_stream(
     with writing(volume) as tmp:
         hashes = _write(tmp, chunks, size=size, wanted=wanted, advance=advance)
         check_expected(hashes, announced, what="The stream")
-        settle(tmp.fd, mtime_ns)
+        settle(tmp.fd, mtime_ns, mode)
         return commit(volume, tmp.path, hashes)
 
 
@@ -77,7 +79,9 @@ def explained(where: str | Path) -> Iterator[None]:
     """Turn the OS errors that a user can do something about into errors with a hint."""
     try:
         yield
-    except OSError as error:  # our own errors have no errno
+    except SmartcacheError:
+        raise
+    except OSError as error:
         if error.errno in _FULL:
             message = f"No space left on the filesystem of {where}; nothing was changed"
             raise NoSpaceError(message, path=where) from error
@@ -89,13 +93,15 @@ def explained(where: str | Path) -> Iterator[None]:
         raise
 
 
-def settle(descriptor: int, mtime_ns: int | None) -> None:
+def settle(descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY) -> None:
     """Make a finished tmp file read-only and durable, with a time that no later write can share.
+
+    Of `mode`, the mode of the file that was copied, only the right to read is kept.
 
     A write within one clock tick of the recorded mtime would leave the stat key unchanged. So the
     time is set into the past, unless the caller gives one that is old enough.
     """
-    os.fchmod(descriptor, READ_ONLY)
+    os.fchmod(descriptor, mode & READ_ONLY | stat.S_IRUSR)
     latest = time.time_ns() - 2 * RACY_NS
     stamp = latest if mtime_ns is None else min(mtime_ns, latest)
     os.utime(descriptor, ns=(stamp, stamp))
@@ -149,7 +155,7 @@ def _commit(
             reached("put: linked")
             if is_new and consume:
                 os.unlink(source)
-            st = os.stat(target)
+            st = os.lstat(target)
             blob = volume.index.blob(digest)
             is_known = blob is not None and not needs_hash(volume, blob, st)
             if is_new or is_known or is_proven:
@@ -163,7 +169,7 @@ def _commit(
         except BlobNotFoundError:
             continue
         except DamagedBlobError:
-            if os.path.exists(target):
+            if os.path.lexists(target):
                 raise
 
 

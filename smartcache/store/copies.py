@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from smartcache.errors import FileChangedError
 from smartcache.store.blobs import settle, writing
@@ -14,9 +14,15 @@ from smartcache.store.records import Trust
 from smartcache.store.volume import Volume
 
 
-def copy_hashed(source: BinaryIO, target: int, advance: Advance | None = None) -> str:
-    """Copy a file to a descriptor; return the digest of what was copied."""
-    hasher = Hasher(("blake3",))
+def copy_hashed(
+    source: BinaryIO,
+    target: int,
+    advance: Advance | None = None,
+    *,
+    algorithm: Literal["blake3", "sha256"] = "blake3",
+) -> str:
+    """Copy a file to a descriptor; return the digest, or sha256, of what was copied."""
+    hasher = Hasher((algorithm,))
     while chunk := source.read(CHUNK):
         hasher.update(chunk)
         view = memoryview(chunk)
@@ -24,7 +30,7 @@ def copy_hashed(source: BinaryIO, target: int, advance: Advance | None = None) -
             view = view[os.write(target, view) :]
         if advance is not None:
             advance(len(chunk))
-    return hasher.finish().digest
+    return hasher.finish().values[algorithm]
 
 
 def copy_verified(

@@ -8,22 +8,44 @@ opened again when it is needed.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from smartcache.errors import StoreError
-from smartcache.store.schema import connect, make_or_connect, translated
+from smartcache.errors import IndexDamagedError, StoreError
+from smartcache.store.schema import FAILURES, connect, make_or_connect, translated
 
 _TRIES = 8
 _PAUSE = 0.01
 _PAGE = 1000
+_NONSENSE = (TypeError, ValueError, AttributeError, OverflowError)
+T = TypeVar("T")
+
+
+def of_row(make: Callable[[tuple[Any, ...]], T]) -> Callable[[tuple[Any, ...]], T]:
+    """Let a function that makes something of a row say so when the row makes no sense."""
+
+    @functools.wraps(make)
+    def made(row: tuple[Any, ...]) -> T:
+        try:
+            return make(row)
+        except _NONSENSE as error:
+            raise IndexDamagedError("The index is damaged: a row of it makes no sense") from error
+
+    return made
+
+
+@of_row
+def number_of(row: tuple[Any, ...]) -> int:
+    """Return the number that is all of a row."""
+    return int(row[0])
 
 
 class Database:
@@ -51,6 +73,11 @@ class Database:
         with self._gate:
             self._is_open = False
             self.disconnect()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed for good."""
+        return self._is_open
 
     def disconnect(self) -> None:
         """Close the connection for now; the next use opens it again. Streams end with an error."""
@@ -121,7 +148,7 @@ class Database:
             try:
                 row = self._connected().execute("PRAGMA quick_check(1)").fetchone()
                 return bool(row[0] == "ok")
-            except sqlite3.DatabaseError:
+            except (StoreError, *FAILURES):
                 return False
 
     def backup(self, path: Path) -> None:
@@ -130,7 +157,7 @@ class Database:
         try:
             with self._gate:
                 self._connected().backup(target)
-        except sqlite3.Error as error:
+        except FAILURES as error:
             raise translated(error, self.path) from error
         finally:
             target.close()
@@ -166,7 +193,7 @@ class Database:
         with self._gate:
             try:
                 return self._execute(sql, values).fetchall()
-            except sqlite3.Error as error:
+            except FAILURES as error:
                 raise translated(error, self.path) from error
 
     def _each(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
@@ -186,7 +213,7 @@ class Database:
             cursor = stream.execute(sql, values)
             while rows := cursor.fetchmany(_PAGE):
                 yield from rows
-        except sqlite3.Error as error:
+        except FAILURES as error:
             raise translated(error, self.path) from error
         finally:
             self._streams.discard(stream)
@@ -212,14 +239,14 @@ class Database:
 
     def _value(self, sql: str, *values: object) -> int:
         """Return the number that a statement gives."""
-        return int(self._all(sql, *values)[0][0])
+        return number_of(self._all(sql, *values)[0])
 
     def _run_many(self, sql: str, rows: Iterable[tuple[object, ...]]) -> int:
         """Run a statement for each row; say how many rows it changed."""
         with self._gate:
             try:
                 return self._connected().executemany(sql, rows).rowcount
-            except sqlite3.Error as error:
+            except FAILURES as error:
                 raise translated(error, self.path) from error
 
     def _run(self, sql: str, *values: object) -> int:
@@ -227,7 +254,7 @@ class Database:
         with self._gate:
             try:
                 return self._execute(sql, values).rowcount
-            except sqlite3.Error as error:
+            except FAILURES as error:
                 raise translated(error, self.path) from error
 
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 import os
 import platform
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from smartcache import __version__
-from smartcache.errors import NoSpaceError, StoreFormatError, StoreUnwritableError
+from smartcache.errors import (
+    NoSpaceError,
+    StoreFormatError,
+    StoreUnwritableError,
+    UnsafeStoreError,
+)
 from smartcache.sizes import format_size
 from smartcache.store.filesystems import (
     Abilities,
@@ -30,16 +35,13 @@ from smartcache.store.filesystems import (
     probe,
 )
 from smartcache.store.kernel import effective_user
-from smartcache.store.layout import Layout
+from smartcache.store.layout import Layout, volume_root
 
 Level = Literal["ok", "note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
 LITTLE_SPACE = 1_000_000_000
 _PACKAGES = ("blake3", "xxhash", "huggingface_hub", "hf_xet", "safetensors", "filelock", "torch")
-_PROTECTED_HARDLINKS = "/proc/sys/fs/protected_hardlinks"
 _MOST_MOVES = 8
-_SHARED_BITS = 0o1020
-"""Sticky and group-writable: how a store for several users is made."""
 _ELSEWHERE = "Set SMARTCACHE_HOME to a directory on a local disk."
 
 
@@ -178,18 +180,17 @@ def _about_store(layout: Layout) -> Iterator[Finding]:
         yield Finding(level="ok", text="There is no store here yet; it is made when first used.")
         return
     try:
+        layout.secure()
         layout.check()
-    except StoreFormatError as error:
+    except (StoreFormatError, UnsafeStoreError) as error:
         yield Finding(level="problem", text=f"{error.message}.", hint=error.hint)
-    with suppress(OSError):
-        is_shared = layout.blobs.stat().st_mode & _SHARED_BITS == _SHARED_BITS
-        if is_shared and _read(_PROTECTED_HARDLINKS) == "1":
-            text = (
-                "The store is shared, and the kernel lets only the owner of a read-only file"
-                " hard-link it (protected_hardlinks): files that another user added are reflinked,"
-                " symlinked or copied."
-            )
-            yield Finding(level="note", text=text)
+    except OSError as error:
+        yield Finding(level="problem", text=f"{layout.root}: {error.strerror or error}.")
+    for folder in layout.root.parents:
+        mode = os.stat(folder).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            text = f"Everybody can write {folder}, and so put another store in the place of yours."
+            yield Finding(level="warning", text=text, hint=f"chmod +t {folder}")
 
 
 def _about_distance(store: Place, path: Path) -> Iterator[Finding]:
@@ -199,7 +200,7 @@ def _about_distance(store: Place, path: Path) -> Iterator[Finding]:
     mount = mount_of(path)
     if here != there:
         text = f"{path} is on another filesystem than the store: files are copied, not linked."
-        hint = f"A store there ({mount.point / '.smartcache'}) can link them."
+        hint = f"A store there ({volume_root(mount.point)}) can link them."
         yield Finding(level="warning", text=text, hint=hint)
     elif mount.point != store.mount.point:
         text = (
@@ -249,7 +250,7 @@ def _about_abilities(abilities: Abilities, role: str) -> Iterator[Finding]:
         text = "Names cannot be swapped in one step here: a file is replaced after a last look."
         yield Finding(level="note", text=text)
     if not abilities.symlink:
-        yield Finding(level="note", text="No symlinks here: other users of the store get copies.")
+        yield Finding(level="note", text="No symlinks here.")
     if abilities.hard_link and abilities.lease and abilities.exchange and abilities.flock:
         text = "Hard links, leases, exchange of names and locks work."
         yield Finding(level="ok", text=text)
@@ -281,14 +282,6 @@ def _versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return versions
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from smartcache.store.database import Database
+from smartcache.store.database import Database, of_row
 from smartcache.store.records import Seen, Trust
 from smartcache.store.sighted import PATH
 
@@ -202,14 +202,7 @@ class Duplicates(Database):
             f" {_JOINED} JOIN folders ON folders.id = directories.folder"
             f" WHERE {scope.where()} ORDER BY filesystem, inode, path"
         )
-        for row in self._each(sql, *scope.values):
-            path, folder, size, allocated, links, filesystem, inode, digest, sampled, is_blob = row
-            yield Seen(
-                path=Path(os.fsdecode(path)), folder=Path(os.fsdecode(folder)), size=size,
-                allocated=allocated, links=links, filesystem=filesystem, inode=inode,
-                digest="" if digest is None else digest.hex(), is_blob=bool(is_blob),
-                is_compared=digest is not None or bool(sampled),
-            )  # fmt: skip
+        return map(_seen, self._each(sql, *scope.values))
 
     def sizes_of_blobs(self, sizes: Iterable[int]) -> list[tuple[int, int]]:
         """Return (size, inode) of the blobs that have one of some sizes."""
@@ -241,3 +234,14 @@ class Duplicates(Database):
             " mtime_ns = excluded.mtime_ns, ctime_ns = excluded.ctime_ns, racy = excluded.racy"
         )
         self._run_many(sql, rows)
+
+
+@of_row
+def _seen(row: tuple[Any, ...]) -> Seen:
+    path, folder, size, allocated, links, filesystem, inode, digest, sampled, is_blob = row
+    return Seen(
+        path=Path(os.fsdecode(path)), folder=Path(os.fsdecode(folder)), size=size,
+        allocated=allocated, links=links, filesystem=filesystem, inode=inode,
+        digest="" if digest is None else digest.hex(), is_blob=bool(is_blob),
+        is_compared=digest is not None or bool(sampled),
+    )  # fmt: skip

@@ -5,7 +5,8 @@ links that were placed become ordinary files. Files that share blocks with each 
 stay so: they are ordinary files, have no tie to the store, and nobody can tell but by the space
 that is saved. Space is checked before the first step. A store that has the last copy of something
 pinned, or artifacts that were computed, is not removed unless that is allowed. Every step is one of
-`undo`, so a killed eject can simply be run again.
+`undo`, so a killed eject can simply be run again; and while one file could not be given back, the
+store and its journal stay, for the next try.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from smartcache.errors import BlobInUseError, FileChangedError, NoSpaceError, StoreError
+from smartcache.errors import (
+    BlobInUseError,
+    FileChangedError,
+    NoSpaceError,
+    SmartcacheError,
+    StoreError,
+    UnsafeStoreError,
+)
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
+from smartcache.store.blobs import explained
 from smartcache.store.faults import reached
 from smartcache.store.filesystems import free_bytes
 from smartcache.store.journal import Change
@@ -30,11 +39,14 @@ from smartcache.store.own_copy import give_own_copy
 from smartcache.store.owners import link_liveness
 from smartcache.store.records import Blob, Link, Trust
 from smartcache.store.restored import is_our_link, is_restored, needed_bytes
+from smartcache.store.safety import check_own, open_own
 from smartcache.store.setfolders import set_folders, sets_size
+from smartcache.store.swap import Spot
 from smartcache.store.undo import Undoing, Undone, new_undoing, undo_adopt, undo_one
 from smartcache.store.volume import Volume, all_blobs
 
 _PAGE = 1000
+_ANY_NUMBER = 1 << 30
 EJECTING = "ejecting"
 """Note in the index: files that share blobs are getting their modes back, then the store goes."""
 
@@ -61,7 +73,10 @@ class EjectPlan:
     _execute: Callable[[EjectPlan, Progress], list[Undone]] = field(repr=False, compare=False)
 
     def execute(self, progress: Progress = silent) -> list[Undone]:
-        """Restore every file, then remove the store. Returns what was done to each file."""
+        """Restore every file, then remove the store. Returns what was done to each file.
+
+        If one has "failed", the store and the journal are still there: eject again.
+        """
         return self._execute(self, progress)
 
 
@@ -201,9 +216,9 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
         undoing = new_undoing(volume, batch)
         results = []
         # Placed links first: once they have their own bytes, adopted files can keep their inode.
-        modes: dict[Path, int] = {}
+        modes: list[Change] = []
         for link in plan.links:
-            _make_ordinary(volume, link, undoing, modes, keep_shared=keep_shared)
+            results += _make_ordinary(volume, link, undoing, modes, keep_shared=keep_shared)
             job.advance()
         for change in plan.changes:
             results.append(_restore(volume, change, undoing, modes, keep_shared=keep_shared))
@@ -211,12 +226,13 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
     _refuse_losing_moved_files(results)
     _refuse_losing_pinned(volume, plan, pinned_before)
     _refuse_losing_sets(volume, plan)
-    remove_store(volume, modes.items())
+    if not any(each.outcome == "failed" for each in results):
+        remove_store(volume, modes)
     return results
 
 
 def _refuse_losing_moved_files(results: list[Undone]) -> None:
-    stuck = [r.change for r in results if r.change.op == "move" and not r.is_undone]
+    stuck = [r.change for r in results if r.change.op == "move" and r.outcome == "left"]
     if stuck:
         message = f"{stuck[0].path} was moved into the store and its place is taken"
         hint = "Move the file that is there away and run eject again; the store was kept."
@@ -227,45 +243,50 @@ def _restore(
     volume: Volume,
     change: Change,
     undoing: Undoing,
-    modes: dict[Path, int],
+    modes: list[Change],
     *,
     keep_shared: bool,
 ) -> Undone:
     if keep_shared and change.op != "move":
-        if is_our_link(volume, change) and change.mode is not None:
-            modes[change.path] = change.mode
-        return Undone(change=change, is_undone=True)
+        if is_our_link(volume, change):
+            modes.append(replace(change, inode=os.lstat(change.place).st_ino))
+        return Undone(change=change, outcome="undone")
     return undo_one(volume, change, undoing)
 
 
 def _make_ordinary(
-    volume: Volume, link: Link, undoing: Undoing, modes: dict[Path, int], *, keep_shared: bool
-) -> None:
-    """Turn a placed link into a writable file of its own."""
+    volume: Volume, link: Link, undoing: Undoing, modes: list[Change], *, keep_shared: bool
+) -> list[Undone]:
+    """Turn a placed link into a writable file of its own; return what could not be done."""
+    place = Path(os.path.realpath(link.path.parent), link.path.name)
     try:
-        st = os.lstat(link.path)
+        st = os.lstat(place)
     except FileNotFoundError:
-        return
+        return []
     blob = volume.index.blob(link.digest)
     if blob is None:
         # Undo has already taken the blob back into the user's own file.
-        return
-    mode = st.st_mode & 0o7777 | 0o200
-    if link.kind == "hardlink" and keep_shared:
-        modes[link.path] = mode
-        return
+        return []
     change = Change.before("adopt", link.path, link.digest, st)
-    if link.kind == "hardlink":
-        change.mode, change.links = mode, 1
-        try:
-            undo_adopt(volume, change, undoing)
-        except FileChangedError:
-            # Somebody wrote into it: the bytes are the user's, and need the mode only.
-            modes[link.path] = mode
-    elif link.path.exists():  # else the blob behind the symlink is lost: nothing to restore
-        change.mode, change.mtime_ns = None, blob.key.mtime_ns
-        give_own_copy(volume, change, undoing.batch)
-        volume.index.drop_link(link.path)
+    change.real = None if place == link.path else place
+    change.mode, change.links = st.st_mode & 0o777 | 0o200, 1
+    if link.kind == "hardlink" and keep_shared:
+        modes.append(change)
+        return []
+    try:
+        with explained(link.path.parent):
+            if link.kind == "hardlink":
+                undo_adopt(volume, change, undoing)
+            elif link.path.exists():  # else the blob behind the symlink is lost
+                change.mode, change.mtime_ns = None, blob.key.mtime_ns
+                give_own_copy(volume, change, undoing.batch)
+                volume.index.drop_link(link.path)
+    except FileChangedError:
+        # Somebody wrote into it: the bytes are the user's, and need the mode only.
+        modes.append(change)
+    except (SmartcacheError, OSError) as error:
+        return [Undone(change=change, outcome="failed", note=str(error))]
+    return []
 
 
 def finish_eject(volume: Volume) -> None:
@@ -275,23 +296,28 @@ def finish_eject(volume: Volume) -> None:
     for blob in all_blobs(volume):
         path = volume.layout.blob(blob.digest)
         with suppress(FileNotFoundError):
-            mode = os.stat(path).st_mode
-            if mode & 0o222:
-                os.chmod(path, mode & 0o7555)
-                volume.index.refresh(blob.id, os.stat(path), Trust.UNPROVEN)
+            descriptor = open_own(path)
+            try:
+                mode = os.fstat(descriptor).st_mode
+                if mode & 0o222:
+                    os.fchmod(descriptor, mode & 0o555)
+                    volume.index.refresh(blob.id, os.fstat(descriptor), Trust.UNPROVEN)
+            finally:
+                os.close(descriptor)
     volume.index.set_note(EJECTING, None)
 
 
-def remove_store(volume: Volume, modes: Iterable[tuple[Path, int]] = ()) -> None:
+def remove_store(volume: Volume, modes: Iterable[Change] = ()) -> None:
     """Remove the whole tree: first its name, in one step, then what was in it.
 
-    `modes` are given to files that still share a blob, when nothing can go wrong any more.
+    `modes` are of files that still share a blob: given when nothing can go wrong any more.
     """
     with volume.guard("eject", exclusive=True):
         reached("eject: files restored")
         volume.index.set_note(EJECTING, "1")
-        for path, mode in modes:
-            os.chmod(path, mode)
+        for change in modes:
+            with suppress(SmartcacheError, OSError), Spot(change.place) as spot:
+                spot.give_mode(change.mode or 0o644, inode=change.inode or 0, links=_ANY_NUMBER)
         reached("eject: modes restored")
         former = former_roots(volume)
         volume.close()
@@ -303,7 +329,9 @@ def remove_store(volume: Volume, modes: Iterable[tuple[Path, int]] = ()) -> None
     reached("eject: renamed")
     remove_former_roots(former)
     for leftover in {doomed, *leftovers(volume.root)}:
-        shutil.rmtree(leftover, ignore_errors=leftover == volume.root)
+        with suppress(UnsafeStoreError):  # not ours
+            if check_own(leftover) is not None:
+                shutil.rmtree(leftover, ignore_errors=leftover == volume.root)
 
 
 def leftovers(root: Path) -> list[Path]:

@@ -7,8 +7,9 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from smartcache.store.database import Database
+from smartcache.store.database import Database, of_row
 from smartcache.store.digest import Algorithm
 from smartcache.store.records import Memo, Trust
 from smartcache.store.schema import signed
@@ -21,7 +22,6 @@ _MEMO_COLUMNS: dict[Algorithm, str] = {
     "git-sha1": "git_sha1",
 }
 _COLUMNS = ", ".join(_MEMO_COLUMNS.values())
-_Row = tuple[int, int, int, int, bytes | None, bytes | None, bytes | None, bytes | None]
 
 
 class FileMemory(Database):
@@ -64,7 +64,7 @@ class FileMemory(Database):
     def volumes(self) -> list[tuple[Path, str]]:
         """Return (path, filesystem) of the other volumes."""
         rows = self._all("SELECT path, filesystem FROM volumes ORDER BY path")
-        return [(Path(os.fsdecode(path)), filesystem) for path, filesystem in rows]
+        return list(map(_volume, rows))
 
     def add_lost(self, digest: str, size: int) -> None:
         """Remember a blob whose bytes are not here now, for what holds it or points at it."""
@@ -76,7 +76,13 @@ class FileMemory(Database):
         self._run(sql, bytes.fromhex(digest), size, int(Trust.LOST), now, now)
 
 
-def _memo(row: _Row) -> Memo:
+@of_row
+def _volume(row: tuple[Any, ...]) -> tuple[Path, str]:
+    return Path(os.fsdecode(row[0])), str(row[1])
+
+
+@of_row
+def _memo(row: tuple[Any, ...]) -> Memo:
     size, mtime_ns, ctime_ns, racy, *hashes = row
     found = zip(_MEMO_COLUMNS, hashes, strict=True)
     values = {name: value.hex() for name, value in found if value is not None}

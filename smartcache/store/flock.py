@@ -23,18 +23,16 @@ from pathlib import Path
 
 from smartcache.errors import NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.filesystems import mount_of
+from smartcache.store.safety import make_or_open_own, open_own
 
 OnWait = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _GRACE = (0.0002, 0.0005, 0.001, 0.002)
 """Pauses before a wait is worth a word. A fresh holder has written its note by then."""
 _POLL = 0.02
 """Longest pause between two tries where the kernel cannot wait: with a time limit, on Windows."""
-_MAX_DENIALS = 4
 _NOTE_BYTES = 4096
 _WHAT_CHARACTERS = 200
 _OFFSET_OF_LOCK = 0x4000_0000
@@ -48,14 +46,19 @@ _generation = 0
 class Descriptor:
     """A file opened for locking: closed when dropped, and closed in every forked child."""
 
-    __slots__ = ("_born", "fd")
+    __slots__ = ("_born", "fd", "is_new")
 
-    def __init__(self, path: str, flags: int, mode: int = 0o666) -> None:
+    def __init__(self, path: str, *, writable: bool = False) -> None:
+        """Open a file of the store; a writable one is made when missing (`is_new`)."""
         self.fd = -1
+        self.is_new = False
         # The guard keeps another thread from forking between opening and registering.
         with _guard:
             self._born = _generation
-            self.fd = os.open(path, flags | _CLOSE_ON_EXEC, mode)
+            if writable:
+                self.fd, self.is_new = make_or_open_own(path, os.O_RDWR)
+            else:
+                self.fd = open_own(path)
             _open[self.fd] = None
 
     @property
@@ -222,53 +225,25 @@ def wait_for(fd: int, *, exclusive: bool, patience: Patience, tell: Callable[[],
     return False
 
 
-def open_or_create(
-    path: str | Path, *, private: bool = False, make_directory: bool = False
-) -> tuple[Descriptor, bool]:
-    """Open a file for reading and writing; the flag says whether this call made it.
-
-    Never O_CREAT on what exists: in a sticky directory `fs.protected_regular` forbids that to all
-    but the owner.
-    """
+def open_or_create(path: str | Path, *, make_directory: bool = False) -> Descriptor:
+    """Open a file for reading and writing, made when missing."""
     text = os.fspath(path)
-    denials = 0
     while True:
         try:
-            with contextlib.suppress(FileNotFoundError):
-                return Descriptor(text, os.O_RDWR | _NO_FOLLOW), False
-            with contextlib.suppress(FileExistsError):
-                created = os.O_RDWR | os.O_CREAT | os.O_EXCL
-                descriptor = Descriptor(text, created, 0o600 if private else 0o666)
-                if not private:
-                    open_to_directory_writers(descriptor.fd, os.path.dirname(text) or os.curdir)
-                return descriptor, True
+            return Descriptor(text, writable=True)
         except FileNotFoundError as error:
             if not make_directory:
                 raise refusal(text, error) from error
             _make_directory(os.path.dirname(text))
-        except PermissionError as error:
-            # Another user may have made the file just now and not yet opened it to us.
-            denials += 1
-            if denials > _MAX_DENIALS:
-                raise refusal(text, error) from error
-            time.sleep(_GRACE[0])
+        except StoreError:
+            raise
         except OSError as error:
             raise refusal(text, error) from error
 
 
-def open_to_directory_writers(fd: int, directory: str) -> None:
-    """Let everybody who may write the directory write the file too, whatever the umask says."""
-    if sys.platform == "win32":
-        return
-    writers = os.stat(directory).st_mode & 0o022
-    mode = os.fstat(fd).st_mode & 0o777
-    if mode | writers | writers << 1 != mode:
-        os.fchmod(fd, mode | writers | writers << 1)
-
-
 def _make_directory(directory: str) -> None:
     try:
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(directory, 0o700, exist_ok=True)
     except OSError as error:
         raise refusal(directory, error) from error
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from smartcache.errors import BlobInUseError, BlobNotFoundError, StoreUnwritableError
+from smartcache.errors import BlobInUseError, BlobNotFoundError
 from smartcache.store.blobs import explained
 from smartcache.store.faults import reached
 from smartcache.store.journal import Batch, Change
@@ -34,7 +34,6 @@ def forget(volume: Volume, digest: str, *, batch: Batch, to_trash: bool = True) 
         blob = volume.index.blob(digest)
         if blob is None or blob.trust == Trust.TRASHED:
             raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
-        _refuse_others_blob(volume, digest)
         holders = [str(owner) for owner, _ in live_holders(volume, blob)]
         holders += [f"symlink {link.path}" for link in living_symlinks(volume, blob)]
         if holders:
@@ -65,13 +64,3 @@ def _bring_back_half_removed(volume: Volume, digest: str) -> None:
     is_known = blob is not None and blob.is_here
     if not is_known and os.path.exists(volume.layout.blob(digest)):
         prove(volume, digest)
-
-
-def _refuse_others_blob(volume: Volume, digest: str) -> None:
-    try:
-        st = os.stat(volume.layout.blob(digest))
-    except FileNotFoundError:
-        return
-    if not volume.may_remove(st):
-        message = f"Blob {digest[:12]} belongs to another user of the shared store"
-        raise StoreUnwritableError(message, hint="Only its owner or root can remove it.")

@@ -34,13 +34,12 @@ from smartcache.store.volume import Volume
 TICK_NS = 50_000_000
 """More than a tick (at most 10 ms) of the clock that filesystems with hard links use."""
 
-Allowance = Literal["owner", "mode", "xattr"]
+Allowance = Literal["group", "mode", "xattr"]
 """What a link may change about a file besides its permission to write, if the user allows it.
 
-"owner": root may link files of other users, and files whose owner or group is not the blob's; the
-inode's owner can then change the bytes of all of them. "mode": permissions other than the blob's,
-and special modes. "xattr": files with extended attributes. The journal has them all, and undo gives
-them back.
+Its group, its permissions, its extended attributes: the journal has them, and undo gives them back.
+Files of other users are never linked, not even by root: whoever owns an inode can change the bytes
+that all its links show.
 """
 
 INCOMPLETE_SUFFIXES = (
@@ -101,7 +100,6 @@ def hold(
     algorithms: Iterable[Algorithm] = ("blake3",),
     *,
     known: Known | None = None,
-    allow: frozenset[Allowance] = frozenset(),
     advance: Advance | None = None,
 ) -> Held:
     """Hold a file, or raise FileSkippedError (busy, changed, unsuitable); the caller releases.
@@ -111,7 +109,7 @@ def hold(
     """
     wanted = tuple(algorithms)
     st = os.lstat(path)
-    refuse_unsuitable(path, st, allow)
+    refuse_unsuitable(path, st)
     is_young = StatKey.of(st).is_racy()
     if is_young:
         hashes, key = None, None
@@ -153,16 +151,13 @@ def is_incomplete(path: Path) -> bool:
     return name.endswith(INCOMPLETE_SUFFIXES) or "-partial" in name
 
 
-def refuse_unsuitable(
-    path: Path, st: os.stat_result, allow: frozenset[Allowance] = frozenset()
-) -> None:
+def refuse_unsuitable(path: Path, st: os.stat_result) -> None:
     """Raise unless a file is one that may become a link or a blob."""
     refuse_unshareable(path, st)
     reason = ""
-    user = effective_user()
-    if hasattr(os, "geteuid") and st.st_uid != user and not ("owner" in allow and user == 0):
+    if st.st_uid != effective_user():
         reason = "belongs to another user"
-    elif st.st_mode & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX) and "mode" not in allow:
+    elif st.st_mode & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX):
         reason = "has a special mode"
     if reason:
         raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
@@ -187,12 +182,11 @@ def refuse_visible_change(
     blob_st: os.stat_result,
     allow: frozenset[Allowance] = frozenset(),
 ) -> None:
-    """Raise if a link would show another owner, other permissions or attributes."""
+    """Raise if a link would show another group, other permissions or attributes."""
     reason = ""
-    is_same_owner = (st.st_uid, st.st_gid) == (blob_st.st_uid, blob_st.st_gid)
-    is_same_mode = stat.S_IMODE(st.st_mode) & 0o7555 == stat.S_IMODE(blob_st.st_mode) & 0o7555
-    if not is_same_owner and "owner" not in allow:
-        reason = "different owner or group"
+    is_same_mode = st.st_mode & 0o555 == blob_st.st_mode & 0o555
+    if st.st_gid != blob_st.st_gid and "group" not in allow:
+        reason = "different group"
     elif not is_same_mode and "mode" not in allow:
         reason = "different permissions"
     elif "xattr" not in allow and read_attributes(path):

@@ -1,7 +1,10 @@
-"""The SQL of the store: blobs, aliases, links and owners (`filememory`, `sums`: the rest).
+"""The SQL of blobs, aliases, links and owners, and the `Index` of it all.
 
-The index is a memory of the filesystem, never the truth: every row can be checked against the
-disk, and all of it can be made again. One method answers one question.
+What else is asked is in `filememory`, `known`, `sighted`, `duplicates` and `sums`.
+
+The index is a memory, never the truth: what it says of files is checked against the disk, and can
+be made again from it. Owners other than pins cannot: they are lost with the index. One method
+answers one question.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+from smartcache.errors import IndexDamagedError
+from smartcache.store.database import number_of, of_row
 from smartcache.store.digest import Algorithm
 from smartcache.store.duplicates import Duplicates
 from smartcache.store.filememory import FileMemory
@@ -54,7 +59,9 @@ _ADD_BLOB = (
     " mtime_ns = excluded.mtime_ns, ctime_ns = excluded.ctime_ns, links = excluded.links,"
     " trust = excluded.trust, unsynced = excluded.unsynced, used_at = excluded.used_at"
 )
-_Row = tuple[int, bytes, int, int, int, int, int, int, int, str | None, int, int]
+_NO_TIME = 1 << 37
+"""Seconds from here on are no time that a datetime can hold."""
+_Row = tuple[Any, ...]
 
 
 class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
@@ -105,9 +112,8 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
 
         Costs 8 bytes of memory per blob: the order is that of the moment of the call.
         """
-        ids = array(
-            "q", (row[0] for row in self._all(f"SELECT id FROM blobs ORDER BY {_ORDERS[order]}"))
-        )
+        rows = self._all(f"SELECT id FROM blobs ORDER BY {_ORDERS[order]}")
+        ids = array("q", map(number_of, rows))
         sql = f"SELECT {_BLOB} FROM json_each(?) JOIN blobs ON blobs.id = value ORDER BY key"
         for start in range(0, len(ids), _PAGE):
             page = json.dumps(ids[start : start + _PAGE].tolist())
@@ -116,7 +122,7 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
     def blobs_after(self, digest: bytes, limit: int) -> list[Blob]:
         """Return the next blobs in order of digest: a page for work that writes in between."""
         sql = f"SELECT {_BLOB} FROM blobs WHERE digest > ? ORDER BY digest LIMIT ?"
-        return [_blob(row) for row in self._all(sql, digest, limit)]
+        return [_blob(row) for row in self._ahead(1, digest, self._all(sql, digest, limit))]
 
     def add_blob(
         self,
@@ -207,10 +213,28 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
         )
         return Totals(**dict(zip(names, numbers, strict=True)))
 
+    def content_mark(self) -> tuple[int, ...]:
+        """Return figures that change when blobs or their sha256 come or go: a pass over each."""
+        blobs = (
+            "SELECT count(*), coalesce(max(id), 0), coalesce(sum(size), 0),"
+            f" coalesce(sum(added_at), 0) FROM blobs WHERE trust < {int(Trust.LOST)}"
+        )
+        aliases = "SELECT count(*) FROM aliases WHERE algorithm = 'sha256'"
+        return (*self._all(blobs)[0], self._value(aliases))
+
     def clear(self) -> None:
-        """Forget every blob, link and owner; what is known of folders, memos and volumes stays."""
-        for table in ("links", "holds", "aliases", "owners", "blobs"):
+        """Forget links and owners, and that any blob is here; `drop_lost` forgets what stays lost.
+
+        What is known of folders, memos and volumes stays.
+        """
+        for table in ("links", "holds", "owners"):
             self._run(f"DELETE FROM {table}")
+        sql = "UPDATE blobs SET allocated = 0, links = 0, inode = -1, trust = ?"
+        self._run(sql, int(Trust.LOST))
+
+    def drop_lost(self) -> None:
+        """Forget the blobs whose bytes are gone, with all that was known of them."""
+        self._run("DELETE FROM blobs WHERE trust = ?", int(Trust.LOST))
 
     # aliases
 
@@ -235,7 +259,7 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
             " WHERE algorithm = ? AND value > ? ORDER BY value LIMIT ?"
         )
         after = b""
-        while page := self._all(sql, algorithm, after, _PAGE):
+        while page := self._ahead(0, after, self._all(sql, algorithm, after, _PAGE)):
             after = page[-1][0]
             yield from [(value.hex(), digest.hex()) for value, digest in page]
 
@@ -282,7 +306,8 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
             f"SELECT {_LINK} FROM links JOIN blobs ON blobs.id = blob"
             " WHERE path > ? AND (? IS NULL OR links.kind = ?) ORDER BY path LIMIT ?"
         )
-        return [_link(row) for row in self._all(sql, os.fsencode(path), kind, kind, limit)]
+        after = os.fsencode(path)
+        return [_link(r) for r in self._ahead(0, after, self._all(sql, after, kind, kind, limit))]
 
     # owners
 
@@ -331,6 +356,12 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
         )
         return [_owner(row) for row in self._all(sql, blob)]
 
+    def _ahead(self, column: int, after: bytes, page: list[_Row]) -> list[_Row]:
+        """Return a page that leads on; damage to the index may give the same one for ever."""
+        if page and not (isinstance(page[-1][column], bytes) and page[-1][column] > after):
+            raise IndexDamagedError(f"{self.path} is damaged: its rows are not in order")
+        return page
+
     def _one_blob(self, sql: str, *values: object) -> Blob | None:
         row = self._one(sql, *values)
         return None if row is None else _blob(row)
@@ -346,7 +377,8 @@ def _blob_values(
     )  # fmt: skip
 
 
-def _blob(row: tuple[object, ...]) -> Blob:
+@of_row
+def _blob(row: _Row) -> Blob:
     (
         id_,
         digest,
@@ -360,7 +392,10 @@ def _blob(row: tuple[object, ...]) -> Blob:
         unsynced,
         added,
         used,
-    ) = cast("_Row", row)
+    ) = row
+    sum((id_, size, allocated, inode, mtime_ns, ctime_ns, links))  # a TypeError unless numbers
+    if not (0 <= added < _NO_TIME and 0 <= used < _NO_TIME):
+        raise ValueError(used)
     return Blob(
         id=id_, digest=digest.hex(), size=size, allocated=allocated, inode=inode,
         key=StatKey(size, mtime_ns, ctime_ns), links=links, trust=Trust(trust), unsynced=unsynced,
@@ -368,7 +403,8 @@ def _blob(row: tuple[object, ...]) -> Blob:
     )  # fmt: skip
 
 
-def _link(row: tuple[bytes, bytes, str, str, int, int | None, int]) -> Link:
+@of_row
+def _link(row: _Row) -> Link:
     path, digest, kind, filesystem, inode, owner, made = row
     return Link(
         path=Path(os.fsdecode(path)), digest=digest.hex(), kind=cast("LinkKind", kind),
@@ -376,7 +412,8 @@ def _link(row: tuple[bytes, bytes, str, str, int, int | None, int]) -> Link:
     )  # fmt: skip
 
 
-def _owner(row: tuple[int, str, bytes, bytes | None, bytes | None, str | None]) -> Owner:
+@of_row
+def _owner(row: _Row) -> Owner:
     id_, kind, name, path, root, filesystem = row
     as_path = [None if p is None else Path(os.fsdecode(p)) for p in (path, root)]
     return Owner(

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from smartcache.errors import NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.attributes import read_attributes
-from smartcache.store.flock import open_to_directory_writers
+from smartcache.store.layout import is_digest
 from smartcache.store.locks import Claim, claim
+from smartcache.store.safety import make_or_open_own, open_own
+from smartcache.store.swap import is_beside
 
 Op = Literal["adopt", "move", "place", "replace", "share", "forget", "pin", "unpin", "own"]
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""
@@ -35,6 +38,7 @@ UNDOABLE = frozenset(("adopt", "move", "place", "replace", "share", "forget"))
 State = Literal["begun", "done", "back", "undone", "gone"]
 _OPTIONAL = ("kind", "mode", "uid", "gid", "mtime_ns", "inode", "links", "filesystem", "xattrs",
              "keep")  # fmt: skip
+_PATHS = ("temporary", "real")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,9 +47,10 @@ class Change:
 
     `batch` and `n` are set once, when the change is written to the journal.
 
-    `temporary` is the name beside `path` that a replacement uses while it runs. `xattrs` are
-    extended attributes, name -> hexadecimal bytes; None: there were none. `keep`: of a placed file
-    others know, as of a repo; undo gives it bytes of its own in place of removing it.
+    `real` is the path without symlinks, where it is another: undo goes there, wherever the symlinks
+    lead by then. `temporary` is the name beside `path` that a replacement uses while it runs.
+    `xattrs` are extended attributes, name -> hexadecimal bytes; None: there were none. `keep`: of a
+    placed file others know, as of a repo; undo gives it bytes of its own in place of removing it.
     """
 
     op: Op
@@ -56,6 +61,7 @@ class Change:
     n: int = -1
     state: State = "begun"
     temporary: Path | None = None
+    real: Path | None = None
     kind: str | None = None
     mode: int | None = None
     uid: int | None = None
@@ -66,6 +72,11 @@ class Change:
     filesystem: str | None = None
     xattrs: dict[str, str] | None = None
     keep: bool | None = None
+
+    @property
+    def place(self) -> Path:
+        """The path to act on: no symlink was in it when the change was made."""
+        return self.real or self.path
 
     @classmethod
     def before(
@@ -97,18 +108,21 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._has_complained = False
 
     def append(self, lines: Iterable[dict[str, object]], *, sync: bool) -> None:
         """Write lines at the end, in one piece; `sync` makes them survive power loss."""
         data = "".join(_encode(line) + "\n" for line in lines).encode("ascii")
         try:
-            descriptor = open_or_make(self.path, os.O_RDWR | os.O_APPEND)
+            descriptor, _ = make_or_open_own(self.path, os.O_RDWR | os.O_APPEND)
             try:
                 self._write(descriptor, data)
                 if sync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        except StoreError:
+            raise
         except OSError as error:
             kind = NoSpaceError if error.errno in _FULL else StoreUnwritableError
             message = f"Cannot write {self.path}: {error.strerror}; nothing was changed"
@@ -133,7 +147,7 @@ class Journal:
         changes: dict[tuple[str, int], Change] = {}
         for line in self._lines():
             if "label" in line:
-                heads[str(line["batch"])] = (str(line["label"]), _time(line.get("at")))
+                heads[line["batch"]] = (str(line["label"]), _time(line.get("at")))
             else:
                 _apply(changes, line)
         grouped: dict[str, list[Change]] = {}
@@ -152,35 +166,27 @@ class Journal:
             # and is skipped by every reader.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def _lines(self) -> Iterator[dict[str, object]]:
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        damaged = 0
         try:
-            with self.path.open("rb") as file:
-                for raw in file:
-                    try:
-                        line = json.loads(raw)
-                    except ValueError:
-                        continue
-                    if isinstance(line, dict) and "batch" in line:
+            with os.fdopen(open_own(self.path), "rb") as file:
+                while raw := file.readline(_LONGEST):
+                    line = _decode(raw)
+                    if line is not None:
                         yield line
+                    # A crash tears lines, and what was to be done was not: not worth a word.
+                    elif raw.endswith(b"}\n") or len(raw) == _LONGEST:
+                        damaged += 1
+                    while len(raw) == _LONGEST and not raw.endswith(b"\n"):
+                        raw = file.readline(_LONGEST)  # the rest of it
         except FileNotFoundError:
             return
-
-
-def open_or_make(path: Path, flags: int) -> int:
-    """Open a file of a store that may be shared; made when missing, for all who may write there.
-
-    Never O_CREAT on an existing file: `fs.protected_regular` forbids that for files of other users.
-    """
-    while True:
-        try:
-            return os.open(path, flags | _CLOEXEC)
-        except FileNotFoundError:
-            try:
-                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
-            except FileExistsError:
-                continue
-            open_to_directory_writers(descriptor, str(path.parent))
-            return descriptor
+        if damaged and not self._has_complained:
+            self._has_complained = True
+            _log.warning(
+                "%s: %d damaged %s skipped; what %s cannot be undone", self.path, damaged,
+                *(("line was", "it says") if damaged == 1 else ("lines were", "they say")),
+            )  # fmt: skip
 
 
 class Batch:
@@ -214,9 +220,17 @@ class Batch:
                 self._claim = claim(self._claim_path)
                 at = datetime.now(UTC).isoformat(timespec="seconds")
                 lines.append({"batch": self.id, "label": self.label, "at": at})
+            folders: dict[Path, Path] = {}
             for change in begun:
                 change.batch, change.n = self.id, self._count
                 self._count += 1
+                # A step of undo goes where the change was made.
+                if change.op not in ("pin", "unpin", "own"):
+                    folder = change.path.parent
+                    if folder not in folders:
+                        folders[folder] = Path(os.path.realpath(folder))
+                    is_real = folders[folder] == folder
+                    change.real = None if is_real else folders[folder] / change.path.name
             self._journal.append([*lines, *map(_line, begun)], sync=sync)
             self._unsettled.update(change.n for change in begun)
         return begun
@@ -261,12 +275,11 @@ class Batch:
         self.close()
 
 
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-_OPS = frozenset(get_args(Op))
-_NUMBERS = ("n", "size", "mode", "uid", "gid", "mtime_ns", "inode", "links")
+_log = logging.getLogger(__name__)
+_LONGEST = 16 << 20
+"""Bytes of a line; the longest we write have attributes of 64 KB or some ten thousand numbers."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_NAMES = frozenset(field.name for field in fields(Change))
 
 
 def _line(change: Change) -> dict[str, object]:
@@ -274,8 +287,10 @@ def _line(change: Change) -> dict[str, object]:
         "batch": change.batch, "n": change.n, "op": change.op, "path": str(change.path),
         "digest": change.digest, "size": change.size,
     }  # fmt: skip
-    if change.temporary is not None:
-        line["temporary"] = str(change.temporary)
+    for name in _PATHS:
+        value = getattr(change, name)
+        if value is not None:
+            line[name] = str(value)
     for name in _OPTIONAL:
         value = getattr(change, name)
         if value is not None:
@@ -283,45 +298,101 @@ def _line(change: Change) -> dict[str, object]:
     return line
 
 
-def _apply(changes: dict[tuple[str, int], Change], line: dict[str, object]) -> None:
-    batch, n = str(line["batch"]), line.get("n")
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    """Return a line that says something; None for one that is torn, damaged or of the future."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("batch"), str):
+        return None
     if "state" in line:
-        for number in n if isinstance(n, list) else [n]:
-            if isinstance(number, int) and (batch, number) in changes:
-                changes[batch, number].state = line["state"]  # type: ignore[assignment]
-    elif "op" in line and isinstance(n, int):
-        change = _parse(line)
-        if change is not None:
-            changes[batch, n] = change
+        is_sound = line["state"] in _STATES and all(map(_is_number, _numbers(line)))
+    elif "op" in line:
+        is_sound = all(name in line for name in _NEEDED) and all(
+            name not in line or is_valid(line[name]) for name, is_valid in _FIELDS.items()
+        )
+        is_sound = is_sound and (line["op"] in _PINS or _is_ours(line))
+    else:
+        is_sound = "label" in line
+    return line if is_sound else None
 
 
-def _parse(line: dict[str, object]) -> Change | None:
-    """Return the change a line describes; None for a line that is damaged or of the future."""
-    known = {name: value for name, value in line.items() if name in _NAMES}
-    numbers = (known.get(name, 0) for name in _NUMBERS)
-    texts = (known.get(name, "") for name in ("batch", "path", "digest", "temporary"))
-    is_whole = {"path", "digest", "size"} <= known.keys() and known["op"] in _OPS
-    if not (is_whole and all(isinstance(n, int) for n in numbers)):
-        return None
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    if not _is_attributes(known.get("xattrs", {})):
-        return None
-    known["path"] = Path(str(known["path"]))
-    if "temporary" in known:
-        known["temporary"] = Path(str(known["temporary"]))
-    return Change(**known)  # type: ignore[arg-type]
+def _is_ours(line: dict[str, Any]) -> bool:
+    """Say whether we may have written the paths of a change: they decide what is touched."""
+    path, temporary = line["path"], line.get("temporary")
+    real = line.get("real", path)
+    is_plain = os.path.isabs(path) and os.path.isabs(real)
+    if "/.." in real:
+        is_plain = is_plain and ".." not in Path(real).parts
+    return is_plain and (temporary is None or is_beside(Path(temporary), Path(path)))
+
+
+def _numbers(line: dict[str, Any]) -> list[Any]:
+    """Return which changes an outcome is of."""
+    n = line.get("n")
+    return n if isinstance(n, list) else [n]
+
+
+def _is_text(value: object) -> bool:
+    """Say whether a value is text that a path, a name or an attribute can have."""
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 64
 
 
 def _is_attributes(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
     try:
-        for text in value.values():
-            bytes.fromhex(text)
+        return isinstance(value, dict) and all(
+            _is_text(name) and isinstance(bytes.fromhex(text), bytes)
+            for name, text in value.items()
+        )
     except (TypeError, ValueError):
         return False
-    return True
+
+
+_STATES = get_args(State)
+_PINS = ("pin", "unpin")
+_NEEDED = ("n", "op", "path", "digest", "size")
+_FIELDS: dict[str, Callable[[object], bool]] = {
+    "n": _is_number,
+    "op": lambda value: value in get_args(Op),
+    "path": _is_text,
+    "digest": lambda value: isinstance(value, str) and is_digest(value),
+    "size": lambda value: _is_number(value) and value < 1 << 63,  # type: ignore[operator]
+    "temporary": _is_text,
+    "real": _is_text,
+    "kind": _is_text,
+    "mode": lambda value: isinstance(value, int) and 0 <= value < 1 << 12,
+    "uid": lambda value: isinstance(value, int) and 0 <= value < 1 << 32,
+    "gid": lambda value: isinstance(value, int) and 0 <= value < 1 << 32,
+    "mtime_ns": lambda value: isinstance(value, int) and abs(value) < 1 << 63,
+    "inode": _is_number,
+    "links": _is_number,
+    "filesystem": _is_text,
+    "xattrs": _is_attributes,
+    "keep": lambda value: isinstance(value, bool),
+}  # fmt: skip
+"""What each field of a change may be: what was not written by us must not be acted on."""
+
+
+def _apply(changes: dict[tuple[str, int], Change], line: dict[str, Any]) -> None:
+    batch = line["batch"]
+    if "state" in line:
+        for number in _numbers(line):
+            if (batch, number) in changes:
+                changes[batch, number].state = line["state"]
+    elif "op" in line:
+        known = {name: line[name] for name in _FIELDS if name in line}
+        for name in ("path", *_PATHS):
+            if name in known:
+                known[name] = Path(known[name])
+        changes[batch, line["n"]] = Change(batch=batch, **known)
 
 
 def _summary(batch: str, head: tuple[str, datetime] | None, changes: list[Change]) -> BatchSummary:
@@ -333,6 +404,7 @@ def _summary(batch: str, head: tuple[str, datetime] | None, changes: list[Change
 
 def _time(value: object) -> datetime:
     try:
-        return datetime.fromisoformat(str(value))
+        at = datetime.fromisoformat(str(value))
     except ValueError:
         return datetime.fromtimestamp(0, UTC)
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

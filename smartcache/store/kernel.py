@@ -74,16 +74,17 @@ class Extent:
     is_shared: bool
 
 
-def exchange(a: Path, b: Path) -> bool:
+def exchange(a: str | Path, b: str | Path, *, dir_fd: int | None = None) -> bool:
     """Swap what the two names stand for, in one step; False: not supported here, nothing was done.
 
-    Both must exist on one mount: else `FileNotFoundError`, or `OSError` with EXDEV.
+    Both must exist on one mount: else `FileNotFoundError`, or `OSError` with EXDEV. With `dir_fd`
+    they are names in that directory.
     """
     renameat2 = _c_function("iPiPI", "renameat2") if sys.platform == "linux" else None
     if renameat2 is None:
         return False
-    first, second = _c_path(a), _c_path(b)
-    code = renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE)
+    directory = _AT_FDCWD if dir_fd is None else dir_fd
+    code = renameat2(directory, _c_path(a), directory, _c_path(b), _RENAME_EXCHANGE)
     if code in _UNSUPPORTED:
         return False
     if code:
@@ -356,7 +357,7 @@ def effective_user() -> int:
     return os.geteuid()
 
 
-def _c_path(path: Path) -> bytes:
+def _c_path(path: str | Path) -> bytes:
     text = os.fsencode(path)
     if b"\0" in text:  # C would cut the name there and work on another file
         raise ValueError("embedded null byte")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smartcache.store.database import of_row
 from smartcache.store.digest import Algorithm
 from smartcache.store.filesystems import filesystem_id
 from smartcache.store.records import Sighting
@@ -101,6 +102,7 @@ class KnownFiles(SightedFiles):
         return self.set_folder(around, program="", walked=False)
 
 
+@of_row
 def _remembered(row: tuple[Any, ...]) -> RememberedFile:
     value, path, filesystem, inode, size, mtime_ns, ctime_ns = row
     return RememberedFile(

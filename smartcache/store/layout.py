@@ -1,18 +1,21 @@
-"""Every path under the root of a store, and the version of that tree.
+"""Every path under the root of a store, the version of that tree, and who may write it: one user.
 
-<root>/                     default ~/.cache/smartcache; `<mount>/.smartcache` elsewhere
+Directories are 0700 and files 0600, whatever the umask is; blobs are read-only.
+
+<root>/                     default ~/.local/share/smartcache; `<mount>/.smartcache-<uid>` elsewhere
   format                    "1": the version of this tree; a newer one is refused
-  CACHEDIR.TAG              tells backup programs that this is a cache
   index.sqlite3             a memory of what lies below; `verify --rebuild` makes it again
   journal.jsonl             every change made to a user's file; only ever appended to
   lock, lock.turn           flock: shared around link + row, exclusive to remove; who waits
   leases/<key>              flock: one worker per key
+  blobs/CACHEDIR.TAG        tells backup programs that blobs are a cache; the rest is not
   blobs/<aa>/<digest>       read-only, complete, verified
   sets/<name>/<id>/         artifact sets
   tmp/                      in progress; each file is locked by the process that writes it
   trash/<digest>            removed by `rm`, still undoable; emptied by `prune`
   bad/<digest>.<n>          damaged; moved here, never deleted by itself
   reserve                   1 MiB of nothing, given up when the disk is so full that `prune` fails
+  catalog                   only in a published store: what others may take, by sha256
   moved-to                  only in a root whose store was moved: the path of the new root
 """
 
@@ -27,7 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from smartcache.errors import NoSpaceError, StoreError, StoreFormatError, StoreUnwritableError
-from smartcache.store.kernel import sync_directory
+from smartcache.store.kernel import effective_user, sync_directory
+from smartcache.store.safety import check_own, create_own, read_own
 
 FORMAT = 1
 CACHEDIR_TAG = (
@@ -36,15 +40,20 @@ CACHEDIR_TAG = (
     "# For information about cache directory tags see https://bford.info/cachedir/\n"
 )
 _SUBDIRECTORIES = ("blobs", "sets", "tmp", "trash", "bad", "leases")
+_LONGEST_PATH = 4096 + 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_PRIVATE_MODE = 0o755
-_SHARED_MODE = 0o3775
-"""Group-writable, sticky (nobody removes another user's files), files keep the group."""
+_FILES = ("format", "index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "journal.jsonl",
+          "lock", "lock.turn", "reserve", "moved-to", "catalog")  # fmt: skip
 
 
 def is_digest(text: str) -> bool:
     """Say whether `text` has the form of a digest."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def volume_root(folder: Path) -> Path:
+    """Return the root of this user's volume in a folder, where others may have theirs."""
+    return folder / f".smartcache-{effective_user()}"
 
 
 class Layout:
@@ -53,18 +62,19 @@ class Layout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.format = root / "format"
-        self.tag = root / "CACHEDIR.TAG"
         self.index = root / "index.sqlite3"
         self.journal = root / "journal.jsonl"
         self.lock = root / "lock"
         self.leases = root / "leases"
         self.blobs = root / "blobs"
+        self.tag = self.blobs / "CACHEDIR.TAG"
         self.sets = root / "sets"
         self.tmp = root / "tmp"
         self.trash = root / "trash"
         self.bad = root / "bad"
         self.reserve = root / "reserve"
         self.moved_to = root / "moved-to"
+        self.catalog = root / "catalog"
         self._blobs = f"{root}{os.sep}blobs{os.sep}"
 
     def blob(self, digest: str) -> str:
@@ -86,40 +96,70 @@ class Layout:
     def forwarding(self) -> Path | None:
         """Return the root this store was moved to, if it was."""
         try:
-            return Path(os.fsdecode(self.moved_to.read_bytes()).rstrip("\n"))
+            if check_own(self.moved_to) is None:
+                return None
+            check_own(self.root)
+            raw = read_own(self.moved_to, _LONGEST_PATH).rstrip(b"\n")
         except FileNotFoundError:
             return None
+        except StoreError:
+            raise
         except OSError as error:
+            with suppress(PermissionError):
+                check_own(self.root)  # says it more clearly, if it is somebody else's
             raise _unwritable(self.root, error) from error
+        if b"\0" in raw or not os.path.isabs(raw) or len(raw) == _LONGEST_PATH:
+            hint = "Write the path of the store's new place into it, or remove it if there is none."
+            raise StoreFormatError(
+                f"{self.moved_to} is damaged: it holds no path", hint=hint, root=self.root
+            )
+        return Path(os.fsdecode(raw))
 
-    def create(self, *, shared: bool = False) -> None:
+    def create(self) -> None:
         """Make the tree where it is missing. A directory with other contents is refused."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self._make_directory(self.root)
+            check_own(self.root)
             if not self.format.exists():
                 self._refuse_foreign_directory()
                 self._write(self.format, f"{FORMAT}\n")
             for name in _SUBDIRECTORIES:
-                self._make_directory(self.root / name, shared=shared)
+                self._make_directory(self.root / name)
             if not self.tag.exists():
                 self._write(self.tag, CACHEDIR_TAG)
-            if shared:
-                # Not sticky: `fs.protected_regular` would keep other users from the index.
-                self.root.chmod(_SHARED_MODE & ~stat.S_ISVTX)
             sync_directory(self.root)
-        except StoreFormatError:
+        except StoreError:
             raise
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
+    def secure(self) -> None:
+        """Raise unless this user alone can write the store; close it to readers, too.
+
+        What its owner has published stays open to them: the root and the blobs.
+        """
+        check_own(self.root)
+        is_published = self.catalog.exists()
+        open_to_all = {self.root, self.blobs, self.catalog} if is_published else set()
+        for path in (self.root, *(self.root / name for name in (*_SUBDIRECTORIES, *_FILES))):
+            st = check_own(path)
+            if st is not None and st.st_mode & 0o077 and path not in open_to_all:
+                with suppress(FileNotFoundError):  # SQLite has removed its log
+                    os.chmod(path, 0o700 if stat.S_ISDIR(st.st_mode) else 0o600)
+        for name in os.listdir(self.blobs):
+            check_own(self.blobs / name)
+
     def check(self) -> None:
         """Raise unless this is a store of a format this program can read."""
         try:
-            text = self.format.read_text(encoding="ascii", errors="replace").strip()
+            text = read_own(self.format, 100).decode("ascii", errors="replace").strip()
+        except StoreError:
+            raise
         except OSError as error:
             message = f"{self.root} is no smartcache store"
             raise StoreFormatError(message, root=self.root) from error
-        if not text.isdigit() or int(text) > FORMAT:
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) > FORMAT:
             message = f"{self.root} has format {text[:20]!r}; this smartcache reads up to {FORMAT}"
             raise StoreFormatError(message, root=self.root)
 
@@ -136,32 +176,35 @@ class Layout:
         return all((self.root / name).is_dir() for name in _SUBDIRECTORIES)
 
     def make_blob_directory(self, digest: str, *, sync: bool = True) -> None:
-        """Make `blobs/<aa>` for a digest, with the mode its parent has."""
-        directory = self.blobs / digest[:2]
-        directory.mkdir(exist_ok=True)
-        directory.chmod(self.blobs.stat().st_mode & 0o7777)
+        """Make `blobs/<aa>` for a digest, with the mode its parent has: it may be published."""
+        self._make_directory(self.blobs / digest[:2], self.blobs.stat().st_mode & 0o777)
         if sync:
             sync_directory(self.blobs)
 
     def _refuse_foreign_directory(self) -> None:
         # A process killed while it made the store leaves at most a half-written "format".
         foreign = [name for name in os.listdir(self.root) if not name.startswith(".format-")]
-        is_foreign = bool(set(foreign) - {*_SUBDIRECTORIES, "CACHEDIR.TAG", "moved-to"})
+        is_foreign = bool(set(foreign) - {*_SUBDIRECTORIES, "moved-to"})
         if is_foreign and not self.format.exists():  # another process may have made the store now
             message = f"{self.root} is not empty and is no smartcache store"
             hint = "Set SMARTCACHE_HOME to a new or empty directory."
             raise StoreFormatError(message, hint=hint, root=self.root)
 
-    def _make_directory(self, path: Path, *, shared: bool) -> None:
+    def _make_directory(self, path: Path, mode: int = 0o700) -> None:
         try:
-            path.mkdir()
+            path.mkdir(mode=0o700)
         except FileExistsError:
-            return
-        path.chmod(_SHARED_MODE if shared else _PRIVATE_MODE)
+            st = os.lstat(path)
+            is_own = stat.S_ISDIR(st.st_mode) and st.st_uid == effective_user()
+            if not is_own or path != self.root or self.format.exists():
+                return
+            # An empty directory that was made for the store beforehand.
+        path.chmod(mode)
 
     def _write(self, path: Path, text: str) -> None:
         temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-        temporary.write_text(text, encoding="ascii")
+        with open(create_own(temporary), "w", encoding="ascii") as file:
+            file.write(text)
         temporary.replace(path)
 
 

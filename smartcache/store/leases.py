@@ -168,9 +168,11 @@ def _wait_for_turn(table: _Table, turn: _Turn, path: Path, key: str, patience: P
 def _who_holds(path: Path) -> str | None:
     text = os.fspath(path)
     try:
-        descriptor = Descriptor(text, os.O_RDONLY)
+        descriptor = Descriptor(text)
     except FileNotFoundError:
         return None
+    except StoreError:
+        raise
     except OSError as error:
         raise refusal(text, error) from error
     try:

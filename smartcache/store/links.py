@@ -23,6 +23,7 @@ from smartcache.errors import (
     BlobNotFoundError,
     CannotLinkError,
     DestinationExistsError,
+    StoreError,
 )
 from smartcache.store.blobs import explained
 from smartcache.store.copies import copy_verified, rotate
@@ -122,8 +123,6 @@ def _ladder(volume: Volume, blob: Blob, request: Request) -> list[LinkKind]:
     if is_near and not settings.keep_writable:
         # Root writes through 0444: a reflink keeps the blob's bytes apart.
         kinds.insert(1 if effective_user() == 0 else 0, "hardlink")
-    if settings.shared and os.stat(volume.layout.blob(blob.digest)).st_uid != effective_user():
-        kinds.insert(-1, "symlink")
     return [k for k in kinds if (device, k) not in volume.unable]
 
 
@@ -151,7 +150,7 @@ def _place_as(
             link = _own_bytes(volume, change, request, batch, advance)
     except OSError as error:
         batch.end(change, "back")
-        if error.errno not in _NEXT_KIND or isinstance(error, FileExistsError):
+        if error.errno not in _NEXT_KIND or isinstance(error, FileExistsError | StoreError):
             raise
         device = os.stat(path.parent).st_dev
         # Through a bind mount the volume's own disk answers EXDEV, but not everywhere.
@@ -190,7 +189,7 @@ def unchanged(volume: Volume, digest: str) -> tuple[Blob | None, os.stat_result 
     """Return a blob and its stat if stat vouches for it now; ask inside a transaction."""
     blob = volume.index.blob(digest)
     try:
-        st = os.stat(volume.layout.blob(digest))
+        st = os.lstat(volume.layout.blob(digest))
     except FileNotFoundError:
         return None, None
     if blob is None or not blob.is_here or not is_as_recorded(blob, st):

@@ -16,7 +16,6 @@ holds: only the lock itself does that.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 import threading
@@ -45,7 +44,6 @@ from smartcache.store.flock import (
 __all__ = ["Claim", "OnWait", "claim", "is_free", "lock", "wait_for_claim"]
 
 _TURN = ".turn"
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _PASSING = 1.0
 """Seconds a claim outwaits a cleaner or an `is_free`, which hold a file for microseconds."""
 _STEP = 0.0005
@@ -170,16 +168,18 @@ class _Lock:
     def _open_to_share(self) -> Descriptor:
         """Open for reading: whoever may only read a store can still do so under its lock."""
         try:
-            return Descriptor(self._path, os.O_RDONLY | _NO_FOLLOW)
+            return Descriptor(self._path)
+        except FileNotFoundError:
+            return open_or_create(self._path)
+        except StoreError:
+            raise
         except OSError as error:
-            if error.errno != errno.ENOENT:
-                raise refusal(self._path, error) from error
-        return open_or_create(self._path)[0]
+            raise refusal(self._path, error) from error
 
     def _queue_to_share(self, descriptor: Descriptor) -> None:
         patience = Patience(self._timeout, self._on_wait)
         try:
-            turn = Descriptor(self._path + _TURN, os.O_RDONLY | _NO_FOLLOW)
+            turn = Descriptor(self._path + _TURN)
         except OSError:
             # Removed, or not ours to read: without the queue it is only less fair.
             self._wait(descriptor, descriptor, patience, exclusive=False)
@@ -195,8 +195,8 @@ class _Lock:
 
     def _acquire_alone(self) -> _Hold:
         patience = Patience(self._timeout, self._on_wait)
-        descriptor, _ = open_or_create(self._path)
-        turn, _ = open_or_create(self._path + _TURN)
+        descriptor = open_or_create(self._path)
+        turn = open_or_create(self._path + _TURN)
         has_turn = False
         try:
             self._wait(turn, descriptor, patience, exclusive=True)
@@ -256,7 +256,6 @@ class Claim:
                 # An open file cannot be removed there, so nobody who has it open can lose it.
                 self._descriptor.close()
             if remove and (sys.platform == "win32" or _is_named(self._descriptor.fd, self.path)):
-                # A sticky directory keeps another user's file: an unlocked file does no harm.
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
         finally:
@@ -264,7 +263,7 @@ class Claim:
 
 
 def claim(path: Path) -> Claim | None:
-    """Lock a file (made, mode 0600, when missing) without waiting; None: somebody living holds it.
+    """Lock a file (made when missing) without waiting; None: somebody living holds it.
 
     What a claim returns is locked *and* named `path`: nobody else has removed it or can claim it.
     To remove leftovers, claim them and release with `remove=True`; testing with `is_free` and then
@@ -272,8 +271,8 @@ def claim(path: Path) -> Claim | None:
     """
     is_maker = False
     while True:
-        descriptor, is_new = open_or_create(path, private=True)
-        is_maker |= is_new
+        descriptor = open_or_create(path)
+        is_maker |= descriptor.is_new
         reached("claim: opened")
         if not _try_alone(descriptor.fd, is_maker=is_maker):
             descriptor.close()
@@ -286,7 +285,7 @@ def claim(path: Path) -> Claim | None:
 def wait_for_claim(path: Path, patience: Patience, *, name: str) -> Claim | str:
     """Wait to claim a file, its directory made when missing; or say who has it when time is up."""
     while True:
-        descriptor, _ = open_or_create(path, make_directory=True)
+        descriptor = open_or_create(path, make_directory=True)
         fd = descriptor.fd
 
         def tell(fd: int = fd) -> str:
@@ -309,7 +308,7 @@ def wait_for_claim(path: Path, patience: Patience, *, name: str) -> Claim | str:
 def is_free(path: Path) -> bool:
     """Say whether no living process holds the file. A missing one is free, an unreadable not."""
     try:
-        descriptor = Descriptor(os.fspath(path), os.O_RDONLY | _NO_FOLLOW)
+        descriptor = Descriptor(os.fspath(path))
     except FileNotFoundError:
         return True
     except PermissionError:

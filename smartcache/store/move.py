@@ -32,8 +32,9 @@ from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import exchange, sync_directory
 from smartcache.store.layout import Layout
 from smartcache.store.records import Blob, Trust
+from smartcache.store.safety import check_own, create_own
 from smartcache.store.setfolders import copy_sets, has_sets, held_still, sets_size
-from smartcache.store.swap import beside, swap_in
+from smartcache.store.swap import Spot, beside
 from smartcache.store.volume import Volume, all_blobs, has_row
 
 MOVED_FROM = "moved_from"
@@ -157,27 +158,36 @@ def _rename(volume: Volume, new_root: Path) -> None:
 
 def _write_forwarding(where: Path, target: Path, *, with_sets: bool) -> None:
     """Make a directory into a former root that leads to `target`."""
-    where.mkdir(exist_ok=True)
+    where.mkdir(mode=0o700, exist_ok=True)
+    check_own(where)
     for name in ("blobs", "sets") if with_sets else ("blobs",):
         link = where / name
         if link.is_symlink() and Path(os.readlink(link)) != target / name:
             link.unlink()  # it led to a root before that
         if not os.path.lexists(link):
             os.symlink(target / name, link)
+    _forward(where, target)
+
+
+def _forward(where: Path, target: Path) -> None:
+    """Write `moved-to`, in one step."""
     temporary = where / _NEW_FORWARDING
-    temporary.write_bytes(os.fsencode(target) + b"\n")
+    temporary.unlink(missing_ok=True)
+    with open(create_own(temporary), "wb") as file:
+        file.write(os.fsencode(target) + b"\n")
     os.replace(temporary, where / "moved-to")
 
 
 def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
     new = Layout(new_root)
-    new_root.mkdir(exist_ok=True)
+    new_root.mkdir(mode=0o700, exist_ok=True)
+    check_own(new_root)
     (new_root / "moved-to").unlink(missing_ok=True)
     _remove_symlinks(new_root)
     (new_root / _MOVING).write_bytes(os.fsencode(volume.root))
     for directory in (new.blobs, new.sets, new.tmp, new.trash, new.bad, new.leases):
-        directory.mkdir(exist_ok=True)
-        directory.chmod(os.stat(volume.layout.blobs).st_mode & 0o7777)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.chmod(os.stat(volume.root / directory.name).st_mode & 0o777)
     reached("move: prepared")
     copied: set[bytes] = set()
     with progress("Copying blobs", volume.index.totals().size, "bytes") as job:
@@ -202,9 +212,7 @@ def _switch(volume: Volume, new: Layout, copied: set[bytes]) -> None:
         sync_directory(new.root)
         volume.close()
         # From here on the old root leads to the new one.
-        temporary = volume.root / _NEW_FORWARDING
-        temporary.write_bytes(os.fsencode(new.root) + b"\n")
-        os.replace(temporary, volume.layout.moved_to)
+        _forward(volume.root, new.root)
         sync_directory(volume.root)
         reached("move: switched")
 
@@ -241,13 +249,13 @@ def _is_there(target: str, digest: str) -> bool:
 
 
 def _copy_blob(volume: Volume, blob: Blob, new: Layout, target: str) -> None:
-    os.makedirs(os.path.dirname(target), exist_ok=True)
+    new.make_blob_directory(blob.digest, sync=False)
     temporary = new.new_tmp()
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         copy_verified(volume, blob.digest, descriptor)
         st = os.stat(volume.layout.blob(blob.digest))
-        os.fchmod(descriptor, st.st_mode & 0o7555 or READ_ONLY)
+        os.fchmod(descriptor, st.st_mode & 0o555 or READ_ONLY)
         os.utime(descriptor, ns=(st.st_mtime_ns, st.st_mtime_ns))
         os.fsync(descriptor)
         os.rename(temporary, target)
@@ -275,8 +283,11 @@ def _copy_rest(volume: Volume, new: Layout) -> None:
                     )
     finally:
         index.close()
-    for name in ("CACHEDIR.TAG", "format"):
-        shutil.copy2(volume.root / name, new.root / name)
+    shutil.copy2(volume.layout.tag, new.tag)
+    shutil.copy2(volume.layout.format, new.format)
+    if volume.layout.catalog.exists():
+        shutil.copy2(volume.layout.catalog, new.catalog)
+    new.root.chmod(os.stat(volume.root).st_mode & 0o777)
 
 
 def finish_move(volume: Volume) -> None:
@@ -309,10 +320,11 @@ def former_roots(volume: Volume) -> list[Path]:
 def remove_former_roots(roots: list[Path]) -> None:
     """Remove the directories that lead from former roots to a store that is no more."""
     for root in roots:
-        (root / "moved-to").unlink(missing_ok=True)
-        _remove_symlinks(root)
-        with suppress(OSError):  # somebody put something there
-            root.rmdir()
+        with suppress(OSError):  # somebody put something there, or has it now
+            if check_own(root) is not None:
+                (root / "moved-to").unlink(missing_ok=True)
+                _remove_symlinks(root)
+                root.rmdir()
 
 
 def _remove_symlinks(root: Path) -> None:
@@ -347,12 +359,14 @@ def _point_anew(path: Path, old_target: str, new_target: str, digest: str, batch
     except FileNotFoundError:
         return
     temporary = beside(path)
-    note = Change(op="own", path=path, digest=digest, size=0, temporary=temporary)
-    batch.begin([note])
-    os.symlink(new_target, temporary)
-    reached("move: temporary made")
-    swap_in(temporary, path, st.st_ino)
-    temporary.unlink(missing_ok=True)
+    real = Path(os.path.realpath(path.parent), path.name)
+    note = Change(op="own", path=path, real=real, digest=digest, size=0, temporary=temporary)
+    with Spot(real) as spot:
+        batch.begin([note])
+        os.symlink(new_target, temporary.name, dir_fd=spot.fd)
+        reached("move: temporary made")
+        spot.swap_in(temporary.name, st.st_ino)
+        spot.unlink(temporary.name)
     batch.end(note, "done")
 
 

@@ -1,22 +1,33 @@
 """Whether a blob's bytes are what its name says: by stat where stat can vouch, by hash where not.
 
-`checked` and `open_blob` stand between the store and everybody who wants bytes. A blob whose stat
-key is not the recorded one is hashed again before it is used; a wrong one goes to `bad/`, by inode,
-so that a good file that took its name meanwhile is never the one that goes.
+`checked` and `open_blob` stand between the store and everybody who wants bytes. A blob whose size,
+modification time or inode is not the recorded one, or whose change time moved though its links did
+not, is hashed again before it is used. One that got or lost links stays usable (other programs link
+and unlink all the time) and is hashed again by the next `verify`. A wrong one goes to `bad/`, by
+inode, so that a good file that took its name meanwhile is never the one that goes; so does what is
+not a regular file.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from smartcache.errors import BlobNotFoundError, DamagedBlobError, FileChangedError
+from smartcache.errors import (
+    BlobNotFoundError,
+    DamagedBlobError,
+    FileChangedError,
+    UnsafeFileError,
+)
 from smartcache.store.digest import Hasher, hash_file
 from smartcache.store.faults import reached
+from smartcache.store.kernel import effective_user
 from smartcache.store.records import Blob, Trust
+from smartcache.store.safety import open_own
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey, judge
 from smartcache.store.volume import Volume
@@ -30,23 +41,54 @@ Advance = Callable[[int], None]
 
 def checked(volume: Volume, digest: str) -> Blob:
     """Return a blob whose bytes may be used now: its stat vouches for it, or it was just hashed."""
-    blob = volume.index.blob(digest)
-    path = volume.layout.blob(digest)
     try:
-        st = os.stat(path)
+        st = os.lstat(volume.layout.blob(digest))
     except FileNotFoundError as error:
-        if blob is None:
-            raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest) from error
-        message = f"Blob {digest} is gone from {volume.root}, though the index has it"
-        hint = "Run 'smartcache verify --repair'."
-        raise BlobNotFoundError(message, hint=hint, digest=digest) from error
+        raise _absent(volume, digest) from error
+    return _vouched(volume, digest, st) or prove(volume, digest)
+
+
+def open_blob(volume: Volume, digest: str) -> BinaryIO:
+    """Open a blob for reading; the very file that is handed out was found to be what it should."""
+    proven: Blob | None = None
+    while True:
+        try:
+            descriptor = open_own(volume.layout.blob(digest))
+        except FileNotFoundError as error:
+            raise _absent(volume, digest) from error
+        except UnsafeFileError:
+            prove(volume, digest)  # moves it away and raises, unless a blob has its place by now
+            continue
+        try:
+            st = os.fstat(descriptor)
+            is_proven = proven is not None and is_as_recorded(proven, st)
+            if is_proven or _vouched(volume, digest, st) is not None:
+                file = os.fdopen(descriptor, "rb")
+                descriptor = -1
+                return file
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        proven = prove(volume, digest)
+
+
+def _vouched(volume: Volume, digest: str, st: os.stat_result) -> Blob | None:
+    """Return the blob in an inode if its stat vouches for its bytes; None: hash it."""
+    blob = volume.index.blob(digest)
     if blob is None or needs_hash(volume, blob, st):
-        return prove(volume, digest)
+        return None
     if judge(recorded=blob.key, recorded_links=blob.links, current=st) == "relinked":
         volume.index.refresh(blob.id, st, Trust.RELINKED)
     if time.time() - blob.used_at.timestamp() > _TOUCH_SECONDS:
         volume.index.touch(blob.id)
     return blob
+
+
+def _absent(volume: Volume, digest: str) -> BlobNotFoundError:
+    if volume.index.blob(digest) is None:
+        return BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
+    message = f"Blob {digest} is gone from {volume.root}, though the index has it"
+    return BlobNotFoundError(message, hint="Run 'smartcache verify --repair'.", digest=digest)
 
 
 def needs_hash(volume: Volume, blob: Blob, st: os.stat_result) -> bool:
@@ -68,42 +110,49 @@ def prove(volume: Volume, digest: str, *, advance: Advance | None = None) -> Blo
     path = volume.layout.blob(digest)
     while True:
         started = time.time_ns()
+        descriptor = -1
         try:
-            found, seen = _hash_blob(path, volume.settings.threads, advance)
+            descriptor = open_own(path)
+            seen = os.fstat(descriptor)
+            if _hash_blob(descriptor, path, volume.settings.threads, advance) == digest:
+                blob = _renew_proven(volume, digest, descriptor, seen, started)
+                if blob is not None:
+                    return blob
+                continue
         except FileNotFoundError as error:
             raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest) from error
-        if found == digest:
-            blob = _renew_proven(volume, digest, seen, started)
-            if blob is not None:
-                return blob
-        elif condemn(volume, digest, seen):
+        except UnsafeFileError:
+            try:
+                seen = os.lstat(path)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(seen.st_mode) and seen.st_uid == effective_user():
+                continue  # another file has taken its place
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        if condemn(volume, digest, seen):
             message = f"Blob {digest} is damaged; it was moved to {volume.layout.bad}"
             raise DamagedBlobError(message, digest=digest)
-        # Another file has taken its place meanwhile: look at that one.
 
 
-def _hash_blob(path: str, threads: int, advance: Advance | None) -> tuple[str, os.stat_result]:
-    """Return the digest of a blob's bytes and its stat; links made meanwhile do not matter."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+def _hash_blob(descriptor: int, path: str, threads: int, advance: Advance | None) -> str:
+    """Return the digest of a blob's bytes; links made or removed meanwhile do not matter."""
+    before = os.fstat(descriptor)
     try:
-        before = os.fstat(descriptor)
-        try:
-            found = hash_file(descriptor, threads=threads, advance=advance)[0].digest
-        except FileChangedError:
-            hasher = Hasher(("blake3",))
-            for chunk in read_chunks(descriptor):
-                hasher.update(chunk)
-            found = hasher.finish().digest
-        after = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    if not _has_same_bytes(before, after):
+        found = hash_file(descriptor, threads=threads, advance=advance)[0].digest
+    except FileChangedError:
+        hasher = Hasher(("blake3",))
+        for chunk in read_chunks(descriptor):
+            hasher.update(chunk)
+        found = hasher.finish().digest
+    if not _has_same_bytes(before, os.fstat(descriptor)):
         raise FileChangedError(f"Blob {path} is being written to", path=path)
-    return found, after
+    return found
 
 
 def _has_same_bytes(one: os.stat_result, other: os.stat_result) -> bool:
-    """Say whether two looks at an inode differ in nothing but links."""
+    """Say whether two looks at an inode differ in nothing but change time and links."""
     first, second = ((st.st_ino, st.st_size, st.st_mtime_ns) for st in (one, other))
     return first == second
 
@@ -118,21 +167,30 @@ def read_chunks(descriptor: int) -> Iterator[memoryview]:
         offset += count
 
 
-def _renew_proven(volume: Volume, digest: str, seen: os.stat_result, started: int) -> Blob | None:
-    """Write the row of a blob that was just hashed; None if another file is at its name now."""
+def _renew_proven(
+    volume: Volume, digest: str, descriptor: int, seen: os.stat_result, started: int
+) -> Blob | None:
+    """Write the row of a blob that was just hashed; None if it must be hashed once more.
+
+    `seen` is its stat before the first byte was read. Another file may be at its name now, or what
+    moved the change time since was a write behind the hash, with the time set back.
+    """
     path = volume.layout.blob(digest)
     with volume.guard("verify"), volume.index.write():
         try:
-            st = os.stat(path)
+            is_named = os.path.samestat(os.lstat(path), seen)
         except FileNotFoundError as error:
             raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest) from error
-        if not _has_same_bytes(seen, st):
+        st = os.fstat(descriptor)
+        verdict = judge(recorded=StatKey.of(seen), recorded_links=seen.st_nlink, current=st)
+        if not is_named or verdict == "suspect":
             return None
-        if st.st_mode & 0o222:
-            os.chmod(path, st.st_mode & 0o7555)
-            st = os.stat(path)
         is_young = StatKey(st.st_size, st.st_mtime_ns, 0).is_racy(started)
-        trust = Trust.UNPROVEN if is_young else Trust.VERIFIED
+        known = Trust.VERIFIED if verdict == "same" else Trust.RELINKED
+        trust = Trust.UNPROVEN if is_young else known
+        if st.st_mode & 0o222:
+            os.fchmod(descriptor, st.st_mode & 0o7555)
+            st = os.fstat(descriptor)
         blob = volume.index.blob(digest)
         if blob is None:
             volume.index.add_blob(digest, st, trust=trust)
@@ -150,7 +208,7 @@ def condemn(volume: Volume, digest: str, seen: os.stat_result) -> bool:
     target = volume.layout.new_bad(digest)
     with volume.guard("move a damaged blob away", exclusive=True):
         try:
-            if not _has_same_bytes(seen, os.stat(volume.layout.blob(digest))):
+            if not _has_same_bytes(seen, os.lstat(volume.layout.blob(digest))):
                 return False
         except FileNotFoundError:
             return False
@@ -159,27 +217,6 @@ def condemn(volume: Volume, digest: str, seen: os.stat_result) -> bool:
             if blob is not None:
                 volume.index.mark_gone(blob.id)
         reached("condemn: row marked")
-        try:
-            os.rename(volume.layout.blob(digest), target)
-        except PermissionError as error:
-            # Another user's, in a shared store: the row says "lost", so nobody gets it.
-            message = f"Blob {digest} is damaged and belongs to another user"
-            hint = "Its owner or root can run 'smartcache verify --repair'."
-            raise DamagedBlobError(message, hint=hint, digest=digest) from error
+        os.rename(volume.layout.blob(digest), target)
     _log.warning("blob %s is damaged; moved to %s", digest, target)
     return True
-
-
-def open_blob(volume: Volume, digest: str) -> BinaryIO:
-    """Open a blob for reading, after making sure that it is what its name says."""
-    while True:
-        blob = checked(volume, digest)
-        try:
-            file = open(volume.layout.blob(digest), "rb")  # noqa: SIM115 - the caller closes it
-        except FileNotFoundError:
-            continue  # pruned in this moment: `checked` says so
-        st = os.fstat(file.fileno())
-        if is_as_recorded(blob, st):
-            return file
-        # It changed between the check and the open: look again.
-        file.close()

@@ -9,20 +9,24 @@ row that lies. What is reported as freed are the blocks of inodes whose last lin
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from smartcache.errors import NoSpaceError, PruneRefusedError
+from smartcache.errors import NoSpaceError, PruneRefusedError, UnsafeFileError
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.faults import reached
 from smartcache.store.owners import live_holders, living_symlinks
 from smartcache.store.records import Blob
+from smartcache.store.safety import open_own
 from smartcache.store.statkey import allocated_bytes
-from smartcache.store.volume import Volume, has_row
+from smartcache.store.undo import close_gone
+from smartcache.store.volume import Volume
 
 CHUNK_BLOBS = 64
 REBUILT = "rebuilt_at"
@@ -158,11 +162,11 @@ def _sort_out(volume: Volume, *, drop_away: bool) -> tuple[list[Blob], int, list
 def _held_alone(volume: Volume, blob: Blob) -> int | None:
     """Return the bytes of a blob whose last link is the store's, as of now; else None."""
     try:
-        st = os.stat(volume.layout.blob(blob.digest))
+        st = os.lstat(volume.layout.blob(blob.digest))
     except FileNotFoundError:
         return None
-    is_ours = st.st_nlink == 1 and volume.may_remove(st)
-    return allocated_bytes(st) if is_ours else None
+    is_alone = stat.S_ISREG(st.st_mode) and st.st_nlink == 1
+    return allocated_bytes(st) if is_alone else None
 
 
 def _choose(
@@ -245,24 +249,9 @@ def _execute(
                     reached("prune: blob removed")
             kept += len(chunk) - len(gone)
             job.advance(len(chunk))
-    _note_emptied_trash(volume)
+    close_gone(volume)
     volume.make_reserve()
     return PruneResult(removed=removed, freed_size=freed, kept=kept)
-
-
-def _note_emptied_trash(volume: Volume) -> None:
-    """Note in the journal what cannot be brought back from the trash any more."""
-    lost = [
-        change
-        for change in volume.journal.open_changes()
-        if change.op == "forget"
-        and not (volume.layout.trash / change.digest).exists()
-        and not has_row(volume, change.digest)
-    ]
-    if lost:
-        with volume.batch("prune") as batch:
-            for change in lost:
-                batch.end(change, "gone")
 
 
 def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool) -> list[str]:
@@ -276,25 +265,24 @@ def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool
                     volume.index.drop_blob(blob.id)
                 paths.append(str(victim.path))
                 continue
-            path = volume.layout.blob(victim.digest)
-            try:
-                st = os.stat(path)
-            except FileNotFoundError:
-                continue
-            if blob is None or st.st_nlink > 1 or not volume.may_remove(st):
+            if blob is None or _held_alone(volume, blob) is None:
                 continue
             if is_wanted(volume, blob, drop_away=drop_away):
                 continue
             volume.index.drop_blob(blob.id)
-            paths.append(path)
+            paths.append(volume.layout.blob(victim.digest))
     return paths
 
 
 def unlink_measured(path: str | Path) -> int:
     """Remove a name; return the bytes the filesystem gives back (0 while links remain)."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = open_own(path)
     except FileNotFoundError:
+        return 0
+    except UnsafeFileError:
+        with suppress(FileNotFoundError, IsADirectoryError):  # a directory stays
+            os.unlink(path)
         return 0
     try:
         before = os.fstat(descriptor)

@@ -26,6 +26,7 @@ from smartcache.store.links import own_unlink
 from smartcache.store.memos import recall
 from smartcache.store.owners import journaled_pin, own, pin
 from smartcache.store.proof import Advance, checked, read_chunks
+from smartcache.store.records import Blob
 from smartcache.store.statkey import StatKey
 from smartcache.store.volume import Volume
 
@@ -55,13 +56,9 @@ def put_copy(
                 volume.index.add_aliases(blob.id, known.values)
                 _remember_source(volume, path, st, blob.digest)
                 return blob.digest
-        digest = _clone_in(volume, descriptor, st, wanted, announced)
-        if digest is None:
-            digest = put_stream(
-                volume, read_chunks(descriptor), size=st.st_size, expected=announced,
-                algorithms=wanted,
-                mtime_ns=st.st_mtime_ns, advance=advance,
-            ).digest  # fmt: skip
+        digest = take_in(
+            volume, descriptor, expected=announced, algorithms=wanted, advance=advance
+        ).digest
         if not _is_unchanged(volume, st, os.fstat(descriptor)):
             message = f"{path} changed while it was copied; the store has what was read"
             raise FileChangedError(message, path=path)
@@ -69,6 +66,30 @@ def put_copy(
         return digest
     finally:
         os.close(descriptor)
+
+
+def take_in(
+    volume: Volume,
+    descriptor: int,
+    *,
+    expected: Expected,
+    algorithms: Iterable[Algorithm] = (),
+    advance: Advance | None = None,
+) -> Blob:
+    """Make a blob of an open file's bytes, in an inode of its own: a reflink where that works.
+
+    What is hashed is the new inode, before it gets its name. Who could not read the file cannot
+    read the blob, should the store be published.
+    """
+    st = os.fstat(descriptor)
+    wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *expected, *algorithms)))
+    blob = _clone_in(volume, descriptor, st, wanted, expected)
+    if blob is not None:
+        return blob
+    return put_stream(
+        volume, read_chunks(descriptor), size=st.st_size, expected=expected, algorithms=wanted,
+        mtime_ns=st.st_mtime_ns, mode=st.st_mode, advance=advance,
+    )  # fmt: skip
 
 
 def _is_unchanged(volume: Volume, before: os.stat_result, now: os.stat_result) -> bool:
@@ -106,7 +127,7 @@ def _clone_in(
     st: os.stat_result,
     wanted: tuple[Algorithm, ...],
     announced: Expected,
-) -> str | None:
+) -> Blob | None:
     """Share the blocks of a file on a filesystem that can; None where it cannot."""
     if not volume.is_here(st) or (volume.device, "reflink") in volume.unable:
         return None
@@ -116,8 +137,8 @@ def _clone_in(
             return None
         hashes, _ = hash_file(tmp.path, wanted, threads=volume.settings.threads)
         check_expected(hashes, announced, what="The file")
-        settle(tmp.fd, st.st_mtime_ns)
-        return commit(volume, tmp.path, hashes).digest
+        settle(tmp.fd, st.st_mtime_ns, st.st_mode)
+        return commit(volume, tmp.path, hashes)
 
 
 def put_moved(

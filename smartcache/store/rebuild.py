@@ -1,6 +1,7 @@
 """Make the index again from what is on the disk: blobs, journal, and the links they name.
 
-Rows made this way are unproven: each blob is hashed before its first use. What a blob's links
+Rows made this way are unproven: each blob is hashed before its first use. Of a sound index the
+other hashes of blobs that are still there are kept: they belong to the bytes. What a blob's links
 cannot show (owners other than pins) may be missing, so a note makes `prune` refuse until the
 folders were scanned again.
 """
@@ -21,11 +22,11 @@ from smartcache.store.faults import reached
 from smartcache.store.filesystems import filesystem_id
 from smartcache.store.journal import Change
 from smartcache.store.layout import Layout, is_digest
-from smartcache.store.locks import lock
+from smartcache.store.locks import OnWait, lock
 from smartcache.store.owners import pin
 from smartcache.store.prune import REBUILT
 from smartcache.store.records import LinkKind, Trust
-from smartcache.store.volume import Volume
+from smartcache.store.volume import Volume, follow
 
 _log = logging.getLogger(__name__)
 _PAGE = 1000
@@ -47,6 +48,7 @@ def rebuild(volume: Volume, *, progress: Progress = silent) -> int:
                 job.advance(len(names[start : start + _PAGE]))
         reached("rebuild: blobs added")
         with volume.index.write():
+            volume.index.drop_lost()
             for change in volume.journal.open_changes():
                 _replay(volume, change)
             for digest, name in _pins(volume):
@@ -54,8 +56,11 @@ def rebuild(volume: Volume, *, progress: Progress = silent) -> int:
     return len(names)
 
 
-def replace_damaged_index(root: Path, settings: Settings) -> Volume:
+def replace_damaged_index(
+    root: Path, settings: Settings, *, on_wait: OnWait | None = None
+) -> Volume:
     """Open a volume whose index may be unreadable: it goes to `bad/`, and a new one is made."""
+    root = follow(root)
     try:
         volume = Volume(root, settings, create=False)
         if volume.index.is_sound():
@@ -64,7 +69,10 @@ def replace_damaged_index(root: Path, settings: Settings) -> Volume:
     except IndexDamagedError:
         pass
     layout = Layout(root)
-    with lock(layout.lock, exclusive=True, what="replace the index"):
+    timeout = settings.lock_timeout
+    with lock(
+        layout.lock, exclusive=True, timeout=timeout, what="replace the index", on_wait=on_wait
+    ):
         suffix = secrets.token_hex(4)
         for name in ("index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm"):
             if (root / name).exists():
@@ -91,7 +99,7 @@ def _names(volume: Volume) -> list[str]:
 
 def _add(volume: Volume, digest: str) -> None:
     try:
-        st = os.stat(volume.layout.blob(digest))
+        st = os.lstat(volume.layout.blob(digest))
     except FileNotFoundError:
         return
     volume.index.add_blob(digest, st, trust=Trust.UNPROVEN)

@@ -132,7 +132,7 @@ def _examine(
     try:
         checked(volume, digest)
         st = os.lstat(path)
-        refuse_unsuitable(path, st, allow)
+        refuse_unsuitable(path, st)
         if not volume.is_here(st):
             message = f"{path} is on another filesystem than the blob"
             raise FileSkippedError(message, reason="other filesystem", path=path)
@@ -142,7 +142,7 @@ def _examine(
         refuse_visible_change(path, st, blob_st, allow)
         if blob_st.st_nlink >= MOST_LINKS:
             rotate(volume, digest)
-        file = hold(volume, path, known=known, allow=allow)
+        file = hold(volume, path, known=known)
     except (SmartcacheError, OSError) as error:
         return Replacement(path=path, outcome="skipped", digest=digest, error=error)
     try:
@@ -322,36 +322,45 @@ def _is_link_of(path: Path, inode: int) -> bool:
 
 
 def begin_to_settle(
-    path: Path, temporary: Path, blob_inode: int, swapped: StatKey | None, *, fd: int
+    path: str | Path,
+    temporary: str | Path,
+    blob_inode: int,
+    swapped: StatKey | None,
+    *,
+    fd: int,
+    dir_fd: int | None = None,
 ) -> Lease:
     """Unlink the old file under its temporary name, or give it back and raise.
 
     `swapped` is the old file's stat key right after the exchange, or None if it is not known. The
     lease that is returned goes on watching for writers who looked the old name up and are late.
+    With `dir_fd` both names are in that directory, here and below.
     """
     lease = take_lease(fd)
     if lease == "busy" or StatKey.of(os.fstat(fd)) != swapped:
         if lease == "held":
             drop_lease(fd)
-        give_back(path, temporary, blob_inode)
+        give_back(path, temporary, blob_inode, dir_fd=dir_fd)
         raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
-    os.unlink(temporary)
+    os.unlink(temporary, dir_fd=dir_fd)
     return lease
 
 
-def end_settling(path: Path, blob_inode: int, lease: Lease, *, fd: int) -> int:
+def end_settling(
+    path: str | Path, blob_inode: int, lease: Lease, *, fd: int, dir_fd: int | None = None
+) -> int:
     """Look a last time for writers of the old file; return the bytes that it freed."""
     is_broken = lease == "held" and not lease_intact(fd)
     if lease == "held":
         drop_lease(fd)
     if is_broken:
-        _rescue(fd, path, blob_inode)
+        _rescue(fd, path, blob_inode, dir_fd)
         raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
     st = os.fstat(fd)
     return allocated_bytes(st) if st.st_nlink == 0 else 0
 
 
-def _rescue(fd: int, path: Path, blob_inode: int) -> None:
+def _rescue(fd: int, path: str | Path, blob_inode: int, dir_fd: int | None) -> None:
     """Give a file back whose last name is gone: what its late writer writes is copied.
 
     A nameless inode cannot be linked again (only O_TMPFILE ones can), so its bytes get a new one.
@@ -360,39 +369,45 @@ def _rescue(fd: int, path: Path, blob_inode: int) -> None:
     while take_lease(fd) == "busy" and time.monotonic() < deadline:
         time.sleep(0.001)
     drop_lease(fd)
-    rescued = beside(path)
-    target = os.open(rescued, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    rescued = beside(Path(path))
+    target = os.open(rescued, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd)
     try:
         with open(fd, "rb", closefd=False) as source:
             source.seek(0)
             copy_hashed(source, target)
         st = os.fstat(fd)
-        os.fchown(target, st.st_uid, st.st_gid)
+        with suppress(PermissionError):  # a group this user has left since
+            os.fchown(target, -1, st.st_gid)
         write_attributes(target, read_attributes(fd))
-        os.fchmod(target, st.st_mode & 0o7777)
+        os.fchmod(target, st.st_mode & 0o777)
         os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
         os.fsync(target)
     finally:
         os.close(target)
-    give_back(path, rescued, blob_inode)
+    give_back(path, rescued, blob_inode, dir_fd=dir_fd)
 
 
-def give_back(path: Path, temporary: Path, blob_inode: int) -> None:
+def give_back(
+    path: str | Path, temporary: str | Path, blob_inode: int, *, dir_fd: int | None = None
+) -> None:
     """Put the old file back under its name and remove our link; what others put there stays.
 
     Where the name was deleted or renamed over meanwhile, the old file is superseded and goes.
     """
-    if not swap_in(temporary, path, blob_inode):
-        temporary.unlink(missing_ok=True)
+    if not swap_in(temporary, path, blob_inode, dir_fd=dir_fd):
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=dir_fd)
 
 
-def take_back(path: Path, temporary: Path, blob_inode: int) -> None:
+def take_back(
+    path: str | Path, temporary: str | Path, blob_inode: int, *, dir_fd: int | None = None
+) -> None:
     """Take a replacement back that got no further than the two names: as it was before."""
     try:
-        is_our_link = os.lstat(temporary).st_ino == blob_inode
+        st = os.stat(temporary, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
         return
-    if is_our_link:
-        temporary.unlink()
+    if st.st_ino == blob_inode:
+        os.unlink(temporary, dir_fd=dir_fd)
     else:
-        give_back(path, temporary, blob_inode)
+        give_back(path, temporary, blob_inode, dir_fd=dir_fd)

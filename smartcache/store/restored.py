@@ -27,7 +27,7 @@ def is_our_link(volume: Volume, change: Change) -> bool:
     read-only file that is the inode put there or shared with others, and still has its bytes.
     """
     try:
-        st = os.lstat(change.path)
+        st = os.lstat(change.place)
     except FileNotFoundError:
         return False
     if _is_blob(volume, change.digest, st):
@@ -39,7 +39,7 @@ def is_our_link(volume: Volume, change: Change) -> bool:
     has_blob = os.path.exists(volume.layout.blob(change.digest))
     if not is_known and (has_blob or st.st_nlink == 1):
         return False
-    return hashes_of(volume, change.path)[0].digest == change.digest
+    return hashes_of(volume, change.place)[0].digest == change.digest
 
 
 def is_restored(volume: Volume, change: Change) -> bool:
@@ -49,23 +49,23 @@ def is_restored(volume: Volume, change: Change) -> bool:
     if change.op in ("place", "share"):
         return False
     try:
-        st = os.lstat(change.path)
+        st = os.lstat(change.place)
     except FileNotFoundError:
         return False
-    if not _has_owner_and_attributes(change, st):
+    if not _has_group_and_attributes(change, st):
         return False
     found = (st.st_mode & 0o7777, st.st_size, st.st_mtime_ns)
     is_as_then = found == (change.mode, change.size, change.mtime_ns)
     if not is_as_then or not stat.S_ISREG(st.st_mode) or _is_blob(volume, change.digest, st):
         return False
-    return hashes_of(volume, change.path)[0].digest == change.digest
+    return hashes_of(volume, change.place)[0].digest == change.digest
 
 
-def _has_owner_and_attributes(change: Change, st: os.stat_result) -> bool:
-    """Say whether a file has them again; only root can give owners back."""
-    if effective_user() == 0 and (st.st_uid, st.st_gid) != (change.uid, change.gid):
+def _has_group_and_attributes(change: Change, st: os.stat_result) -> bool:
+    """Say whether a file has them again; only root can give every group back."""
+    if effective_user() == 0 and st.st_gid != change.gid:
         return False
-    return not change.xattrs or change.xattrs.items() <= read_attributes(change.path).items()
+    return not change.xattrs or change.xattrs.items() <= read_attributes(change.place).items()
 
 
 def _is_out_of_trash(volume: Volume, digest: str) -> bool:
@@ -137,7 +137,7 @@ def needed_bytes(volume: Volume, changes: list[Change]) -> int:
         elif change.op == "place" and change.keep:
             needed += change.size
         elif change.op == "adopt":
-            links = os.lstat(change.path).st_nlink - leaving[change.digest]
+            links = os.lstat(change.place).st_nlink - leaving[change.digest]
             needed += change.size if links > links_with_store(change) else 0
     return needed
 

@@ -22,12 +22,25 @@ from smartcache.errors import (
     StoreUnwritableError,
 )
 from smartcache.store.filesystems import free_bytes
-from smartcache.store.flock import open_to_directory_writers
+from smartcache.store.safety import make_or_open_own
 
 BUSY_SECONDS = 60.0
 _PAUSE = 0.01
 _SCARCE = 1 << 20
 """With less free than this, an I/O error means that SQLite found no room for its shared memory."""
+
+FAILURES = (sqlite3.Error, UnicodeDecodeError, OverflowError)
+"""What a statement may raise; the latter two where damage made nonsense of texts or numbers."""
+_DAMAGED = {
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    # Our statements fit our tables: where they do not, the tables are not ours any more.
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_SCHEMA,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_TOOBIG,
+}
 
 _VERSION_1 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -195,6 +208,7 @@ def make_or_connect(
     """
     # A path may hold any byte; percent-encoding carries it through the URI.
     uri = f"file:{quote_from_bytes(os.fsencode(path))}?mode=rw"
+    connection: sqlite3.Connection | None = None
     try:
         if create:
             _make_file(path)
@@ -215,7 +229,9 @@ def make_or_connect(
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA cache_size = -16000")
         is_made = migrate(connection, path, MIGRATIONS if migrations is None else migrations)
-    except sqlite3.Error as error:
+    except FAILURES as error:
+        if connection is not None:
+            connection.close()
         raise translated(error, path) from error
     return connection, is_made
 
@@ -240,18 +256,16 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
 
 
 def _make_file(path: Path) -> None:
-    """Make an empty index where there is none, writable for all who may write the directory.
+    """Make an empty index, for this user only, where there is none.
 
     SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return
+        os.close(make_or_open_own(path, os.O_RDWR)[0])
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreUnwritableError(f"Cannot make {path}: {error.strerror}", path=path) from error
-    open_to_directory_writers(descriptor, str(path.parent))
-    os.close(descriptor)
 
 
 def migrate(connection: sqlite3.Connection, path: Path, migrations: tuple[str, ...]) -> bool:
@@ -280,8 +294,8 @@ def migrate(connection: sqlite3.Connection, path: Path, migrations: tuple[str, .
     return is_made
 
 
-def translated(error: sqlite3.Error, path: Path) -> StoreError:
-    """Return the error of ours that says what an SQLite error means for the user."""
+def translated(error: Exception, path: Path) -> StoreError:
+    """Return the error of ours that says what one of `FAILURES` means for the user."""
     text = str(error)
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     is_io = code == sqlite3.SQLITE_IOERR and free_bytes(path.parent) < _SCARCE
@@ -289,10 +303,11 @@ def translated(error: sqlite3.Error, path: Path) -> StoreError:
         return NoSpaceError(f"No space left to write {path}", path=path)
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return StoreUnwritableError(f"Cannot write {path}: {text}", path=path)
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return IndexDamagedError(f"{path} is damaged: {text}", path=path)
     if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
         return BlobNotFoundError("The blob was removed in this moment", path=path)
+    is_nonsense = not isinstance(error, sqlite3.Error) or text.startswith("Could not decode")
+    if code in _DAMAGED or is_nonsense:
+        return IndexDamagedError(f"{path} is damaged: {text}", path=path)
     if code == sqlite3.SQLITE_BUSY:
         hint = "Another process has kept the index locked for a minute; see which with 'fuser'."
         return StoreError(f"{path} is locked", hint=hint, path=path)

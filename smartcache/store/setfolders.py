@@ -53,6 +53,7 @@ def held_still(layout: Layout, on_wait: OnWait | None = None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for folder in set_folders(layout):
+            _refuse_what_is_no_file(folder)
             name = f"the set {folder.parent.name}"
             stack.enter_context(
                 lock(folder / "lock", exclusive=True, what="moving", on_wait=on_wait, name=name)
@@ -62,6 +63,16 @@ def held_still(layout: Layout, on_wait: OnWait | None = None) -> Iterator[None]:
                 hint = "End it, or let it close the set; nothing was changed."
                 raise StoreError(message, hint=hint, path=folder)
         yield
+
+
+def _refuse_what_is_no_file(folder: Path) -> None:
+    """Refuse a set in which something would be waited for or followed: a FIFO, a symlink."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if not is_folder and not entry.is_file(follow_symlinks=False):
+                hint = "Remove it: smartcache did not make it; nothing was changed."
+                raise StoreError(f"{entry.path} is not a regular file", hint=hint, path=entry.path)
 
 
 def copy_sets(old: Layout, new: Layout, advance: Callable[[int], None]) -> None:

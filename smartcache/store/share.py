@@ -16,11 +16,10 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError
+from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError, StoreError
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.blobs import explained
 from smartcache.store.faults import reached
@@ -37,7 +36,7 @@ from smartcache.store.kernel import (
 from smartcache.store.proof import CHUNK
 from smartcache.store.replace import Replacement
 from smartcache.store.statkey import StatKey
-from smartcache.store.swap import beside
+from smartcache.store.swap import Spot, beside
 from smartcache.store.volume import Volume
 
 CHUNK_FILES = 64
@@ -288,7 +287,7 @@ def _keys(*descriptors: int) -> list[StatKey]:
 def _as_skipped(path: Path, error: Exception) -> Exception:
     """Word the errors that hold for one file only."""
     reason = _REASONS.get(getattr(error, "errno", None) or 0)
-    if reason is None or isinstance(error, FileSkippedError):
+    if reason is None or isinstance(error, StoreError):
         return error
     return FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
 
@@ -299,8 +298,9 @@ def has_shared_blocks(change: Change) -> bool:
     One that was written to or renamed over since has its own bytes by copy-on-write.
     """
     try:
-        descriptor = os.open(change.path, OPEN_FLAGS)
-    except OSError:
+        with Spot(change.place) as spot:
+            descriptor = spot.open()
+    except (FileSkippedError, OSError):
         return False
     try:
         st = os.fstat(descriptor)
@@ -321,28 +321,28 @@ def give_own_blocks(change: Change, batch: Batch) -> None:
     if not has_shared_blocks(change):
         return
     temporary = beside(change.path)
-    # No mode in this note: recovery has only the temporary name to remove.
-    (note,) = batch.begin([replace(change, op="own", temporary=temporary, mode=None)])
-    copy = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        file = os.open(change.path, OPEN_FLAGS)
+    with Spot(change.place) as spot:
+        # No mode in this note: recovery has only the temporary name to remove.
+        (note,) = batch.begin([replace(change, op="own", temporary=temporary, mode=None)])
+        copy = spot.create(temporary.name)
         try:
-            _copy_data(file, copy)
-            os.fsync(copy)
-            reached("own blocks: copied")
-            share_all(copy, file, os.fstat(copy).st_size, path=change.path)
+            file = spot.open()
+            try:
+                _copy_data(file, copy)
+                os.fsync(copy)
+                reached("own blocks: copied")
+                share_all(copy, file, os.fstat(copy).st_size, path=change.path)
+            finally:
+                os.close(file)
+        except FileSkippedError as error:
+            if error.reason != "different":
+                raise
+            raise FileChangedError(f"{change.path} was written to", path=change.path) from error
         finally:
-            os.close(file)
-    except FileSkippedError as error:
-        if error.reason != "different":
-            raise
-        raise FileChangedError(f"{change.path} was written to", path=change.path) from error
-    finally:
-        os.ftruncate(copy, 0)  # XFS lets go of a removed file's blocks some time later
-        os.close(copy)
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        batch.end(note, "done")
+            os.ftruncate(copy, 0)  # XFS lets go of a removed file's blocks some time later
+            os.close(copy)
+            spot.unlink(temporary.name)
+            batch.end(note, "done")
     reached("own blocks: in place")
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from smartcache.store.database import Database
+from smartcache.store.database import Database, number_of, of_row
 from smartcache.store.records import KnownFolder, Sighting, when
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey
@@ -85,7 +86,7 @@ class SightedFiles(Database):
     def folder_number(self, path: Path) -> int | None:
         """Return the id of a known folder."""
         row = self._one("SELECT id FROM folders WHERE path = ?", os.fsencode(path))
-        return None if row is None else int(row[0])
+        return None if row is None else number_of(row)
 
     def known_folders(self) -> list[KnownFolder]:
         """Return all known folders with the files seen in them, by path."""
@@ -95,13 +96,7 @@ class SightedFiles(Database):
             " LEFT JOIN sightings ON directory = directories.id GROUP BY folders.id"
             " ORDER BY folders.path"
         )
-        return [
-            KnownFolder(
-                path=Path(os.fsdecode(path)), program=program, is_given=bool(given), files=files,
-                walked_at=when(walked_at) if walked_at else None, size=size,
-            )
-            for path, program, given, walked_at, files, size in self._all(sql)
-        ]  # fmt: skip
+        return list(map(_folder, self._all(sql)))
 
     # one directory at a time
 
@@ -185,10 +180,22 @@ class SightedFiles(Database):
             " allocated FROM sightings JOIN directories ON directories.id = directory"
             " JOIN filesystems ON filesystems.id = filesystem WHERE size = ? ORDER BY path"
         )
-        return [
-            Sighting(
-                path=Path(os.fsdecode(path)), size=size, filesystem=fs, inode=inode,
-                key=StatKey(size, mtime_ns, ctime_ns), links=links, allocated=allocated,
-            )
-            for path, size, fs, inode, mtime_ns, ctime_ns, links, allocated in self._all(sql, size)
-        ]  # fmt: skip
+        return list(map(_sighting, self._all(sql, size)))
+
+
+@of_row
+def _folder(row: tuple[Any, ...]) -> KnownFolder:
+    path, program, given, walked_at, files, size = row
+    return KnownFolder(
+        path=Path(os.fsdecode(path)), program=program, is_given=bool(given), files=files,
+        walked_at=when(walked_at) if walked_at else None, size=size,
+    )  # fmt: skip
+
+
+@of_row
+def _sighting(row: tuple[Any, ...]) -> Sighting:
+    path, size, filesystem, inode, mtime_ns, ctime_ns, links, allocated = row
+    return Sighting(
+        path=Path(os.fsdecode(path)), size=size, filesystem=filesystem, inode=inode,
+        key=StatKey(size, mtime_ns, ctime_ns), links=links, allocated=allocated,
+    )  # fmt: skip

@@ -44,9 +44,9 @@ class StatKey(NamedTuple):
 def judge(*, recorded: StatKey, recorded_links: int, current: os.stat_result) -> Verdict:
     """Compare a blob's recorded stat key with what is on disk now.
 
-    "same": nothing happened. "relinked": somebody made or removed a link, the bytes are as
-    recorded unless somebody also set the clock back: usable, to be hashed again some day.
-    "suspect": hash before use.
+    "same": nothing happened. "relinked": somebody made or removed a link, and the bytes are as
+    recorded unless somebody also wrote them and set the time back: usable, and to be hashed again
+    by the next `verify`. "suspect": hash before use.
     """
     if StatKey.of(current) == recorded:
         return "same"

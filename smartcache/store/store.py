@@ -1,8 +1,9 @@
-"""The store: the only class the layers above know.
+"""The store: what can be done with blobs and with the files that share their bytes.
 
-A `Store` is one volume and knows its neighbours, the volumes on other filesystems. Questions
-(`find`, `open`, `place`) look at all of them; changes to a file happen on the volume of its
-filesystem. Every method that changes a user's file journals it, so that `undo` can give it back.
+A `Store` is one volume and knows its neighbours, the volumes on other filesystems. `find`, `open`
+and `place` look at all of them; changes to a file happen on the volume of its filesystem. Every
+method that changes a user's file journals it, so that `undo` can give it back. Opening finishes or
+takes back what a dead process left half done.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from smartcache.store import move as _move
 from smartcache.store import owners as _owners
 from smartcache.store import proof as _proof
 from smartcache.store import prune as _prune
+from smartcache.store import published as _published
 from smartcache.store import put as _put
 from smartcache.store import rebuild as _rebuild
 from smartcache.store import undo as _undo
@@ -36,6 +38,7 @@ from smartcache.store.digest import Algorithm, check_hex
 from smartcache.store.filesystems import mount_of, nearest_existing
 from smartcache.store.hold import Allowance
 from smartcache.store.journal import Batch
+from smartcache.store.layout import volume_root
 from smartcache.store.reading import StoreReader
 from smartcache.store.records import Blob, Link, Owner, Sighting
 from smartcache.store.recovery import recover
@@ -58,10 +61,16 @@ class Store(StoreReader):
     def __init__(self, root: str | Path | None = None, *, settings: Settings | None = None) -> None:
         super().__init__(root, settings=settings)
         self._thread = threading.local()
+        self._shared: list[_published.SharedStore] | None = None
         _rebuild.rebuild_if_lost(self.volume)
         _move.finish_move(self.volume)
         _eject.finish_eject(self.volume)
         recover(self.volume)
+
+    def close(self) -> None:
+        """Close the store and its neighbours; a published one says what it has by now."""
+        _published.renew_catalog(self.volume)
+        super().close()
 
     @contextmanager
     def batch(self, label: str) -> Iterator[Batch]:
@@ -159,7 +168,6 @@ class Store(StoreReader):
         owner: Owner | None = None,
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
-        allow: frozenset[Allowance] = frozenset(),
         follow: bool = True,
         progress: Progress = silent,
     ) -> Iterator[Adoption]:
@@ -169,8 +177,47 @@ class Store(StoreReader):
         with self.batch("add --adopt") as batch:
             yield from adopt_many(
                 self.volume, files, batch=batch, owner=owner_id, expected=expected,
-                algorithms=algorithms, allow=allow, follow=follow, progress=progress,
+                algorithms=algorithms, follow=follow, progress=progress,
             )  # fmt: skip
+
+    def shared_stores(self) -> list[_published.SharedStore]:
+        """Return the published stores of other users that the settings name, usable or not."""
+        if self._shared is None:
+            own = [store.root for store in self.stores()]
+            self._shared = _published.shared_stores(self.settings, own)
+        return self._shared
+
+    def find_shared(
+        self, algorithm: Algorithm, value: str, *, size: int | None = None
+    ) -> Iterator[_published.Found]:
+        """Go through what shared stores have under a hash (and of a size), by their account."""
+        for shared in self.shared_stores():
+            found = shared.find(algorithm, value)
+            if found is not None and size in (None, found.size):
+                yield found
+
+    def bring(
+        self,
+        algorithm: Algorithm,
+        value: str,
+        *,
+        size: int | None = None,
+        to: Store | None = None,
+        progress: Progress = silent,
+    ) -> Blob | None:
+        """Take bytes from a shared store into this one (or a neighbour); None: none has them.
+
+        The copy is hashed by the hash that is asked for before it becomes a blob; wrong bytes are
+        a warning, and not kept.
+        """
+        for found in self.find_shared(algorithm, value, size=size):
+            with progress(f"From {found.store.root}", found.size, "bytes") as job:
+                blob = _published.bring(
+                    (to or self).volume, found, (algorithm, value), advance=job.advance
+                )
+            if blob is not None:
+                return blob
+        return None
 
     # handing bytes out
 
@@ -375,6 +422,21 @@ class Store(StoreReader):
         """Plan to move the store to another root; close this object after executing it."""
         return _move.plan_move(self.volume, Path(new_root))
 
+    # other users
+
+    @property
+    def is_published(self) -> bool:
+        """Whether every user of this machine may read the blobs of this volume."""
+        return _published.is_published(self.volume)
+
+    def plan_publish(self) -> _published.PublishPlan:
+        """Plan to let every user of this machine read the blobs of this volume."""
+        return _published.plan_publish(self.volume)
+
+    def unpublish(self) -> None:
+        """Close the blobs of this volume to other users again."""
+        _published.unpublish(self.volume)
+
     # volumes
 
     def add_volume(self, root: str | Path) -> Self:
@@ -389,8 +451,8 @@ class Store(StoreReader):
         return store
 
     def make_volume_for(self, path: str | Path) -> Self:
-        """Make a volume at the root of the filesystem a path is on: `<mount>/.smartcache`."""
-        return self.add_volume(mount_of(Path(path)).point / ".smartcache")
+        """Make a volume at the root of the filesystem a path is on."""
+        return self.add_volume(volume_root(mount_of(Path(path)).point))
 
     def record_owner(self, owner: Owner) -> int:
         """Record an owner that holds nothing yet; return its number in the index of this volume."""

@@ -12,8 +12,10 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from smartcache.store.database import Database
+from smartcache.errors import IndexDamagedError
+from smartcache.store.database import Database, of_row
 from smartcache.store.records import Link, Trust, when
 
 _PAGE = 1000
@@ -143,10 +145,18 @@ class Sums(Database):
         blob, path = 0, b""
         while page := self._all(sql, blob, path, int(Trust.LOST), _PAGE):
             for row in page:
-                blob, allocated, holders, digest, path, kind, filesystem, inode, owner, made = row
-                link = Link(
-                    path=Path(os.fsdecode(path)), digest=digest.hex(), kind=kind,
-                    filesystem=filesystem, inode=inode, owner=owner, made_at=when(made),
-                )  # fmt: skip
-                ids = tuple(map(int, holders.split(","))) if holders else ()
-                yield LonelyLink(blob=blob, allocated=allocated, holders=ids, link=link)
+                yield _lonely_link(row)
+            if (page[-1][0], page[-1][4]) <= (blob, path):
+                raise IndexDamagedError(f"{self.path} is damaged: its rows are not in order")
+            blob, path = page[-1][0], page[-1][4]
+
+
+@of_row
+def _lonely_link(row: tuple[Any, ...]) -> LonelyLink:
+    blob, allocated, holders, digest, path, kind, filesystem, inode, owner, made = row
+    link = Link(
+        path=Path(os.fsdecode(path)), digest=digest.hex(), kind=kind,
+        filesystem=filesystem, inode=inode, owner=owner, made_at=when(made),
+    )  # fmt: skip
+    ids = tuple(map(int, holders.split(","))) if holders else ()
+    return LonelyLink(blob=blob, allocated=allocated, holders=ids, link=link)

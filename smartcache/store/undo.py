@@ -1,9 +1,10 @@
-"""Give files back what they had before smartcache changed them: own bytes, mode, owner, time.
+"""Give files back what they had before smartcache changed them: own bytes, mode, group, time.
 
-Undo reads the journal backwards and looks at the disk before every step: a file that was changed,
-replaced or deleted by somebody else since is left alone, with the reason said. A file gets its own
-bytes by a copy beside it, hashed while it is copied, and a rename; files that were one inode
-before are one inode again. Space is checked before the first step.
+Undo reads the journal backwards and looks at the disk before every step: a file that was changed or
+replaced by somebody else since is left alone, with the reason said; of one that was deleted nothing
+is left to undo, and its entry is closed. A file gets its own bytes by a copy beside it, hashed
+while it is copied, and a rename; files that were one inode before are one inode again. Space is
+checked before the first step.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from smartcache.errors import NoSpaceError, NothingToUndoError, SmartcacheError
+from smartcache.errors import (
+    FileChangedError,
+    NoSpaceError,
+    NothingToUndoError,
+    SmartcacheError,
+)
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.blobs import commit, explained
 from smartcache.store.digest import hash_file
 from smartcache.store.faults import reached
-from smartcache.store.filesystems import free_bytes
+from smartcache.store.filesystems import filesystem_id, free_bytes, nearest_existing
 from smartcache.store.journal import UNDOABLE, Batch, Change
 from smartcache.store.links import own_unlink
 from smartcache.store.memos import hashes_of
@@ -44,20 +51,34 @@ from smartcache.store.restored import (
     told_apart,
     twin_key,
 )
+from smartcache.store.safety import open_own
 from smartcache.store.schema import signed
 from smartcache.store.share import give_own_blocks
+from smartcache.store.swap import Spot
 from smartcache.store.volume import Volume, has_row
 
-_LEFT_ALONE = "changed, replaced or removed by somebody else since; left as it is"
+_LEFT_ALONE = "changed or replaced by somebody else since; left as it is"
+_AWAY = "its drive is not mounted; left as it is"
+
+Outcome = Literal["undone", "gone", "left", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undone:
-    """What became of one change: undone, or why not."""
+    """What became of one change.
+
+    "gone": the file was deleted since, nothing is left to undo. "left": somebody has changed it,
+    and it stays so. "failed": it can be tried again; `note` says what is in the way.
+    """
 
     change: Change
-    is_undone: bool
+    outcome: Outcome
     note: str = ""
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether nothing of the change is left."""
+        return self.outcome in ("undone", "gone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +182,8 @@ def new_undoing(volume: Volume, batch: Batch) -> Undoing:
     files = told_apart(changes)
     undoing = Undoing(batch=batch, twins={}, old_names={}, files=files, joined=set())
     for change in changes:
-        if change.op == "replace" and change.state == "undone" and change.path.is_file():
-            undoing.twins[undoing.twin_key(change)] = change.path
+        if change.op == "replace" and change.state == "undone" and change.place.is_file():
+            undoing.twins[undoing.twin_key(change)] = change.place
         elif change.op in ("place", "replace") and change.state in ("begun", "done"):
             undoing.joined.add(change.path)
         elif change.op == "adopt":
@@ -181,17 +202,62 @@ def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
         "share": lambda: _undo_share(change, undoing.batch),
         "forget": lambda: _undo_forget(volume, change),
     }
+    outcome: Outcome = "undone"
     try:
         with explained(change.path.parent):
-            is_done = is_restored(volume, change)
-            note = _tidy(volume, change, undoing) if is_done else verbs[change.op]()
+            if is_gone(volume, change):
+                outcome, note = "gone", ""
+                volume.index.drop_link(change.path)
+            elif is_restored(volume, change):
+                note = _tidy(volume, change, undoing)
+            else:
+                note = verbs[change.op]()
+        if note:
+            outcome = "failed" if note == _AWAY else "left"
     except (SmartcacheError, OSError) as error:
         note = str(error)
+        outcome = "left" if isinstance(error, FileChangedError) else "failed"
     if not note:
-        undoing.batch.end(change, "undone")
+        undoing.batch.end(change, "undone" if outcome == "undone" else "gone")
         undoing.batch.flush()
         reached("undo: noted")
-    return Undone(change=change, is_undone=not note, note=note)
+    return Undone(change=change, outcome=outcome, note=note)
+
+
+def is_gone(volume: Volume, change: Change) -> bool:
+    """Say whether nothing is left that could be undone: the file or the bytes were deleted.
+
+    A file on a drive that is not mounted is not gone.
+    """
+    if change.op == "forget":
+        is_trashed = os.path.lexists(volume.layout.trash / change.digest)
+        return not is_trashed and not os.path.lexists(volume.layout.blob(change.digest))
+    if os.path.lexists(change.place):
+        return False
+    if change.op == "move":
+        blob = volume.index.blob(change.digest)
+        return blob is None and not os.path.lexists(volume.layout.blob(change.digest))
+    return not _is_away(volume, change)
+
+
+def _is_away(volume: Volume, change: Change) -> bool:
+    """Say whether the filesystem that a file was on is not there now."""
+    link = volume.index.link(change.path)
+    filesystem = change.filesystem or (None if link is None else link.filesystem)
+    nearest = nearest_existing(change.place.parent)
+    if filesystem is None:
+        return nearest != change.place.parent
+    return filesystem_id(nearest) != filesystem
+
+
+def close_gone(volume: Volume) -> int:
+    """Close the entries of the journal of which nothing is left to undo; return how many."""
+    changes = [c for c in volume.journal.open_changes() if c.op in UNDOABLE and is_gone(volume, c)]
+    if changes:
+        with volume.batch("close") as batch:
+            for change in changes:
+                batch.end(change, "gone")
+    return len(changes)
 
 
 def _tidy(volume: Volume, change: Change, undoing: Undoing) -> str:
@@ -199,21 +265,26 @@ def _tidy(volume: Volume, change: Change, undoing: Undoing) -> str:
         _release_pin(volume, change, undoing.batch)
     if change.op != "forget":
         volume.index.drop_link(change.path)
-        undoing.twins[undoing.twin_key(change)] = change.path
+        undoing.twins[undoing.twin_key(change)] = change.place
     return ""
 
 
 def _undo_replace(volume: Volume, change: Change, undoing: Undoing) -> str:
     if not is_our_link(volume, change):
-        return _LEFT_ALONE
+        return _missing_or_changed(change)
     key = undoing.twin_key(change)
     twin = undoing.twins.get(key) or _old_file(volume, change)
     if twin is None or not link_to_twin(volume, change, twin, undoing.batch):
         give_own_copy(volume, change, undoing.batch)
-        undoing.twins[key] = change.path
+        undoing.twins[key] = change.place
     reached("undo: own bytes")
     let_go(volume, change.path)
     return ""
+
+
+def _missing_or_changed(change: Change) -> str:
+    # What is missing and not gone is on a drive that is not mounted.
+    return _LEFT_ALONE if os.path.lexists(change.place) else _AWAY
 
 
 def _old_file(volume: Volume, change: Change) -> Path | None:
@@ -226,7 +297,7 @@ def _old_file(volume: Volume, change: Change) -> Path | None:
             st = os.lstat(path)
             found = (st.st_size, st.st_mtime_ns, st.st_mode & 0o7777, st.st_uid, st.st_gid)
             if st.st_ino == change.inode and found == wanted and stat.S_ISREG(st.st_mode):
-                return path
+                return Path(os.path.realpath(path.parent), path.name)
     return None
 
 
@@ -239,16 +310,19 @@ def _undo_share(change: Change, batch: Batch) -> str:
 
 def undo_adopt(volume: Volume, change: Change, undoing: Undoing) -> str:
     """Take the store's name off a file and give its mode back; a shared file gets own bytes."""
+    source = volume.layout.blob(change.digest)
     if not is_our_link(volume, change):
         return _restore_mode(change)
+    if not _is_inode_of(source, change) and not _restore_mode(change):
+        # The store has other bytes of its own, as after a move to another filesystem.
+        let_go(volume, change.path)
+        return ""
     # If this process dies between taking the blob's name away and restoring the mode, the next open
     # finds this note and restores it.
     (note,) = undoing.batch.begin([replace(change, op="own", temporary=None)], sync=False)
     with volume.guard("undo", exclusive=True):
         blob = volume.index.blob(change.digest)
-        source = volume.layout.blob(change.digest)
         is_alone = _is_alone(volume, change, source, undoing)
-        is_alone = is_alone and volume.may_remove(os.lstat(source))
         if is_alone and not _is_held_besides(volume, change):
             if blob is not None:
                 with volume.index.write(durable=True):
@@ -271,7 +345,7 @@ def _is_alone(volume: Volume, change: Change, source: str, undoing: Undoing) -> 
         st = os.lstat(source)
     except FileNotFoundError:
         return False
-    if st.st_nlink > links_with_store(change) or not os.path.samestat(st, os.lstat(change.path)):
+    if st.st_nlink > links_with_store(change) or not _is_inode_of(source, change):
         return False
     blob = volume.index.blob(change.digest)
     old_names = undoing.old_names.get((change.digest, change.inode), set()) | {change.path}
@@ -286,20 +360,25 @@ def _is_alone(volume: Volume, change: Change, source: str, undoing: Undoing) -> 
     )
 
 
+def _is_inode_of(source: str, change: Change) -> bool:
+    """Say whether an adopted file still is the blob."""
+    try:
+        return os.path.samestat(os.lstat(source), os.lstat(change.place))
+    except FileNotFoundError:
+        return False
+
+
 def _restore_mode(change: Change) -> str:
     """Give an adopted file its mode back, whatever was written into it since."""
-    try:
-        st = os.lstat(change.path)
-    except FileNotFoundError:
-        return _LEFT_ALONE
-    if change.mode is None or st.st_ino != change.inode:
-        return _LEFT_ALONE
-    if stat.S_IMODE(st.st_mode) not in (change.mode, change.mode & 0o555):
-        return _LEFT_ALONE  # somebody chose another mode since
-    if st.st_nlink > (change.links or 1):
-        return "it shares its bytes with other files, so it stays read-only"
-    os.chmod(change.path, change.mode)
-    return ""
+    if not os.path.lexists(change.place):
+        return _AWAY
+    with Spot(change.place) as spot:
+        st = spot.stat()
+        if st is None or change.mode is None or st.st_ino != change.inode:
+            return _LEFT_ALONE
+        if stat.S_IMODE(st.st_mode) not in (change.mode, change.mode & 0o555):
+            return _LEFT_ALONE  # somebody chose another mode since
+        return spot.give_mode(change.mode, inode=st.st_ino, links=change.links or 1)
 
 
 def _is_held_besides(volume: Volume, change: Change) -> bool:
@@ -316,9 +395,9 @@ def _is_held_besides(volume: Volume, change: Change) -> bool:
 
 def _undo_move(volume: Volume, change: Change, undoing: Undoing) -> str:
     """Put a file that was moved into the store back where it was, with its mode and time."""
-    if os.path.lexists(change.path):
+    if os.path.lexists(change.place):
         is_same = is_our_link(volume, change)
-        if not is_same or hashes_of(volume, change.path)[0].digest != change.digest:
+        if not is_same or hashes_of(volume, change.place)[0].digest != change.digest:
             return "there is another file at its place now; left in the store"
         # The process died before it removed the name, or somebody has linked the blob there. The
         # file gets its bytes; that its mode stays, if somebody has chosen it, is no reason to fail.
@@ -344,53 +423,55 @@ def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
     A file of a repo gets bytes of its own instead.
     """
     source = volume.layout.blob(change.digest)
-    link = volume.index.link(change.path)
-    if link is not None and link_liveness(volume, link) == "away":
-        return "its drive is not mounted; left as it is"
-    if not os.path.lexists(change.path):
-        volume.index.drop_link(change.path)
-        return ""
+    if not os.path.lexists(change.place):
+        return _AWAY
     if not has_row(volume, change.digest):
-        if os.path.islink(change.path) and os.readlink(change.path) == source:
+        if os.path.islink(change.place) and os.readlink(change.place) == source:
             return "the store has lost its bytes, to which it points; left as it is"
         volume.index.drop_link(change.path)
         return ""  # the store has let go of the bytes: the file is the user's own
     checked(volume, change.digest)  # the bytes must be safe in the store before a name goes
-    if not _is_as_placed(volume, change, source):
+    st = os.lstat(change.place)
+    if not _is_as_placed(volume, change, source, st):
         return _LEFT_ALONE
     if not change.keep:
-        (note,) = batch.begin([replace(change, op="own", temporary=None)], sync=False)
-        with own_unlink(volume, change.digest):
-            os.unlink(change.path)
-            reached("undo: link removed")
-            volume.index.drop_link(change.path)
-        batch.end(note, "done")
-    else:  # snapshots point at it, or the user has it in a folder
-        if change.kind in ("hardlink", "symlink"):
-            give_own_copy(volume, change, batch)
-        let_go(volume, change.path)
+        with Spot(change.place) as spot:
+            (note,) = batch.begin([replace(change, op="own", temporary=None)], sync=False)
+            with own_unlink(volume, change.digest):
+                is_same = spot.inode() == st.st_ino
+                if is_same:
+                    spot.unlink()
+                    reached("undo: link removed")
+                    volume.index.drop_link(change.path)
+            batch.end(note, "done")
+        return "" if is_same else _LEFT_ALONE
+    # Snapshots point at it, or the user has it in a folder.
+    if change.kind in ("hardlink", "symlink"):
+        give_own_copy(volume, change, batch)
+    let_go(volume, change.path)
     return ""
 
 
-def _is_as_placed(volume: Volume, change: Change, source: str) -> bool:
+def _is_as_placed(volume: Volume, change: Change, source: str, st: os.stat_result) -> bool:
     """Say whether the file at a path still is the link or copy that was placed, byte for byte."""
     if change.kind == "symlink":
-        return os.path.islink(change.path) and os.readlink(change.path) == source
-    st = os.lstat(change.path)
+        return stat.S_ISLNK(st.st_mode) and os.readlink(change.place) == source
     if os.path.samestat(st, os.stat(source)):
         return True
     link = volume.index.link(change.path)
     if link is None or link.digest != change.digest or link.inode != signed(st.st_ino):
         return False
-    return hashes_of(volume, change.path)[0].digest == change.digest
+    return hashes_of(volume, change.place)[0].digest == change.digest
 
 
 def _undo_forget(volume: Volume, change: Change) -> str:
     """Bring a blob back from the trash; it is hashed on the way."""
     trashed = volume.layout.trash / change.digest
-    if not trashed.exists():
-        return "it is not in the trash any more"
-    hashes, _ = hash_file(trashed, threads=volume.settings.threads)
+    descriptor = open_own(trashed)
+    try:
+        hashes, _ = hash_file(descriptor, threads=volume.settings.threads)
+    finally:
+        os.close(descriptor)
     if hashes.digest != change.digest:
         return "the file in the trash is damaged; left there"
     commit(volume, trashed, hashes)

@@ -194,8 +194,9 @@ def _check(volume: Volume, progress: Progress) -> datetime:
 
 def _last_check(volume: Volume) -> datetime:
     noted = volume.index.note(CHECKED)
-    if noted is not None:
-        return datetime.fromisoformat(noted)
+    with suppress(ValueError):
+        if noted is not None:
+            return datetime.fromisoformat(noted)
     return datetime.fromtimestamp(int(volume.layout.format.stat().st_mtime), UTC)
 
 

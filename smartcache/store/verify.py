@@ -9,6 +9,7 @@ owners as they were.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from smartcache.store.layout import is_digest
 from smartcache.store.owners import link_liveness
 from smartcache.store.proof import CHUNK, needs_hash, prove
 from smartcache.store.records import Blob, Link, Trust
+from smartcache.store.safety import open_own
 from smartcache.store.statkey import judge
 from smartcache.store.volume import Volume, all_blobs
 
@@ -68,7 +70,7 @@ def verify(
             _check_blob(volume, blob, report, job)
     for digest in list(_unindexed(volume, report)):
         report.unindexed.append(digest)
-        if full or repair:
+        if full or repair or not os.path.isfile(volume.layout.blob(digest)):
             _index_orphan(volume, digest, report)
     _check_links(volume, report, repair=repair)
     if repair:
@@ -87,11 +89,11 @@ def _check_blob(volume: Volume, blob: Blob, report: VerifyReport, job: Job) -> N
     if not report.is_full:
         job.advance()
     try:
-        st = os.stat(volume.layout.blob(digest))
+        st = os.lstat(volume.layout.blob(digest))
     except FileNotFoundError:
         _check_missing(volume, digest, report)
         return
-    is_writable = bool(st.st_mode & 0o222)
+    is_writable = bool(st.st_mode & 0o222) and stat.S_ISREG(st.st_mode)
     if is_writable:
         report.writable.append(digest)
     is_relinked = judge(recorded=blob.key, recorded_links=blob.links, current=st) == "relinked"
@@ -111,7 +113,7 @@ def _check_missing(volume: Volume, digest: str, report: VerifyReport) -> None:
     """Report a blob as missing, unless somebody has removed it properly meanwhile."""
     with volume.guard("verify", exclusive=True):
         blob = volume.index.blob(digest)
-        is_gone = not os.path.exists(volume.layout.blob(digest))
+        is_gone = not os.path.lexists(volume.layout.blob(digest))
         if is_gone and blob is not None and blob.trust != Trust.TRASHED:
             volume.index.mark_gone(blob.id)
             report.missing.append(digest)
@@ -121,7 +123,8 @@ def _unindexed(volume: Volume, report: VerifyReport) -> Iterator[str]:
     for directory in sorted(os.listdir(volume.layout.blobs)):
         folder = volume.layout.blobs / directory
         if not folder.is_dir():
-            report.stray.append(folder)
+            if folder != volume.layout.tag:
+                report.stray.append(folder)
             continue
         for name in sorted(os.listdir(folder)):
             if not is_digest(name) or name[:2] != directory:
@@ -139,7 +142,7 @@ def _has_row(volume: Volume, digest: str) -> bool:
 def _is_orphan(volume: Volume, digest: str) -> bool:
     """Say whether a file has no row, when nobody is between linking one and writing its row."""
     with volume.guard("verify", exclusive=True):
-        return not _has_row(volume, digest) and os.path.exists(volume.layout.blob(digest))
+        return not _has_row(volume, digest) and os.path.lexists(volume.layout.blob(digest))
 
 
 def _index_orphan(volume: Volume, digest: str, report: VerifyReport) -> None:
@@ -181,7 +184,7 @@ def heal(volume: Volume, digest: str, others: Iterable[Volume] = ()) -> bool:
         return True
     for other in others:
         try:
-            with open(other.layout.blob(digest), "rb") as file:
+            with os.fdopen(open_own(other.layout.blob(digest)), "rb") as file:
                 put_stream(volume, iter(lambda: file.read(CHUNK), b""), expected={"blake3": digest})
         except (SmartcacheError, OSError):
             continue

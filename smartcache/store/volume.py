@@ -1,15 +1,14 @@
 """One store directory on one filesystem: its paths, index, journal, lock and leases.
 
-Opening creates the tree where it is missing, follows a store that was moved, and finishes or takes
-back what a dead process left half done. The modules beside this one are the verbs that work on a
-volume.
+Opening creates the tree where it is missing, follows a store that was moved, and refuses one that
+somebody else could write; what a dead process left half done is the matter of `Store`. The modules
+beside this one are the verbs that work on a volume.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,11 +19,12 @@ from smartcache.errors import NoSpaceError, StoreError, StoreFormatError, StoreM
 from smartcache.store.filesystems import filesystem_id, free_bytes, is_network
 from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Journal
-from smartcache.store.kernel import boot_id, effective_user
+from smartcache.store.kernel import boot_id
 from smartcache.store.layout import Layout
 from smartcache.store.leases import Leases
 from smartcache.store.locks import Claim, OnWait, claim, lock
 from smartcache.store.records import Blob
+from smartcache.store.safety import create_own
 
 _log = logging.getLogger(__name__)
 _MOST_MOVES = 8
@@ -38,7 +38,7 @@ class Volume:
     def __init__(self, root: Path, settings: Settings, *, create: bool = True) -> None:
         _refuse_unsupported_system()
         self.settings = settings
-        self.layout = Layout(_follow(Path(os.path.abspath(root))))
+        self.layout = Layout(follow(Path(os.path.abspath(root))))
         self._prepare(create=create)
         self.root = self.layout.root
         self.filesystem = filesystem_id(self.root)
@@ -54,9 +54,6 @@ class Volume:
             _log.warning(
                 "%s is on a network filesystem: slower, and safe for one host at a time", root
             )
-        blobs = os.stat(self.layout.blobs)
-        self._is_sticky = bool(blobs.st_mode & stat.S_ISVTX)
-        self._owner = blobs.st_uid
         # Before the tables are made: what is put in afterwards is no sign of a lost index.
         self.had_content = self.layout.journal.exists() or self.layout.has_blobs()
         self.index = self._open_index(wal=not on_network)
@@ -94,11 +91,6 @@ class Volume:
             continue
         return held
 
-    def may_remove(self, st: os.stat_result) -> bool:
-        """Say whether this user may remove a blob: in a shared store only its owner (or root)."""
-        user = effective_user()
-        return not self._is_sticky or user in (0, st.st_uid, self._owner)
-
     def give_up_reserve(self) -> None:
         """Free the space that is kept for the moment when the disk is full."""
         self.layout.reserve.unlink(missing_ok=True)
@@ -107,8 +99,8 @@ class Volume:
         """Keep some space for the moment when the disk is full and only `prune` can help."""
         if self.layout.reserve.exists() or free_bytes(self.root) < 64 * RESERVE_SIZE:
             return
-        with suppress(OSError):
-            self.layout.reserve.write_bytes(bytes(RESERVE_SIZE))
+        with suppress(OSError), open(create_own(self.layout.reserve), "wb") as file:
+            file.write(bytes(RESERVE_SIZE))
 
     def is_here(self, st: os.stat_result) -> bool:
         """Say whether a file lies on this volume's filesystem, so that it can be hard-linked."""
@@ -126,14 +118,13 @@ class Volume:
 
     def _prepare(self, *, create: bool) -> None:
         layout = self.layout
-        if layout.format.exists():
-            layout.check()
-        elif not create:
-            raise StoreFormatError(
-                f"There is no smartcache store at {layout.root}", root=layout.root
-            )
+        if not layout.format.exists() and not create:
+            message = f"There is no smartcache store at {layout.root}"
+            raise StoreFormatError(message, root=layout.root)
         if not layout.format.exists() or not layout.is_complete():
-            layout.create(shared=self.settings.shared)
+            layout.create()
+        layout.secure()
+        layout.check()
 
 
 def _refuse_unsupported_system() -> None:
@@ -142,7 +133,8 @@ def _refuse_unsupported_system() -> None:
         raise StoreError(f"The store does not work on {sys.platform} yet", hint=hint)
 
 
-def _follow(root: Path) -> Path:
+def follow(root: Path) -> Path:
+    """Return where the store of a root is now, however often it was moved."""
     for _ in range(_MOST_MOVES):
         target = Layout(root).forwarding()
         if target is None:

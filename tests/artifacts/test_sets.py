@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from smartcache.errors import (
 )
 from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import FINGERPRINT, array, engine_of, open_set
+from tests.processes.artifact_writers import in_fork
 from tests.processes.children import Child
 
 
@@ -85,6 +90,16 @@ class TestOptions:
         with open_set(sets, ttl=120, evictable=False) as opened:
             expected = Options(max_size=10**6, ttl=120, evictable=False)
             assert opened.describe().options == expected
+
+    def test_a_bound_can_be_taken_back(self, sets: ArtifactSets) -> None:
+        with open_set(sets, max_size=10**6, ttl=60):
+            pass
+        with open_set(sets, max_size=math.inf) as opened:
+            assert opened.describe().options == Options(ttl=60)
+        with open_set(sets, ttl=math.inf) as opened:
+            assert opened.describe().options == Options()
+            opened.put("key", 1)
+            assert engine_of(opened).index.expired(2**62) == []
 
     def test_they_hold_at_once_for_a_set_that_is_open(self, sets: ArtifactSets) -> None:
         with open_set(sets) as first, open_set(sets, max_size=1000, evictable=False) as second:
@@ -191,6 +206,27 @@ class TestRemove:
                 child.result()
             with pytest.raises(ArtifactError, match="removed"):
                 opened.put("key", 2)
+
+    def test_what_a_killed_removal_has_left_is_cleared(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened:
+            opened.put("key", {"x": array(1)})
+            name = opened.path.parent
+
+        def die(_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def remove() -> None:
+            shutil.rmtree = die  # type: ignore[assignment] # the set is out of its place then
+            sets.plan_remove(sets.infos()).execute()
+
+        pid = in_fork(remove)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+        (left,) = os.listdir(name)
+        assert left.startswith(".removed-")
+        (name / ".removed-by-hand").mkdir()
+        assert sets.infos() == []
+        assert os.listdir(name) == [".removed-by-hand"]
+        (name / ".removed-by-hand").rmdir()
 
     def test_it_waits_for_no_writer_for_ever(self, sets: ArtifactSets) -> None:
         """A problem is told; the other sets of the plan are removed all the same."""

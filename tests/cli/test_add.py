@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,33 @@ class TestFolders:
     def test_an_empty_one_adds_nothing(self, sc: Here, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         assert sc("add", "-r", "empty").stderr == "0 files, 0 B: nothing added.\n"
+
+    def test_what_lies_too_deep_is_named_and_the_rest_is_taken(
+        self, sc: Here, elsewhere: Path
+    ) -> None:
+        """A path has 4096 bytes; a thousand folders within each other are none too many."""
+        write(elsewhere / "z.pt", b"last")
+        here = os.open(write(elsewhere / "deep/top.pt", b"top").parent, os.O_RDONLY)
+        try:
+            for depth in range(2100):
+                if depth in (1500, 2099):
+                    file = os.open(f"{depth}.pt", os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=here)
+                    os.write(file, b"%d" % depth)
+                    os.close(file)
+                os.mkdir("d", dir_fd=here)
+                below = os.open("d", os.O_RDONLY, dir_fd=here)
+                os.close(here)
+                here = below
+            done = sc("add", "-r", elsewhere, "--json", code=1)
+        finally:
+            os.close(here)
+            subprocess.run(["rm", "-rf", elsewhere / "deep"], check=True)  # pytest would recurse
+        names = [Path(each["path"]).name for each in done.json["files"]]
+        assert names == ["1500.pt", "top.pt", "z.pt"]
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"Warning: {elsewhere}/deep/d/d")
+        assert line.endswith("/d/d/d lies too deep to be reached; left out")
+        assert len(line) < 300
 
 
 class TestDryRun:

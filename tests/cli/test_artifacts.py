@@ -282,6 +282,24 @@ with SmartCache({str(home)!r}) as cache, cache.artifacts("x", fingerprint={{}}) 
         assert "There is no set 'x'" in sc("artifacts", "show", "x", code=1).error
 
 
+class TestKeys:
+    def test_of_any_text_are_printed_for_programs_and_for_people(
+        self, program: Smartcache, home: Path
+    ) -> None:
+        """Also such that no file could be called so."""
+        given = ["a\nb", "c\x1b[31m", "d\ud800"]
+        with SmartCache(home) as cache, cache.artifacts("any", fingerprint={}) as opened:
+            for key in given:
+                opened.put(key, 1)
+        raw = [key.encode("utf-8", "surrogatepass") for key in given]
+        printed = os.fsencode(program("artifacts", "show", "any", "-0").stdout)
+        assert sorted(printed.removesuffix(b"\0").split(b"\0")) == raw
+        printed = os.fsencode(program("artifacts", "show", "any", "-q").stdout)
+        assert printed.count(b"\n") == 4
+        shown = program.at_terminal("artifacts", "show", "any", "-q").stdout
+        assert sorted(shown.splitlines()) == [r"a\nb", r"c\x1b[31m", r"d\ud800"]
+
+
 class TestRm:
     def test_removes_a_set_and_says_what_came_back(self, sc: Here, home: Path) -> None:
         id_ = fill(home)
@@ -315,8 +333,32 @@ class TestRm:
 
     def test_an_id_removes_one(self, sc: Here, two: tuple[str, str]) -> None:
         new, old = two
-        sc("artifacts", "rm", "-y", f"latents/{old[:4]}", "captions")
-        assert sc("artifacts", "ls", "-q").ids == [f"latents/{new}"]
+        sc("artifacts", "rm", "-y", f"latents/{old[:4]}")
+        assert f"latents/{old}" not in sc("artifacts", "ls", "-q").ids
+        assert f"latents/{new}" in sc("artifacts", "ls", "-q").ids
+
+    @pytest.mark.usefixtures("two")
+    def test_what_ls_prints_removes_several(self, sc: Here) -> None:
+        names = sc("artifacts", "ls", "-q").ids
+        sc("artifacts", "rm", "-y", *names[:2])
+        assert sc("artifacts", "ls", "-q").ids == names[2:]
+
+    def test_a_key_that_looks_like_a_set_is_a_key(
+        self, sc: Here, home: Path, two: tuple[str, str]
+    ) -> None:
+        """Whether there is such an artifact or not: no other set is removed."""
+        new, old = two
+        before = sc("artifacts", "ls", "-q").ids
+        with SmartCache(home) as cache, cache.sets.open_id(cache.sets.find(new)[0]) as opened:
+            opened.put(old[:8], 1)
+            opened.put("captions", 1)
+        assert sc("artifacts", "rm", new, old[:8], "captions", "-y", "-q").ids == [
+            old[:8],
+            "captions",
+        ]
+        for word in (old[:8], old, "captions"):
+            assert f"no artifact {word}" in sc("artifacts", "rm", new, word, "-y", code=1).error
+        assert sc("artifacts", "ls", "-q").ids == before
 
     def test_refuses_where_it_cannot_ask(self, sc: Here, home: Path) -> None:
         fill(home)
@@ -349,8 +391,8 @@ class TestRm:
         assert "stands for 2 sets" in sc("artifacts", "rm", "latents", "key-1", "-y", code=1).error
 
     def test_sets_and_keys_are_not_mixed(self, sc: Here, two: tuple[str, str]) -> None:
-        done = sc("artifacts", "rm", two[0], "captions", "key-1", "-y", code=2)
-        assert "'captions' is a set" in done.error
+        done = sc("artifacts", "rm", two[0], f"latents/{two[1]}", "key-1", "-y", code=2)
+        assert f"'latents/{two[1]}' is a set" in done.error
         assert len(sc("artifacts", "ls", "-q").ids) == 3
 
     def test_a_set_that_somebody_has_open_goes_too(self, sc: Here, home: Path) -> None:
@@ -370,3 +412,50 @@ class TestRm:
 
     def test_needs_a_set(self, sc: Here) -> None:
         assert "Missing argument 'SET" in sc("artifacts", "rm", code=2).error
+
+
+class TestWhatCannotBeUsed:
+    WORDS = (["ls"], ["show", "latents"], ["verify"], ["rm", "latents", "-y"], ["compact"])
+
+    @pytest.mark.timeout(30)
+    @pytest.mark.parametrize("name", ["set.json", "index.sqlite3", "lock"])
+    def test_a_fifo_is_named_and_not_waited_for(self, name: str, sc: Here, home: Path) -> None:
+        file = home / "sets/latents" / fill(home) / name
+        file.unlink()
+        os.mkfifo(file)
+        for words in (*self.WORDS, ["rm", "latents", "key-1", "-y"]):
+            code = {"ls": 0, "verify": 3}.get(words[0], 1)
+            done = sc("artifacts", *words, code=code)
+            assert f"{file} is not a regular file" in done.stdout + done.stderr
+        assert "Remove it: smartcache did not make it." in sc("artifacts", "ls").stderr
+        assert "Remove it: smartcache did not make it." in sc("artifacts", "verify", code=3).stderr
+
+    def test_a_flipped_byte_of_the_tables_is_damage_that_can_be_mended(
+        self, sc: Here, home: Path
+    ) -> None:
+        """Whatever the byte is: SQLite quotes the schema in its messages, as text or not."""
+        id_ = fill(home)
+        index = home / "sets/latents" / id_ / "index.sqlite3"
+        data = index.read_bytes()
+        text = data.index(b"CREATE TABLE artifacts") + 13
+        for at, byte in ((47, 0xE6), (text, 0xE6), (text, ord("b")), (text + 30, 0xB9)):
+            index.write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])
+            for words in self.WORDS[:3]:
+                code = {"show": 1, "verify": 3}.get(words[0], 0)
+                done = sc("artifacts", *words, code=code)
+                assert "fault in smartcache" not in done.stderr
+                assert "damaged" in done.stdout + done.stderr
+                assert "'smartcache artifacts verify --rebuild'" in done.stderr
+            sc("artifacts", "verify", "--rebuild", "-y")
+            assert len(keys(home, id_)) == 10
+
+    def test_an_index_that_calls_itself_read_only_is_damaged(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        index = home / "sets/latents" / id_ / "index.sqlite3"
+        data = index.read_bytes()
+        index.write_bytes(data[:18] + b"\3" + data[19:])
+        done = sc("artifacts", "rm", "latents", "key-1", "-y", code=1)
+        assert "is damaged" in done.error
+        assert "verify --rebuild" in done.hint
+        sc("artifacts", "verify", "--rebuild", "-y")
+        assert len(keys(home, id_)) == 9  # its deletion was in the pack

@@ -420,6 +420,16 @@ class TestMove:
         sc("mv", elsewhere / "new", "-y")
         assert len(keys(elsewhere / "new", latents.id)) == 10
 
+    @pytest.mark.timeout(30)
+    @pytest.mark.parametrize("name", ["lock", "00000001.pack", "notes"])
+    def test_a_fifo_in_a_set_is_named_and_not_waited_for(
+        self, name: str, sc: Here, home: Path, elsewhere: Path
+    ) -> None:
+        fifo = home / "sets/latents" / fill(home) / name
+        fifo.unlink(missing_ok=True)
+        os.mkfifo(fifo)
+        assert sc("mv", elsewhere / "new", "-y", code=1).error == f"{fifo} is not a regular file"
+
     def test_what_a_broken_off_copy_left_does_no_harm(
         self, sc: Here, home: Path, elsewhere: Path
     ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -28,8 +29,6 @@ class TestDigests:
         assert filled("pin", "-q", text).ids == [DIGEST]
 
     def test_may_be_given_as_another_hash(self, sc: Here, models: Path, home: Path) -> None:
-        import hashlib
-
         with Store(home) as store:
             store.put_file(models / "a.safetensors", algorithms=["sha256"])
         sha256 = hashlib.sha256(WEIGHTS).hexdigest()
@@ -248,3 +247,71 @@ class TestRemove:
             str(elsewhere / ".smartcache"),
         }
         assert DIGEST not in filled.digests()
+
+
+class TestPublish:
+    @pytest.fixture
+    def published(self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A store of somebody else who has published a blob, named in the settings."""
+        root = tmp_path / "srv"
+        with Store(root) as store:
+            store.put_stream([WEIGHTS], algorithms=["sha256"])
+            store.plan_publish().execute()
+        monkeypatch.setenv("SMARTCACHE_SHARED_STORES", str(root))
+        Store(home).close()
+        return root
+
+    def test_says_what_everybody_can_read_and_what_not(
+        self, sc: Here, home: Path, models: Path
+    ) -> None:
+        write(models / "private.gguf", OTHER[1:], mode=0o600)
+        sc("add", "--adopt", models / "a.safetensors", models / "private.gguf")
+        done = sc("publish", "--dry-run")
+        assert f"Every user could read 1 blob (100 KB) of {home}.\n" in done.stdout
+        assert "Still private: 1 blob (the file is closed to others).\n" in done.stdout
+        assert "By digest only: 1 blob (no sha256 is known).\n" in done.stdout
+        assert not (home / "catalog").exists()
+        assert "no terminal" in sc("publish", code=1).error
+        done = sc("publish", "-y")
+        assert f"Every user can read 1 blob (100 KB) of {home}.\n" in done.stdout
+        assert f'shared_stores = ["{home}"]' in done.stderr
+        assert sc("publish", "--json").json["is_published"] is True
+
+    def test_is_taken_back(self, sc: Here, home: Path, models: Path) -> None:
+        sc("add", models / "a.safetensors")
+        assert sc("publish", "--off").stdout == f"{home} is not published.\n"
+        sc("publish", "-y")
+        assert sc("publish", "--off", "--dry-run", "--json").json["is_published"] is True
+        assert sc("publish", "--off").stdout == f"Closed {home} to others.\n"
+        assert os.stat(home).st_mode & 0o077 == 0
+
+    @pytest.mark.parametrize("text", [DIGEST, f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"])
+    def test_link_takes_from_a_shared_store_what_the_own_one_lacks(
+        self, text: str, sc: Here, published: Path, home: Path, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "m.gguf"
+        done = sc("link", text, path, "--dry-run")
+        assert done.stdout.endswith(f" at {path}, from the shared store {published}\n")
+        assert not blob(home).exists()
+        assert "brought from a shared store" in sc("link", text, path).stdout
+        assert path.read_bytes() == WEIGHTS
+        assert inode_of(blob(home)) != inode_of(blob(published))
+        assert inode_of(path) != inode_of(blob(published))
+
+    def test_link_says_that_nobody_has_it(self, sc: Here, published: Path, tmp_path: Path) -> None:
+        (published / "blobs").chmod(0o775)
+        done = sc("link", DIGEST, tmp_path / "m.gguf", code=1)
+        assert "can be written by others" in done.stderr
+        assert f"No blob {DIGEST}" in done.stderr
+        assert not (tmp_path / "m.gguf").exists()
+
+    def test_doctor_says_whether_shared_stores_can_be_used(self, sc: Here, published: Path) -> None:
+        text = " ".join(sc("doctor").stdout.split())
+        assert f"The shared store {published} belongs to" in text
+        assert "and lists 1 blob." in text
+        published.chmod(0o777)
+        document = sc("doctor", "--json").json
+        (finding,) = document["shared_stores"]
+        assert finding["level"] == "warning"
+        assert f"{published} can be written by others" in finding["text"]
+        assert finding["hint"] == f"Its owner can close it to them: chmod go-w {published}"

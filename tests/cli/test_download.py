@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from smartcache.cli._downloads import MOST_SHOWN
 from smartcache.hub.sources import MOST_UNKNOWN
+from smartcache.store.store import Store
 from tests.cli.running import PATIENCE, Process, Result, Smartcache, environment
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
@@ -141,6 +142,19 @@ class TestPlan:
         assert download.hub.gets("text_encoder") == []
         assert done.json["fetched_size"] == len(UNET) + len(ONE["config.json"])
 
+    @pytest.mark.usefixtures("two")
+    def test_what_another_user_has_published_is_copied(
+        self, download: Download, tmp_path: Path
+    ) -> None:
+        root = tmp_path / "srv"
+        with Store(root) as store:
+            for data in (ENCODER, OTHER_UNET):
+                store.put_stream([data], algorithms=["sha256"])
+            store.plan_publish().execute()
+        done = download("org/two", "-v", env={"SMARTCACHE_SHARED_STORES": str(root)})
+        assert done.stderr.count(f"the shared store {root}") == 2
+        assert download.hub.gets("safetensors") == []
+
     def test_files_that_were_not_looked_at_are_named(
         self, download: Download, program: Smartcache, tmp_path: Path
     ) -> None:
@@ -190,13 +204,41 @@ class TestPlan:
             "proven": True,
         }
 
-    def test_a_dry_run_changes_nothing(self, download: Download) -> None:
+    def test_a_dry_run_changes_nothing(self, download: Download, program: Smartcache) -> None:
+        program("scan", "-q")
         done = download("org/one", "--dry-run")
         assert "fetch   500 KB  unet/model.safetensors          the Hub" in done.ids
         assert done.ids[-1] == "800 KB to fetch."
         assert done.stderr == "Nothing was changed.\n"
         assert not download.cache.exists()
         assert download.hub.gets() == []
+
+    def test_a_dry_run_without_a_store_makes_none_and_says_so(
+        self, download: Download, home: Path, tmp_path: Path
+    ) -> None:
+        before = snapshot(tmp_path)
+        done = download("org/one", "--dry-run")
+        assert "fetch  3 files  800 KB  not there yet: comes from the Hub" in done.ids
+        assert done.stderr.startswith("Warning: There is no store yet, so only the place of the")
+        assert done.stderr.endswith("Nothing was changed.\n")
+        assert not home.exists()
+        assert snapshot(tmp_path) == before
+        assert download.hub.gets() == []
+
+    def test_a_dry_run_without_a_store_knows_what_is_at_the_target(
+        self, download: Download, home: Path
+    ) -> None:
+        huggingface_hub.hf_hub_download(
+            "org/one", "unet/model.safetensors", cache_dir=download.cache,
+            endpoint=download.hub.url,
+        )  # fmt: skip
+        files = download("org/one", "--dry-run", "--json").json["files"]
+        assert {each["path"]: each["source"] for each in files} == {
+            "config.json": "fetch",
+            "text_encoder/model.safetensors": "fetch",
+            "unet/model.safetensors": "present",
+        }
+        assert not home.exists()
 
     def test_a_dry_run_for_programs(self, download: Download, one: Commit) -> None:
         assert download("org/one", "-n", "-q").ids == [str(download.snapshot(one))]

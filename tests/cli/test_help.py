@@ -122,7 +122,8 @@ def test_gc_is_another_name_of_prune(sc: Here) -> None:
         (["dedup", "--allow", "all"], "Invalid value for '--allow'", "'smartcache dedup -h'"),
         (["ls", "word"], "Got unexpected extra argument", "'smartcache ls -h' shows"),
         (["add"], "Missing argument 'FILE...'", "'smartcache add -h' shows"),
-        (["ls", "--json", "-q"], "--json and --quiet exclude each other", "'smartcache ls -h'"),
+        (["ls", "--json", "-q"], "--json excludes --quiet and --null", "'smartcache ls -h'"),
+        (["ls", "-0", "--json"], "--json excludes --quiet and --null", "'smartcache ls -h'"),
         (["ls", "--limit", "many"], "Invalid value for '--limit'", "'smartcache ls -h'"),
     ],
 )

@@ -79,6 +79,16 @@ def test_repair(program: Smartcache, cache: Path, damaged: Path, home: Path) -> 
     assert "1 file: listed by the Hub, not downloaded." in after.stderr
 
 
+def test_a_repair_says_whether_it_was_a_dry_run_also_where_nothing_is_damaged(
+    sc: Here, cache: Path
+) -> None:
+    words = ("hub", "verify", "--repair", "--json", "--cache-dir", cache)
+    for more, is_dry in (((), False), (("--dry-run",), True)):
+        done = sc(*words, *more)
+        assert not done.json["has_damage"]
+        assert done.json["repair"]["dry_run"] is is_dry
+
+
 def test_dry_run_is_for_repair(sc: Here, cache: Path) -> None:
     assert "--repair" in sc("hub", "verify", "-n", "--cache-dir", cache, code=2).error
 

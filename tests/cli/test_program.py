@@ -201,16 +201,43 @@ class TestPipes:
         subprocess.run(["sh", "-c", line], check=True, env=environment(None))
 
     @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
     def test_output_that_cannot_be_written_is_an_error(
-        self, sc: Here, program: Smartcache, models: Path
+        self, unbuffered: str, sc: Here, program: Smartcache, models: Path
     ) -> None:
         sc("add", models / "a.safetensors")
+        env = {"PYTHONUNBUFFERED": unbuffered}
+        for words in (["ls"], ["ls", "-q"], ["ls", "--json"], ["--help"]):
+            with open("/dev/full", "w") as full:
+                process = program.start(*words, stdout=full.fileno(), env=env)
+                _, stderr = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 1
+            assert stderr.startswith("Error: No space left")
+            assert [line[:6] for line in stderr.splitlines()] == ["Error:", "Hint: "]
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+    def test_talk_that_cannot_be_written_stops_nothing(
+        self, program: Smartcache, models: Path
+    ) -> None:
+        """The work is done, and the exit code says whether it was."""
+        env = {"PYTHONUNBUFFERED": ""}
         with open("/dev/full", "w") as full:
-            process = program.start("ls", stdout=full.fileno())
-            _, stderr = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-        assert stderr.startswith("Error: No space left")
-        assert "Traceback" not in stderr
+            for words, code in ((["add", "-r", models], 0), (["rm", "-y", "zzzz"], 1)):
+                process = program.start(*words, stderr=full.fileno(), env=env)
+                process.communicate(timeout=PATIENCE)
+                assert process.returncode == code
+            process = program.start("zzzz", stdout=full.fileno(), stderr=full.fileno(), env=env)
+            assert process.wait(PATIENCE) == 2
+        assert len(program("ls", "-q").ids) == 2
+
+    def test_talk_to_a_reader_that_is_gone_stops_nothing(
+        self, program: Smartcache, models: Path
+    ) -> None:
+        process = program.start("add", "-r", models, stdout=subprocess.DEVNULL)
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.wait(PATIENCE) == 0
+        assert len(program("ls", "-q").ids) == 2
 
     def test_ids_compose_in_a_shell(self, sc: Here, models: Path) -> None:
         sc("add", "--no-pin", "-r", models)

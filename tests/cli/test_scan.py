@@ -168,6 +168,22 @@ class TestForPrograms:
         (group,) = program("scan", str(pair), *SMALL, "--json").json["groups"]
         assert group["copies"][1]["names"][0]["path"] == os.fsdecode(name)
 
+    def test_names_with_newlines_are_told_apart_by_nul(
+        self, program: Smartcache, pair: Path
+    ) -> None:
+        name = os.fsencode(pair) + b"/b\n\xff.safetensors"
+        os.rename(os.fsencode(pair / "b.safetensors"), name)
+        for options in (["-0"], ["-q0"], ["-q", "--null"]):
+            printed = program("scan", str(pair), *SMALL, *options).stdout
+            assert os.fsencode(printed) == name + b"\0"
+
+    def test_quiet_names_do_not_command_a_terminal(self, program: Smartcache, pair: Path) -> None:
+        name = os.fsencode(pair) + b"/b\n\xff\x1b]0;title\x07\x9b31m \xc3\xa4.safetensors"
+        os.rename(os.fsencode(pair / "b.safetensors"), name)
+        printed = program.at_terminal("scan", str(pair), *SMALL, "-q").stdout
+        shown = r"b\n\xff\x1b]0;title\x07\x9b31m ä.safetensors"
+        assert printed == f"{pair}/{shown}\n"
+
     @pytest.mark.usefixtures("machine")
     @pytest.mark.parametrize("mode", ["--json", "-q"])
     def test_talk_stays_away(self, mode: str, sc: Here) -> None:

@@ -129,11 +129,16 @@ class TestRebuild:
         assert done.stdout == "Would make the index again from 2 blobs.\n"
         assert filled("prune", "-n").stdout.startswith("Nothing to prune")
 
-    def test_works_at_the_old_place_of_a_moved_store(self, filled: Here, tmp_path: Path) -> None:
-        filled("mv", tmp_path / "new", "-y")
-        for file in (tmp_path / "new").glob("index.sqlite3*"):
+    @pytest.mark.parametrize("places", [["new"], ["new", "newer"]])
+    def test_works_at_the_old_place_of_a_moved_store(
+        self, places: list[str], filled: Here, tmp_path: Path
+    ) -> None:
+        for name in places:
+            filled("mv", tmp_path / name, "-y")
+        for file in (tmp_path / places[-1]).glob("index.sqlite3*"):
             file.write_bytes(b"no database" * 1000)
         assert filled("verify", "--rebuild", "-y", "--json").json["rebuilt"] == 2
+        assert filled("dir").stdout == f"{tmp_path / places[-1]}\n"
 
 
 def test_a_dry_run_needs_something_to_try(filled: Here) -> None:

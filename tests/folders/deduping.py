@@ -16,7 +16,7 @@ from smartcache.progress import Progress, silent
 from smartcache.store.hold import Allowance
 from smartcache.store.store import Store
 
-ALL: frozenset[Allowance] = frozenset(("owner", "mode", "xattr"))
+ALL: frozenset[Allowance] = frozenset(("group", "mode", "xattr"))
 
 
 def open_store(root: Path, *, threads: int = 2) -> Store:

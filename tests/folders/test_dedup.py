@@ -23,6 +23,7 @@ from smartcache.folders.records import ModelFolder
 from smartcache.folders.scan import scan
 from smartcache.store.digest import hash_file
 from smartcache.store.hold import Allowance
+from smartcache.store.layout import volume_root
 from smartcache.store.mounts import mount_of
 from smartcache.store.store import Store
 from tests.folders.deduping import (
@@ -565,10 +566,8 @@ class TestLeavingAlone:
     @pytest.mark.parametrize(
         ("what", "reason", "allowance"),
         [
-            ("owner", "belongs to another user", "owner"),
-            ("group", "different owner or group", "owner"),
+            ("group", "different group", "group"),
             ("permissions", "different permissions", "mode"),
-            ("set-uid", "has a special mode", "mode"),
             ("attribute", "has extended attributes", "xattr"),
         ],
     )
@@ -576,10 +575,8 @@ class TestLeavingAlone:
         self, what: str, reason: str, allowance: Allowance, store: Store, pair: tuple[Path, Path]
     ) -> None:
         changes: dict[str, Callable[[], object]] = {
-            "owner": lambda: os.chown(pair[1], NOBODY, -1),
             "group": lambda: os.chown(pair[1], -1, NOBODY),
             "permissions": lambda: pair[1].chmod(0o600),
-            "set-uid": lambda: pair[1].chmod(0o4644),
             "attribute": lambda: os.setxattr(pair[1], "user.origin", b"the net"),
         }
         changes[what]()
@@ -600,6 +597,26 @@ class TestLeavingAlone:
         attributes = {"user.origin"} if what == "attribute" else set()
         assert set(os.listxattr(pair[1])) - {"security.selinux"} == attributes
         assert set(os.listxattr(pair[0])) - {"security.selinux"} == set()
+
+    @needs_root
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda path: os.chown(path, NOBODY, -1), "belongs to another user"),
+            (lambda path: path.chmod(0o4644), "has a special mode"),
+        ],
+        ids=["owner", "set-uid"],
+    )
+    def test_what_is_never_linked_whatever_is_allowed(
+        self,
+        store: Store,
+        pair: tuple[Path, Path],
+        change: Callable[[Path], object],
+        reason: str,
+    ) -> None:
+        change(pair[1])
+        plan = planned(store, pair[0].parent, allow=ALL)
+        assert (plan.groups, reasons(plan.skipped)) == ((), {"b.pt": reason})
 
     @needs_root
     def test_a_file_whose_owner_changes_between_plan_and_execution(
@@ -721,7 +738,7 @@ class TestOtherFilesystems:
             before = snapshot(tmp_path / "here"), snapshot(disk.point)
             with open_store(tmp_path / "store") as store:
                 plan = planned(store, tmp_path / "here", disk.point / "sub")
-                assert plan.new_volumes == (disk.point / ".smartcache",)
+                assert plan.new_volumes == (volume_root(disk.point),)
                 assert not plan.new_volumes[0].exists()
                 assert len(plan.kinds) == len(plan.groups) == 2
                 assert plan.warnings
@@ -832,7 +849,7 @@ class TestOtherFilesystems:
                 write(disk.point / "sub" / f"{n}.pt", DATA)
                 write(tmp_path / "here" / f"{n}.pt", DATA)
             with open_store(tmp_path / "store") as store:
-                store.add_volume(disk.point / ".smartcache")
+                store.add_volume(volume_root(disk.point))
             with open_store(tmp_path / "store") as store:
                 plan = planned(store, tmp_path / "here", disk.point)
                 os.rename(disk.point / "sub", disk.point / "away")
@@ -905,7 +922,7 @@ class TestReflinks:
         before = snapshot(disk / "models")
         with open_store(tmp_path / "store") as store:
             plan = planned(store, disk / "models", keep_writable=True)
-            assert plan.new_volumes == (disk / ".smartcache",)
+            assert plan.new_volumes == (volume_root(disk),)
             result = plan.execute()
             assert (result.replaced, result.skipped) == (2, ())
             assert len(inodes_of(paths)) == 3

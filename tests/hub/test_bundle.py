@@ -442,6 +442,20 @@ def test_force_replaces_a_bundle(
             assert source.manifest == plan.manifest
 
 
+def test_force_replaces_a_bundle_that_has_lost_its_blobs(cache: Path, tmp_path: Path) -> None:
+    plan = planned(cache, "org/first")
+    plan.write_folder(tmp_path / "bundle")
+    shutil.rmtree(tmp_path / "bundle" / "blobs")
+    plan.write_folder(tmp_path / "bundle", force=True)
+    with opened(tmp_path / "bundle") as source:
+        assert source.manifest == plan.manifest
+    shutil.rmtree(tmp_path / "bundle" / "blobs")
+    (tmp_path / "bundle" / "blobs").write_text("mine")
+    with pytest.raises(DestinationExistsError, match="not replaced"):
+        plan.write_folder(tmp_path / "bundle", force=True)
+    assert (tmp_path / "bundle" / "blobs").read_text() == "mine"
+
+
 def test_force_replaces_nothing_but_a_bundle(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import cast
 
 import huggingface_hub
 import pytest
 
 import smartcache
+from smartcache import functions as functions_module
+from smartcache.store.store import Store
 from tests.hub.clients import contents, sha256, weights
 from tests.hub_server import Hub
 from tests.processes.children import Child
 from tests.store.files import edit
+from tests.store.small_disks import Disk, in_own_namespace
 
 PATIENCE = 120.0
 FILES = {
@@ -67,21 +75,23 @@ class Both:
 
     def ask(self, *words: str, **more: object) -> tuple[Answer, Answer]:
         """Return our answer and theirs; folders are named in arguments by what follows the root."""
-        answers = []
-        for package, root in self.roots.items():
+        call = self.call(*words, **more)
+        ours, plain = (
+            answer_of(partial(call, package), root) for package, root in self.roots.items()
+        )
+        return ours, plain
+
+    def call(self, *words: str, **more: object) -> Callable[[ModuleType], object]:
+        """Return the call, to be made with one of the packages."""
+
+        def made(package: ModuleType) -> object:
+            root = self.roots[package]
             arguments = {"cache_dir": root / "hf", "endpoint": self.hub.url, **more}
             if "local_dir" in arguments:
                 arguments["local_dir"] = root / str(arguments["local_dir"])
-            function = functions(package)[len(words) - 1]
+            return functions(package)[len(words) - 1](*words, **arguments)
 
-            def work(
-                function: Function = function, arguments: dict[str, object] = arguments
-            ) -> object:
-                return function(*words, **arguments)
-
-            answers.append(answer_of(work, root))
-        ours, plain = answers
-        return ours, plain
+        return made
 
     def check(self, *words: str, **more: object) -> Answer:
         """Make a call twice; ours must be theirs, and leave the same files."""
@@ -91,8 +101,8 @@ class Both:
         assert self.files(smartcache) == self.files(huggingface_hub)
         return ours
 
-    def files(self, package: object) -> dict[str, object]:
-        found = contents(self.roots[package])  # type: ignore[index]
+    def files(self, package: ModuleType) -> dict[str, object]:
+        found = contents(self.roots[package])
         return {
             name: data.rsplit(b"\n", 2)[0]
             if name.endswith(".metadata") and isinstance(data, bytes)
@@ -250,30 +260,151 @@ def test_a_dry_run_counts_what_this_machine_has_as_not_to_be_downloaded(
     assert {each.is_cached for each in found} == {False}
 
 
-def test_an_unknown_argument_is_refused() -> None:
-    with pytest.raises(TypeError, match="nonsense"):
-        smartcache.snapshot_download("org/name", nonsense=1)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="allow_patterns"):
-        smartcache.hf_hub_download("org/name", "x", allow_patterns="*")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="subfolder"):
-        smartcache.snapshot_download("org/name", subfolder="x")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="nonsense"):
-        smartcache.plan_download("org/name", nonsense=1)  # type: ignore[call-arg]
+class TestArguments:
+    """What huggingface_hub takes, we take; what only it knows goes through to it."""
+
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {"resume_download": True},
+            {"resume_download": None},
+            {"proxies": {"https": "http://127.0.0.1:9"}},
+            {"local_dir_use_symlinks": "auto", "local_dir": "local"},
+            {"force_filename": "x.json"},
+        ],
+        ids=lambda more: next(iter(more)),
+    )
+    @pytest.mark.parametrize("words", [("org/name",), ("org/name", "model.safetensors")])
+    def test_those_of_old_are_taken_and_warned_of_once(
+        self, both: Both, words: tuple[str, ...], more: dict[str, object]
+    ) -> None:
+        both.check(*words, **{k: v for k, v in more.items() if k == "local_dir"})
+        said = {package: warnings_of(both, package, words, more) for package in both.roots}
+        assert said[smartcache] == said[huggingface_hub]
+        assert len(said[smartcache]) == (None not in more.values())
+
+    def test_those_of_old_do_not_keep_the_store_from_being_used(
+        self, both: Both, hub: Hub, tmp_path: Path
+    ) -> None:
+        both.ask("org/name")
+        hub.add("org/other", FILES)
+        hub.clear()
+        with pytest.warns(UserWarning, match="resume_download"):
+            smartcache.snapshot_download(  # type: ignore[call-overload]
+                "org/other", resume_download=True, endpoint=hub.url, cache_dir=tmp_path / "hf2"
+            )
+        assert hub.fetched_bytes("safetensors") == 0
+
+    def test_one_of_another_version_goes_through_with_all_others(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[object] = []
+
+        def newer(repo_id: str, *, novelty: int = 0, **more: object) -> object:
+            asked.append((repo_id, novelty, more))
+            return 5
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", newer)
+        call = cast("Function", smartcache.snapshot_download)
+        assert call("org/name", novelty=1, revision="v1") == 5
+        assert call("org/name", novelty=2, dry_run=True) == 5
+        assert asked == [
+            ("org/name", 1, {"revision": "v1"}),
+            ("org/name", 2, {"dry_run": True}),
+        ]
+
+    @pytest.mark.parametrize(
+        ("words", "more"),
+        [
+            (("org/name",), {"nonsense": 1}),
+            (("org/name",), {"nonsense": 1, "dry_run": True}),
+            (("org/name",), {"subfolder": "x"}),
+            (("org/name", "x"), {"allow_patterns": "*"}),
+            (("org/name", "x"), {"nonsense": 1, "resume_download": None}),
+        ],
+    )
+    def test_nonsense_is_refused_in_huggingface_hubs_words(
+        self, both: Both, hub: Hub, words: tuple[str, ...], more: dict[str, object]
+    ) -> None:
+        errors = []
+        for package in both.roots:
+            with pytest.raises(TypeError) as raised:
+                functions(package)[len(words) - 1](*words, **more)
+            errors.append(str(raised.value))
+        assert errors[0] == errors[1]
+        assert list(hub.requests) == []
+
+    def test_a_plan_takes_only_what_it_knows(self) -> None:
+        for name in ("nonsense", "dry_run"):
+            with pytest.raises(TypeError, match=name):
+                smartcache.plan_download("org/name", **{name: 1})  # type: ignore[arg-type]
+
+    def test_no_argument_of_huggingface_hub_is_unknown(self) -> None:
+        """Those it only warns about are left out."""
+        import inspect
+
+        from smartcache.hub.dropin import FileOptions, SnapshotOptions
+
+        for function, ours in (
+            (huggingface_hub.snapshot_download, SnapshotOptions),
+            (huggingface_hub.hf_hub_download, FileOptions),
+        ):
+            theirs = set(inspect.signature(function).parameters)
+            assert theirs - ours.__optional_keys__ <= {"repo_id", "filename", "dry_run"}
 
 
-def test_no_argument_of_huggingface_hub_is_missing() -> None:
-    """Those it only warns about are left out."""
-    import inspect
+def warnings_of(
+    both: Both, package: ModuleType, words: tuple[str, ...], more: dict[str, object]
+) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        both.call(*words, **more)(package)
+    return [str(each.message) for each in caught]
 
-    from smartcache.functions import FileOptions, Options, SnapshotOptions
 
-    for function, ours in (
-        (huggingface_hub.snapshot_download, SnapshotOptions),
-        (huggingface_hub.hf_hub_download, FileOptions),
-    ):
-        theirs = set(inspect.signature(function).parameters)
-        known = {*ours.__annotations__, *Options.__annotations__}
-        assert theirs - known <= {"repo_id", "filename", "dry_run"}
+class TestNames:
+    """Names of files that the caller gives."""
+
+    @pytest.mark.parametrize("local", [{}, {"local_dir": "local"}, {"dry_run": True}])
+    @pytest.mark.parametrize(
+        ("name", "more"),
+        [
+            ("../x", {}), ("/etc/passwd", {}), ("a/../../x", {}), ("a\0b", {}), ("..\\x", {}),
+            ("C:/x", {}), ("..", {}), ("passwd", {"subfolder": "../.."}),
+            ("passwd", {"subfolder": "/etc"}),
+        ],
+    )  # fmt: skip
+    def test_one_that_leads_elsewhere_is_the_callers_mistake(
+        self, both: Both, hub: Hub, name: str, more: dict[str, object], local: dict[str, object]
+    ) -> None:
+        with pytest.raises(ValueError, match="is not the name of a file in a repo") as raised:
+            both.call("org/name", name, **more, **local)(smartcache)
+        assert "org/name" not in str(raised.value)
+        assert "Hub shows it" in raised.value.hint  # type: ignore[attr-defined]
+        assert list(hub.requests) == []
+        assert both.files(smartcache) == {}
+
+    @pytest.mark.parametrize(
+        ("name", "more"),
+        [
+            ("", {}), (".", {}), ("a\\x", {}), ("./config.json", {}), ("unet//x", {}),
+            ("unet/", {}), ("\udc80", {}), ("x" * 300, {}),
+            ("model.safetensors", {"subfolder": "./unet"}),
+        ],
+    )  # fmt: skip
+    def test_an_odd_one_means_what_it_means_to_huggingface_hub(
+        self, both: Both, name: str, more: dict[str, object]
+    ) -> None:
+        ours, plain = both.ask("org/name", name, **more)
+        assert ours == plain
+
+    @pytest.mark.parametrize("name", [None, 5, b"config.json", Path("config.json")])
+    def test_what_is_no_text_is_a_mistake_and_not_the_whole_repo(
+        self, hub: Hub, name: object
+    ) -> None:
+        with pytest.raises(TypeError, match="filename"):
+            smartcache.hf_hub_download("org/name", name)  # type: ignore[call-overload]
+        assert list(hub.requests) == []
 
 
 # without the Hub
@@ -406,6 +537,68 @@ def test_a_forked_process_goes_on_with_a_store_of_its_own(hub: Hub, tmp_path: Pa
         each.file for each in hub.gets("") if "safetensors" not in str(each.file)
     ]
     assert smartcache.snapshot_download("org/two", cache_dir=tmp_path / "hf", endpoint=hub.url)
+
+
+def test_a_process_forked_while_another_thread_opens_the_store_does_not_wait_for_it(
+    hub: Hub, tmp_path: Path
+) -> None:
+    hub.add("org/name", FILES)
+    is_held, is_forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with functions_module._gate:  # noqa: SLF001 - as long as a store is opened
+            is_held.set()
+            is_forked.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait(PATIENCE)
+
+    def work() -> str:
+        signal.alarm(20)  # a child that hangs is killed, which fails the test
+        return smartcache.hf_hub_download(
+            "org/name", "config.json", cache_dir=tmp_path / "hf", endpoint=hub.url
+        )
+
+    try:
+        with Child(work) as child:
+            assert Path(child.result()).read_bytes() == FILES["config.json"]
+    finally:
+        is_forked.set()
+        thread.join()
+
+
+# no store
+
+
+@pytest.mark.parametrize("words", [("org/name",), ("org/name", "unet/model.safetensors")])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_with_a_store_that_cannot_be_used_huggingface_hub_answers_alone(
+    both: Both, tmp_path: Path, words: tuple[str, ...], dry_run: bool
+) -> None:
+    def work() -> tuple[Answer, Answer]:
+        disk = Disk(tmp_path / "disk", 1 << 20)
+        home = disk.point / "store"
+        Store(home).close()
+        disk.make_read_only()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SMARTCACHE_HOME", str(home))
+            return both.ask(*words, dry_run=dry_run)
+
+    ours, plain = in_own_namespace(work)
+    assert ours == plain
+    assert ours[0] in ("str", "list", "DryRunFileInfo")
+
+
+@pytest.mark.parametrize("local", [{}, {"local_dir": "local"}])
+def test_a_dry_run_makes_nothing_where_there_is_no_store(
+    both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: dict[str, object]
+) -> None:
+    monkeypatch.setenv("SMARTCACHE_HOME", str(tmp_path / "none"))
+    for words in (("org/name",), ("org/name", "config.json")):
+        ours, plain = both.ask(*words, dry_run=True, **local)
+        assert ours == plain
+    assert os.listdir(tmp_path) == ["plain"]
 
 
 def test_a_damaged_file_is_set_right_by_a_call_for_that_file(both: Both, hub: Hub) -> None:

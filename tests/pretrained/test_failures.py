@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from smartcache.errors import (
 from smartcache.pretrained.arguments import Asked
 from smartcache.pretrained.devices import Placement
 from smartcache.pretrained.failures import explained
+from smartcache.pretrained.kinds import class_of
 from smartcache.pretrained.weights import is_weights, variant_of
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
@@ -216,6 +218,107 @@ class TestMemory:
 
 
 @pytest.mark.usefixtures("library_hub")
+class TestKinds:
+    """Ours is the kind of error that the library raises in the same case, with the flag too."""
+
+    @pytest.fixture
+    def folders(self, models: Models, tmp_path: Path) -> dict[str, Path]:
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "file.txt").write_text("text")
+        for name in ("model_index.json", "vae/config.json"):
+            damaged = shutil.copytree(models.first, tmp_path / f"damaged {name[:3]}")
+            (damaged / name).write_text("{")
+        bare = shutil.copytree(models.first, tmp_path / "bare")
+        for path in (*bare.rglob("*.safetensors"), *bare.rglob("*.bin")):
+            path.unlink()
+        cut = shutil.copytree(models.sharded, tmp_path / "cut")
+        for path in cut.rglob("*-00001-of-*.safetensors"):
+            path.unlink()
+        return {
+            "empty": tmp_path / "empty", "file": tmp_path / "file.txt", "bare": bare, "cut": cut,
+            "absent": tmp_path / "absent", "damaged mod": tmp_path / "damaged mod",
+            "damaged vae": tmp_path / "damaged vae", "first": models.first,
+            "pickled": models.pickled, "language": models.language,
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("cls", "name", "arguments"),
+        [
+            ("DiffusionPipeline", "empty", {}),
+            ("DiffusionPipeline", "absent", {}),
+            ("DiffusionPipeline", "bare", {}),
+            ("DiffusionPipeline", "cut", {}),
+            ("DiffusionPipeline", "damaged mod", {}),
+            ("DiffusionPipeline", "damaged vae", {}),
+            ("DiffusionPipeline", "first", {"variant": "fp16"}),
+            ("AutoencoderKL", "empty", {}),
+            ("AutoencoderKL", "file", {}),
+            ("AutoencoderKL", "absent", {}),
+            ("AutoencoderKL", "first", {"subfolder": "none"}),
+            ("AutoencoderKL", "damaged vae", {"subfolder": "vae"}),
+            ("AutoencoderKL", "pickled", {"subfolder": "vae", "use_safetensors": True}),
+            ("UNet2DConditionModel", "cut", {"subfolder": "unet"}),
+            ("CLIPTextModel", "bare", {"subfolder": "text_encoder"}),
+            ("CLIPTextModel", "cut", {"subfolder": "text_encoder"}),
+            ("transformers.AutoModel", "empty", {}),
+            ("transformers.AutoModel", "file", {}),
+            ("transformers.AutoModel", "absent", {}),
+            ("transformers.AutoModel", "language", {"subfolder": "none"}),
+            ("transformers.AutoModel", "language", {"variant": "fp16"}),
+        ],
+    )
+    @pytest.mark.usefixtures("library_hub")
+    def test_of_a_folder(
+        self, folders: dict[str, Path], cls: str, name: str, arguments: dict[str, Any]
+    ) -> None:
+        self.check(cls, str(folders[name]), arguments)
+
+    @pytest.mark.parametrize(
+        ("cls", "name", "arguments"),
+        [
+            ("DiffusionPipeline", "org/none", {}),
+            ("DiffusionPipeline", "org/text", {}),
+            ("DiffusionPipeline", "a/b/c", {}),
+            ("AutoencoderKL", "org/text", {}),
+            ("AutoencoderKL", "./nowhere", {}),
+            ("transformers.AutoModel", "org/none", {}),
+            ("transformers.AutoModel", "org/text", {}),
+            ("transformers.AutoModel", "not a repo!", {}),
+            ("BertModel", "org/text", {"subfolder": "none"}),
+            ("BertModel", "org/text", {"revision": "none"}),
+            ("BertModel", "org/text", {"local_files_only": True}),
+        ],
+    )
+    def test_of_a_repo(
+        self, library_hub: LibraryHub, cls: str, name: str, arguments: dict[str, Any]
+    ) -> None:
+        library_hub.hub.add("org/text", {"README.md": b"nothing else"})
+        self.check(cls, name, arguments)
+        with library_hub.offline():
+            self.check(cls, name, arguments)
+
+    def check(self, cls: str, source: str, arguments: dict[str, Any]) -> None:
+        found = class_of(source, cls, arguments={})
+        plain = raised(lambda: cast("Any", found).from_pretrained(source, **arguments))
+        builtin = [base for base in type(plain).__mro__ if base.__module__ == "builtins"]
+        wanted = [each for each in builtin if each not in (Exception, BaseException, object)]
+        for ours in (
+            raised(lambda: load(source, cls=cls, encoders_device=None, **arguments)),
+            raised(lambda: load(source, cls=cls, smart_cache=False, **arguments)),
+        ):
+            assert all(isinstance(ours, each) for each in wanted), (plain, ours)
+        guessed = raised(lambda: load(source, **arguments))
+        assert isinstance(guessed, ValueError | OSError)
+
+
+def raised(work: Callable[[], object]) -> Exception:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - what it is, is looked at
+        return error
+    pytest.fail("nothing was raised")
+
+
 class TestOthers:
     @pytest.mark.parametrize("error", [OSError("disk"), ValueError("shape"), KeyError("x")])
     def test_an_error_that_files_do_not_explain_passes_unchanged(

@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from smartcache.errors import MissingWeightsError, UnknownClassError
+from smartcache.errors import MissingWeightsError, UnknownClassError, UnreadableConfigError
 from smartcache.pretrained.kinds import class_of
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
@@ -136,7 +136,6 @@ class TestUnknown:
             ("is of the class 'NewModel'", "config", {"_class_name": "NewModel"}),
             (r"\['Future'\] of type 'future'", "config", FUTURE),
             ("names no class", "config", {"hidden_size": 3}),
-            ("is no object", "config", []),
         ],
     )
     def test_the_error_names_what_was_found_and_the_cure(
@@ -146,11 +145,12 @@ class TestUnknown:
             kind(write(tmp_path / "model", **{name: config}))
         assert "cls=" in caught.value.hint
 
-    def test_a_damaged_file_is_named(self, tmp_path: Path) -> None:
-        write(tmp_path, config={})
-        (tmp_path / "config.json").write_text("{")
-        with pytest.raises(UnknownClassError, match=r"config\.json of .* cannot be read"):
+    @pytest.mark.parametrize(("text", "told"), [("{", "cannot be read"), ("[]", "is not a JSON")])
+    def test_a_damaged_file_is_named(self, tmp_path: Path, text: str, told: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UnreadableConfigError, match=rf"config\.json of .* {told}") as caught:
             kind(tmp_path)
+        assert "cls=" in caught.value.hint
 
     def test_an_empty_folder_has_nothing_to_load(self, tmp_path: Path) -> None:
         with pytest.raises(MissingWeightsError, match="none of the files that say what it is"):
@@ -162,7 +162,7 @@ class TestUnknown:
             kind(name)
 
     def test_a_file_is_for_from_single_file(self, models: Models) -> None:
-        with pytest.raises(UnknownClassError, match="is a file") as caught:
+        with pytest.raises(MissingWeightsError, match="is a file") as caught:
             kind(models.language / "model.safetensors")
         assert "from_single_file" in caught.value.hint
 

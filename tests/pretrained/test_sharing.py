@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from smartcache.errors import SharedComponentError
+from smartcache.pretrained.arguments import Asked
 from smartcache.pretrained.devices import Placement
+from smartcache.pretrained.loading import load
 from smartcache.pretrained.registry import components, registry
 from smartcache.pretrained.sharing import unshare
 from smartcache.pretrained.state import describe, have_equal_values
@@ -581,6 +584,32 @@ class TestThreads:
         assert {same_parts_text(made[0], each) for each in made[::2]} == {"text_encoder unet vae"}
         assert {same_parts_text(made[0], each) for each in made[1::2]} == {"text_encoder vae"}
         assert_as_plain(made[1], published(models.second))
+
+    @pytest.mark.parametrize("arguments", [{}, {"low_cpu_mem_usage": False}], ids=str)
+    @pytest.mark.parametrize("is_pipeline", [True, False], ids=["pipeline", "model"])
+    def test_one_at_a_time_loads_whatever_can_be_shared(
+        self, models: Models, arguments: dict[str, Any], is_pipeline: bool
+    ) -> None:
+        import diffusers
+
+        cls = diffusers.StableDiffusionPipeline if is_pipeline else diffusers.AutoencoderKL
+        folder = models.first if is_pipeline else models.first / "vae"
+        at_once, most = 0, 0
+
+        def watched(*args: object, **kwargs: object) -> object:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            time.sleep(0.02)
+            try:
+                return cls.from_pretrained(*args, **kwargs)
+            finally:
+                at_once -= 1
+
+        asked = Asked(cls=cls, original=watched, args=(folder,), kwargs=arguments, share=True)
+        made = self.run(lambda _: load(asked))
+        assert {type(each) for each in made} == {cls}
+        assert most == 1
 
     def test_one_that_fails_does_not_stop_the_others(self, models: Models, folder: Path) -> None:
         (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 import smartcache
-from smartcache.errors import UnknownClassError
+from smartcache.errors import MissingWeightsError
 from smartcache.pretrained.singlefile import RepoFile, repo_file
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
@@ -206,7 +206,7 @@ class TestErrors:
             load(file.replace("vae", "none"), **as_vae)
 
     def test_what_is_no_file_is_said_before_the_library_guesses(self) -> None:
-        with pytest.raises(UnknownClassError, match="neither a file nor the name of one"):
+        with pytest.raises(MissingWeightsError, match="neither a file nor the name of one"):
             load("./nothing.safetensors")
 
     def test_a_class_that_cannot(self, models: Models) -> None:

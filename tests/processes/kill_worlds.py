@@ -239,7 +239,6 @@ def _remembered(state: State, store: Store, names: dict[str, str]) -> None:
 
 def blobs_in(layout: Layout) -> list[Path]:
     """Return every file under `blobs/`."""
-    found = []
-    for directory, _, names in os.walk(layout.blobs):
-        found += [Path(directory, name) for name in names]
-    return sorted(found)
+    return sorted(
+        path for path in layout.blobs.glob("**/*") if path.is_file() and path != layout.tag
+    )

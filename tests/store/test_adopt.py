@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from smartcache.errors import (
     NoSpaceError,
     StoreUnwritableError,
 )
+from smartcache.store import digest, lanes
 from smartcache.store.digest import Algorithm
 from smartcache.store.filesystems import probe
 from smartcache.store.records import Owner, Trust
@@ -471,6 +472,52 @@ class TestMode:
         with Store(store.root) as again:
             assert again.history() == []
         assert snapshot(folder) == before
+
+    @pytest.mark.parametrize("fails", ["read", "link"])
+    def test_a_file_that_the_disk_cannot_read_is_named_and_the_others_are_adopted(
+        self, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    ) -> None:
+        paths = [write(folder / f"{n}.bin", WEIGHTS + bytes([n])) for n in range(4)]
+        bad, inode = paths[1], inode_of(paths[1])
+        read, link = lanes.read_at, os.link
+
+        def read_but_one(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if os.fstat(fd).st_ino == inode:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(fd, buffers, offset)
+
+        def link_but_one(*arguments: Path) -> None:
+            if arguments[0] == bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            link(*arguments)
+
+        with monkeypatch.context() as patch:
+            if fails == "read":
+                patch.setattr(digest, "read_at", read_but_one)
+            else:
+                patch.setattr(os, "link", link_but_one)
+            found = {each.path: each for each in store.adopt_many(paths)}
+        assert [found[path].outcome for path in paths] == [
+            "adopted",
+            "skipped",
+            "adopted",
+            "adopted",
+        ]
+        error = found[bad].error
+        assert isinstance(error, OSError)
+        assert error.errno == errno.EIO
+        assert (mode_of(bad), link_count(bad)) == (0o644, 1)
+        assert store.verify(full=True).unindexed == []
+
+    def test_a_file_with_another_hash_than_announced_is_named_and_the_others_are_adopted(
+        self, store: Store, folder: Path
+    ) -> None:
+        right, wrong = write(folder / "a.bin"), write(folder / "b.bin", OTHER)
+        found = list(store.adopt_many([wrong, right], expected={"sha256": SHA256}))
+        assert {each.path: each.outcome for each in found} == {right: "adopted", wrong: "skipped"}
+        (error,) = (each.error for each in found if each.error is not None)
+        assert isinstance(error, DigestMismatchError)
+        assert mode_of(wrong) == 0o644
 
     def test_a_failure_in_the_middle_leaves_rows_for_what_was_done(
         self, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -303,6 +304,44 @@ def test_a_copy_of_a_blob_that_rots_while_it_is_used_is_not_kept(
     with pytest.raises(DamagedBlobError):
         store.place(DIGEST, tmp_path / "a.safetensors", kind="copy")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+
+
+def test_an_edit_right_after_the_hash_with_the_time_set_back_is_not_trusted(
+    store: Store, blob: Path
+) -> None:
+    """The row is written under the lock; while somebody has that, the file can be changed."""
+    blob.chmod(0o644)  # the change time moves: it is hashed before use
+    outcome: list[object] = []
+
+    def use() -> None:
+        with Store(store.root) as other:
+            other.volume.on_wait = lambda _: waiting.set()
+            try:
+                with other.open(DIGEST) as file:
+                    outcome.append(file.read())
+            except DamagedBlobError as error:
+                outcome.append(error)
+
+    waiting = threading.Event()
+    with store.volume.guard("test", exclusive=True):
+        user = threading.Thread(target=use)
+        user.start()
+        assert waiting.wait(20)
+        flip_and_set_the_time_back(blob)
+    user.join(20)
+    assert isinstance(outcome[0], DamagedBlobError)
+
+
+def test_a_blob_linked_by_others_stays_usable_and_is_hashed_by_the_next_quick_verify(
+    store: Store, blob: Path, tmp_path: Path
+) -> None:
+    """The one thing that stat cannot show: documented, and found by the next verify."""
+    flip_and_set_the_time_back(blob)
+    os.link(blob, tmp_path / "link")
+    with store.open(DIGEST) as file:
+        assert file.read() != DATA
+    assert store.get(DIGEST).trust == Trust.RELINKED
+    assert store.verify().damaged == [DIGEST]
 
 
 def test_a_blob_that_was_adopted_before_a_crash_is_hashed_before_use(
@@ -642,6 +681,35 @@ def use_everything(root: Path) -> None:
         store.put_stream([b"more"])
         store.verify()
         store.pin(DIGEST, "again")
+
+
+@pytest.mark.parametrize("pages", ["schema", "all"])
+def test_bytes_flipped_in_the_index_are_never_anything_but_damage_to_it(
+    pages: str, tmp_path: Path
+) -> None:
+    """Tables that lack a column, texts that are none, numbers without sense, rows in a circle."""
+    root = tmp_path / "store"
+    with Store(root) as store:
+        store.put_stream([DATA], algorithms=["sha256"])
+        store.pin(DIGEST)
+        store.place(DIGEST, tmp_path / "a.safetensors", kind="symlink")
+    path = root / "index.sqlite3"
+    sound, chance = path.read_bytes(), random.Random(7)
+    end = 4096 if pages == "schema" else len(sound)
+    places = [n for n in range(100, end) if sound[n]]
+    for _ in range(40):
+        data = bytearray(sound)
+        for place in chance.sample(places, 3):
+            data[place] = chance.randrange(256)
+        remove_index(root)
+        path.write_bytes(data)
+        try:
+            use_everything(root)
+            with Store(root) as store:
+                store.usage()
+                store.owners()
+        except SmartcacheError as error:
+            assert isinstance(error, IndexDamagedError | BlobNotFoundError)  # noqa: PT017
 
 
 def test_a_sound_index_is_not_replaced(store: Store) -> None:

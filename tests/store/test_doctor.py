@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from smartcache import __version__
-from smartcache.config import Settings
 from smartcache.store import doctor
 from smartcache.store.doctor import Diagnosis, Finding, Place, examine
 from smartcache.store.filesystems import Family, Mount, filesystem_id
 from smartcache.store.kernel import boot_id
-from smartcache.store.layout import Layout
+from smartcache.store.layout import Layout, volume_root
 from smartcache.store.store import Store
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import snapshot, write
@@ -95,7 +94,7 @@ def test_a_folder_on_another_filesystem_gets_copies(tmp_path: Path, elsewhere: P
     assert (far.role, near.role) == ("folder", "folder")
     found = about(far, "another filesystem")
     assert found.level == "warning"
-    assert str(far.mount.point / ".smartcache") in found.hint
+    assert str(volume_root(far.mount.point)) in found.hint
     assert not says(near, "another filesystem")
     # That it is empty after a reboot is a warning about a store, not about any folder.
     assert not says(far, "In memory")
@@ -213,16 +212,21 @@ def test_a_store_in_a_directory_that_cannot_be_entered_is_a_problem(public: Path
     assert not store_at(diagnosis).is_present
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_users_of_a_shared_store_are_told_about_protected_hardlinks(
-    tmp_path: Path, shared: bool
-) -> None:
-    root = tmp_path / "store"
-    with Store(root, settings=Settings(home=root, shared=shared)):
-        pass
-    protected = Path("/proc/sys/fs/protected_hardlinks")
-    is_on = protected.exists() and protected.read_text(encoding="ascii").strip() == "1"
-    assert says(store_at(examine(root)), "protected_hardlinks") == (shared and is_on)
+def test_a_store_that_others_could_write_is_a_problem(tmp_path: Path) -> None:
+    Store(tmp_path / "store").close()
+    (tmp_path / "store" / "journal.jsonl").touch(0o666)
+    (tmp_path / "store" / "journal.jsonl").chmod(0o666)
+    found = about(store_at(examine(tmp_path / "store")), "can be written by other users")
+    assert found.level == "problem"
+    assert "go-w" in found.hint
+
+
+def test_a_folder_above_that_everybody_can_write_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    Store(tmp_path / "store").close()
+    assert about(store_at(examine(tmp_path / "store")), "Everybody can write").level == "warning"
+    tmp_path.chmod(0o1777)
+    assert not says(store_at(examine(tmp_path / "store")), "Everybody can write")
 
 
 # stores that were moved

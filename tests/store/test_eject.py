@@ -343,10 +343,16 @@ class TestRefused:
     def test_a_moved_file_whose_folder_is_gone(self, store: Store, files: Path) -> None:
         moved = store.put_file(files / "sub" / "c.json", how="move").digest
         (files / "sub").rmdir()
-        with pytest.raises(BlobInUseError):
-            store.plan_eject().execute()
+        (result,) = store.plan_eject().execute()
+        assert result.outcome == "failed"
+        assert str(files / "sub") in result.note
         with Store(store.root) as again, again.open(moved) as file:
             assert file.read() == b'{"a": 1}'
+        (files / "sub").mkdir()
+        with Store(store.root) as again:
+            assert [each.outcome for each in again.plan_eject().execute()] == ["undone"]
+        assert (files / "sub" / "c.json").read_bytes() == b'{"a": 1}'
+        assert is_gone(store)
 
     def test_dropping_pins_can_be_allowed(self, store: Store) -> None:
         store.put_stream([WEIGHTS])

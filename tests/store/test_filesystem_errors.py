@@ -28,6 +28,7 @@ from smartcache.errors import (
     StoreError,
     StoreUnwritableError,
 )
+from smartcache.store.blobs import explained
 from smartcache.store.filesystems import mount_of
 from smartcache.store.store import Store
 from tests.store.small_disks import PAGE, Disk, bind, in_own_namespace
@@ -187,6 +188,8 @@ def try_it(job: Job, full: Full, free: int) -> tuple[list[str], bool]:
         works = True
     except NoSpaceError as error:
         problems = [f"{error}; {change}" for change in differences(before, full.state())]
+        if error.errno != errno.ENOSPC:
+            problems.append(f"{error}; errno is {error.errno}")
     full.disk.clear()
     if not works:
         try:
@@ -278,10 +281,19 @@ def test_a_write_that_fails_changes_nothing_and_says_what_to_do(
     with pytest.raises(kind) as raised:
         store.put_stream([DATA])
     assert hint in getattr(raised.value, "hint", "")
+    assert raised.value.errno == code
     monkeypatch.undo()
     assert os.listdir(store.root / "tmp") == []
     assert list(store.blobs()) == []
     assert store.put_stream([DATA]).size == SIZE
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_what_is_explained_once_is_not_explained_again(code: int, tmp_path: Path) -> None:
+    error = StoreUnwritableError("Cannot lock this or that", errno=code)
+    with pytest.raises(StoreUnwritableError) as raised, explained(tmp_path):
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(
@@ -343,6 +355,7 @@ def test_a_store_on_a_read_only_disk_says_so(tmp_path: Path) -> None:
             with pytest.raises(StoreUnwritableError) as raised, Store(disk.point / name) as store:
                 store.put_stream([DATA])
             messages.append(raised.value.hint)
+        assert raised.value.errno == errno.EROFS
         return messages
 
     assert all("SMARTCACHE_HOME" in hint for hint in in_own_namespace(use))
@@ -357,6 +370,7 @@ def test_placing_on_a_read_only_disk_says_so(tmp_path: Path) -> None:
             with pytest.raises(StoreUnwritableError) as raised:
                 store.place(digest, disk.point / "a.safetensors")
             assert store.place(digest, tmp_path / "a.safetensors").path.exists()
+            assert raised.value.errno == errno.EROFS
             return [raised.value.message]
 
     (message,) = in_own_namespace(place)

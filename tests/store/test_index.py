@@ -283,6 +283,7 @@ class TestBlobs:
         index.put_memo("f", 1, memo)
         index.add_volume(Path("/mnt/v"), "f")
         index.clear()
+        index.drop_lost()
         assert (list(index.blobs()), index.owners()) == ([], [])
         assert index.memo("f", 1) == memo
         assert index.volumes() == [(Path("/mnt/v"), "f")]

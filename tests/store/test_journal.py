@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from smartcache.errors import NoSpaceError, StoreUnwritableError
 from smartcache.store.journal import Batch, Change, Journal
 from smartcache.store.store import Store
+from smartcache.store.swap import beside
 from tests.store.files import WEIGHTS, digest_of, mode_of, snapshot, write
 
 DIGEST = "ab" * 32
@@ -38,6 +40,47 @@ GARBAGE: list[bytes] = [
     b'{"batch": "BATCH", "n": 7, "op": "of the future", "path": "/x", "digest": "a", "size": 1}',
     b'{"batch": ["BATCH"], "n": 0, "state": "undone"}',
     b'{"batch": "BATCH", "n": 0, "op": "place"',
+    b'{"batch": "BATCH", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"batch": {"BATCH": 1}, "n": 0, "state": "undone"}',
+    b'{"batch": "BATCH", "n": 0, "state": {"undone": 1}}',
+    b'{"batch": "BATCH", "n": 0, "state": ["undone"]}',
+    b'{"batch": "BATCH", "n": 0, "state": "never heard of"}',
+    b'{"batch": "BATCH", "n": ' + b"9" * 5000 + b', "state": "undone"}',
+    b'{"batch": "BATCH", "x": "' + b"x" * (17 << 20) + b'"}',
+]
+
+
+def line_with(**fields: object) -> bytes:
+    """A change that is sound but for these fields."""
+    sound = {"batch": "BATCH", "n": 7, "op": "adopt", "path": "/x", "digest": DIGEST, "size": 1}
+    return json.dumps({**sound, **fields}).encode()
+
+
+GARBAGE += [
+    line_with(op=["adopt"]),
+    line_with(op={"adopt": 1}),
+    line_with(path="/x\0y"),
+    line_with(path="/\ud800"),
+    line_with(path="x/y"),
+    line_with(path=["/x"]),
+    line_with(digest="../" * 21 + "x"),
+    line_with(size=-1),
+    line_with(size=1 << 64),
+    line_with(n=1.5),
+    line_with(n=[0]),
+    line_with(mode=1 << 40),
+    line_with(mode="0644"),
+    line_with(uid=-5),
+    line_with(mtime_ns=1 << 80),
+    line_with(inode=1 << 70),
+    line_with(links="two"),
+    line_with(kind={"kind": "copy"}),
+    line_with(filesystem=3),
+    line_with(temporary="/x\0"),
+    line_with(xattrs={"user.x\0": "00"}),
+    line_with(xattrs={"user.x": 3}),
+    line_with(xattrs=["user.x"]),
+    line_with(keep="yes"),
 ]
 
 
@@ -68,7 +111,8 @@ class TestRoundTrip:
 
     def test_a_change_comes_back_as_it_was_written(self, journal: Journal) -> None:
         full = change(
-            temporary=Path("/models/.a.tmp"),
+            temporary=Path("/models/.a.0123456789ab.smartcache"),
+            real=Path("/data/models/a"),
             kind="hardlink",
             mode=0o644,
             uid=1000,
@@ -79,7 +123,7 @@ class TestRoundTrip:
             filesystem="uuid:x",
         )
         with batch(journal) as writing:
-            (begun,) = writing.begin([full])
+            (begun,) = writing.begin([replace(full, op="own")])
         (read,) = journal.changes()
         assert read == begun
         assert (read.batch, read.n, read.state) == (writing.id, 0, "begun")
@@ -89,11 +133,12 @@ class TestRoundTrip:
     )
     def test_any_name_a_file_can_have_comes_back(self, journal: Journal, name: bytes) -> None:
         path = Path(os.fsdecode(b"/models/" + name))
+        temporary = beside(path)
         with batch(journal) as writing:
-            writing.begin([change(os.fsdecode(name), temporary=path)])
+            writing.begin([change(os.fsdecode(name), temporary=temporary)])
         (read,) = journal.changes()
         assert os.fsencode(read.path) == os.fsencode(path) == b"/models/" + name
-        assert read.temporary == path
+        assert read.temporary == temporary
         assert len(journal.path.read_bytes().splitlines()) == 2
 
     def test_the_last_outcome_counts(self, journal: Journal) -> None:
@@ -171,7 +216,7 @@ class TestHistory:
     @pytest.mark.parametrize("op", ["pin", "unpin", "own"])
     def test_what_is_no_change_to_a_file_does_not_count(self, journal: Journal, op: str) -> None:
         with batch(journal) as writing:
-            writing.begin([Change(op=op, path=Path("x"), digest=DIGEST, size=1)])  # type: ignore[arg-type]
+            writing.begin([Change(op=op, path=Path("/x"), digest=DIGEST, size=1)])  # type: ignore[arg-type]
         assert journal.history() == []
         assert len(journal.changes()) == 1
 
@@ -230,6 +275,20 @@ class TestDamage:
             again.rebuild()
             assert [done.note for done in again.plan_undo().execute()] == [""]
         assert snapshot(folder) == before
+
+    def test_damaged_lines_are_told_of_once_and_torn_ones_are_not(
+        self, journal: Journal, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        journal.path.write_bytes(line_with(digest="x")[:-9] + b"\n")
+        assert journal.changes() == []
+        assert caplog.messages == []
+        with journal.path.open("ab") as file:
+            file.write(line_with(digest="x") + b"\n" + line_with(mode="rw") + b"\n")
+        for _ in range(2):
+            assert (journal.changes(), journal.history()) == ([], [])
+        assert [text.partition(": ")[2] for text in caplog.messages] == [
+            "2 damaged lines were skipped; what they say cannot be undone"
+        ]
 
     def test_fields_of_the_future_are_ignored(self, journal: Journal) -> None:
         line = {"batch": "x", "n": 0, "op": "adopt", "path": "/a", "digest": DIGEST, "size": 1}

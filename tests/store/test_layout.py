@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-import stat
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,11 +23,13 @@ class TestNew:
         root = tmp_path / "some" / "where"
         with Store(root):
             names = set(os.listdir(root))
-        assert {"format", "CACHEDIR.TAG", "index.sqlite3", *DIRECTORIES} <= names
+        assert {"format", "index.sqlite3", *DIRECTORIES} <= names
         assert (root / "format").read_text() == f"{FORMAT}\n"
 
-    def test_backup_programs_see_a_cache(self, store: Store) -> None:
-        tag = (store.root / "CACHEDIR.TAG").read_text()
+    def test_backup_programs_see_a_cache_in_the_blobs_only(self, store: Store) -> None:
+        """The journal and computed tensors are worth a backup."""
+        assert not (store.root / "CACHEDIR.TAG").exists()
+        tag = (store.root / "blobs" / "CACHEDIR.TAG").read_text()
         assert tag.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 
     def test_every_path_is_named_in_the_docstring(self, store: Store) -> None:
@@ -52,7 +54,7 @@ class TestNew:
     @pytest.mark.parametrize("name", DIRECTORIES)
     def test_a_directory_that_is_missing_is_made_again(self, store: Store, name: str) -> None:
         store.close()
-        (store.root / name).rmdir()
+        shutil.rmtree(store.root / name)
         with Store(store.root) as again:
             assert (again.root / name).is_dir()
             again.put_stream([WEIGHTS])
@@ -95,7 +97,9 @@ class TestRefused:
             write(root / name, b"x")
         self.refused(root)
 
-    @pytest.mark.parametrize("text", ["2", "99", "garbage", "", "-1", "1.5", "\xff"])
+    @pytest.mark.parametrize(
+        "text", ["2", "99", "garbage", "", "-1", "1.5", "\xff", "\xb2", "9" * 5000]
+    )
     def test_a_newer_or_unknown_format(self, store: Store, text: str) -> None:
         store.put_stream([WEIGHTS])
         store.close()
@@ -113,6 +117,12 @@ class TestRefused:
             (tmp_path / name / "moved-to").write_text(f"{tmp_path / target}\n")
         with pytest.raises(StoreFormatError, match="circle"):
             Store(tmp_path / "a")
+
+    @pytest.mark.parametrize("text", ["/a\0b", "", "relative/path", "/x" * 4000])
+    def test_a_forwarding_that_is_no_path(self, store: Store, text: str) -> None:
+        store.close()
+        (store.root / "moved-to").write_text(text)
+        assert "moved-to" in str(self.refused(store.root))
 
     def test_a_file_in_the_place_of_the_root(self, tmp_path: Path) -> None:
         path = write(tmp_path / "file", b"mine")
@@ -136,35 +146,41 @@ class TestRefused:
 
 
 class TestModes:
-    def test_a_private_store_is_written_by_its_owner_only(self, tmp_path: Path) -> None:
-        mask = os.umask(0o002)
-        try:
-            with Store(tmp_path / "store") as store:
-                store.put_stream([WEIGHTS])
-        finally:
-            os.umask(mask)
-        for path in (tmp_path / "store").rglob("*"):
-            if path.is_dir() and path.name != "leases":
-                assert mode_of(path) == 0o755
-
-    def test_a_shared_store_is_written_by_its_group_and_nobody_removes_anothers_files(
-        self, tmp_path: Path
+    @pytest.mark.parametrize("mask", [0o002, 0o077, 0o000, 0o777])
+    def test_a_store_is_open_to_its_owner_only_whatever_the_umask(
+        self, tmp_path: Path, mask: int
     ) -> None:
-        settings = load_settings(home=tmp_path / "store", shared=True)
-        mask = os.umask(0o077)
+        root = tmp_path / "store"
+        with Store(root):
+            pass
+        shutil.rmtree(root)
+        before = os.umask(mask)
         try:
-            with Store(settings=settings) as store:
+            with Store(root) as store:
                 digest = store.put_stream([WEIGHTS]).digest
+                path = tmp_path / "a.safetensors"
+                store.place(digest, path, kind="hardlink")
+                with store.leases.hold("key"), store.volume.guard("test", exclusive=True):
+                    modes = {each: mode_of(each) for each in (root, *root.rglob("*"))}
         finally:
-            os.umask(mask)
-        for name in DIRECTORIES:
-            assert mode_of(store.root / name) == 0o3775
-        assert mode_of(store.root) & 0o2775 == 0o2775
-        assert mode_of(store.root / "blobs" / digest[:2]) == 0o3775
-        assert mode_of(store.volume.layout.blob(digest)) == 0o444
-        group = stat.S_IRGRP | stat.S_IWGRP
-        for name in ("index.sqlite3", "lock"):
-            assert mode_of(store.root / name) & group == group
+            os.umask(before)
+        assert modes.pop(Path(store.volume.layout.blob(digest))) == 0o444
+        for each, mode in modes.items():
+            assert mode == (0o700 if each.is_dir() else 0o600), each
+
+    def test_an_empty_directory_made_for_it_is_closed_first(self, tmp_path: Path) -> None:
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store").chmod(0o775)
+        with Store(tmp_path / "store") as store:
+            assert mode_of(store.root) == 0o700
+
+    def test_what_others_could_read_is_closed_to_them(self, store: Store) -> None:
+        store.close()
+        for path in (store.root, store.root / "tmp", store.root / "index.sqlite3"):
+            path.chmod(mode_of(path) | 0o055)
+        Store(store.root).close()
+        assert mode_of(store.root) == mode_of(store.root / "tmp") == 0o700
+        assert mode_of(store.root / "index.sqlite3") == 0o600
 
 
 class TestNames:

@@ -171,6 +171,7 @@ class TestOrphans:
         self, store: Store, digest: str
     ) -> None:
         store.volume.index.clear()
+        store.volume.index.drop_lost()
         assert findings(store.verify()) == {"unindexed": [digest]}
         assert findings(store.verify()) == {"unindexed": [digest]}
         assert findings(store.verify(full=True)) == {"unindexed": [digest]}
@@ -181,6 +182,7 @@ class TestOrphans:
         self, store: Store, digest: str
     ) -> None:
         store.volume.index.clear()
+        store.volume.index.drop_lost()
         edit(blob_path(store))
         report = store.verify(full=True)
         assert findings(report) == {"damaged": [digest], "unindexed": [digest]}
@@ -343,6 +345,19 @@ class TestRebuild:
         assert self.facts(store) == before
         assert snapshot(folder) == files
         assert findings(store.verify(full=True)) == {}
+
+    def test_other_hashes_of_what_is_still_there_are_kept(self, store: Store) -> None:
+        kept = store.put_stream([WEIGHTS], algorithms=["sha256", "git-sha1"])
+        gone = store.put_stream([OTHER], algorithms=["sha256"])
+        before, lost = store.aliases_of(kept), store.aliases_of(gone)
+        blob_path(store, gone.digest).unlink()
+        store.rebuild()
+        found = store.find("sha256", before["sha256"])
+        assert found is not None
+        assert found.digest == kept.digest
+        assert store.aliases_of(found) == before
+        assert store.find("sha256", lost["sha256"]) is None
+        assert [blob.digest for blob in store.blobs()] == [kept.digest]
 
     def test_rows_made_this_way_are_hashed_before_use(self, store: Store, digest: str) -> None:
         edit(blob_path(store))

@@ -1,0 +1,155 @@
+"""What is not a regular file, in the place of a file of the store: named, never waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from smartcache.errors import (
+    BlobNotFoundError,
+    DamagedBlobError,
+    SmartcacheError,
+    UnsafeFileError,
+)
+from smartcache.store.safety import open_own, read_own
+from smartcache.store.store import Store
+from tests.store.files import OTHER, WEIGHTS, digest_of, write
+
+DIGEST = digest_of(WEIGHTS)
+pytestmark = pytest.mark.timeout(30)  # what waits for a FIFO waits for ever
+
+
+def make_symlink(path: Path) -> None:
+    path.symlink_to(write(path.parent.parent / "elsewhere.bin"))
+
+
+def make_dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def make_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind("s")
+        os.rename("s", path.name)
+    finally:
+        os.chdir(here)
+
+
+Make = Callable[[Path], None]
+ODD: tuple[Make, ...] = (os.mkfifo, make_symlink, make_dangling, Path.mkdir, make_socket)
+odd_files = pytest.mark.parametrize(
+    "make", ODD, ids=["fifo", "symlink", "dangling", "folder", "socket"]
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "store") as made:
+        made.put_stream([WEIGHTS])
+        made.put_stream([OTHER])
+        yield made
+
+
+def put_in_place(path: str | Path, make: Make) -> Path:
+    place = Path(path)
+    place.unlink(missing_ok=True)
+    make(place)
+    return place
+
+
+@odd_files
+class TestOpening:
+    def test_it_is_refused_for_reading_and_writing(self, make: Make, tmp_path: Path) -> None:
+        place = tmp_path / "folder" / "file"
+        place.parent.mkdir()
+        make(place)
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR | os.O_APPEND):
+            with pytest.raises(UnsafeFileError, match="is not a regular file"):
+                open_own(place, flags)
+        with pytest.raises(UnsafeFileError):
+            read_own(place, 10)
+
+    def test_it_is_refused_through_a_descriptor_too(self, make: Make, tmp_path: Path) -> None:
+        place = tmp_path / "folder" / "file"
+        place.parent.mkdir()
+        make(place)
+        directory = os.open(place.parent, os.O_RDONLY)
+        try:
+            with pytest.raises(UnsafeFileError):
+                open_own("file", dir_fd=directory)
+        finally:
+            os.close(directory)
+
+
+@odd_files
+class TestInPlaceOfABlob:
+    def test_verify_names_it_as_damage_and_goes_on(self, make: Make, store: Store) -> None:
+        place = put_in_place(store.volume.layout.blob(DIGEST), make)
+        report = store.verify()
+        assert report.damaged == [DIGEST]
+        assert report.blobs == 2
+        assert not os.path.lexists(place)
+        assert [path.name.partition(".")[0] for path in store.volume.layout.bad.iterdir()] == [
+            DIGEST
+        ]
+
+    def test_verify_names_one_that_has_no_row(self, make: Make, store: Store) -> None:
+        with store.volume.index.write():
+            store.volume.index.drop_blob(store.get(DIGEST).id)
+        put_in_place(store.volume.layout.blob(DIGEST), make)
+        assert store.verify(repair=True).damaged == [DIGEST]
+
+    @pytest.mark.parametrize("use", ["open", "place", "path_of"])
+    def test_using_it_is_an_error(self, make: Make, use: str, store: Store, tmp_path: Path) -> None:
+        put_in_place(store.volume.layout.blob(DIGEST), make)
+        target = tmp_path / "model.safetensors"
+        with pytest.raises((DamagedBlobError, BlobNotFoundError)):
+            _ = store.place(DIGEST, target) if use == "place" else getattr(store, use)(DIGEST)
+        assert not os.path.lexists(target)
+
+    def test_putting_the_bytes_again_heals_it(self, make: Make, store: Store) -> None:
+        place = put_in_place(store.volume.layout.blob(DIGEST), make)
+        store.put_stream([WEIGHTS])
+        assert not place.is_symlink()
+        assert place.read_bytes() == WEIGHTS
+
+    def test_prune_removes_the_others_and_leaves_it(self, make: Make, store: Store) -> None:
+        place = put_in_place(store.volume.layout.blob(DIGEST), make)
+        store.plan_prune().execute()
+        assert os.path.lexists(place)
+        assert not os.path.exists(store.volume.layout.blob(digest_of(OTHER)))
+
+
+@odd_files
+class TestInPlaceOfOtherFiles:
+    def test_the_journal(self, make: Make, store: Store, tmp_path: Path) -> None:
+        put_in_place(store.volume.layout.journal, make)
+        new = write(tmp_path / "a.bin", b"new" * 1000)
+        for act in (store.history, store.plan_undo, lambda: store.adopt(new)):
+            with pytest.raises(UnsafeFileError, match=r"journal\.jsonl is not a regular file"):
+                act()
+        assert store.verify().blobs == 2
+
+    def test_a_trashed_blob(self, make: Make, store: Store) -> None:
+        store.forget(DIGEST)
+        place = put_in_place(store.volume.layout.trash / DIGEST, make)
+        try:
+            (undone,) = store.plan_undo().execute()
+        except SmartcacheError:
+            pass
+        else:
+            assert not undone.is_undone
+        store.plan_prune().execute()
+        assert not os.path.lexists(place) or place.is_dir()
+
+    def test_a_damaged_blob_that_is_to_be_cleared(self, make: Make, store: Store) -> None:
+        place = put_in_place(store.volume.layout.bad / f"{DIGEST}.0", make)
+        store.plan_prune(with_bad=True).execute()
+        assert not os.path.lexists(place) or place.is_dir()
