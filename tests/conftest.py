@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,10 @@ OF_ONE_WORKER = (
     "tests/test_docs.py",
 )
 """Files whose tests share what takes long to make. Groups by mark need pytest older than 9.2."""
-FIRST = ("tests/processes", "tests/store", "tests/folders", "tests/cli", "tests/hub")
-"""Folders whose tests fork or start many processes: cheap as long as no test has loaded torch."""
+WITH_TORCH = ("tests/artifacts/", "tests/integrations/", "tests/pretrained/")
+"""Folders all of whose tests are marked `torch`. Elsewhere those that need it bear the mark."""
+HEAVY = ("accelerate", "diffusers", "peft", "torch", "transformers")
+LOADED = pytest.StashKey[list[str]]()
 SOAK_FACTOR = 30
 RACE_FACTOR = 0.5
 SOAK_TIMEOUT = 3600.0
@@ -55,6 +58,7 @@ hypothesis_settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long rounds too")
+    parser.addoption("--tally", type=Path, help="a file for the numbers passed, failed, skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,15 +68,56 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     soaking = config.getoption("--soak")
     for item in items:
+        if item.nodeid.startswith(WITH_TORCH):
+            item.add_marker(pytest.mark.torch)
         if not soaking and item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.skip(reason="long rounds: scripts/test --soak"))
         if soaking and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT))
-        if item.get_closest_marker("cuda") and not _has_cuda():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    # Once torch is loaded, every fork of the process takes three times as long.
+    items.sort(key=lambda item: item.get_closest_marker("torch") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[LOADED] = _loaded()
+
+
+@pytest.fixture(scope="session")
+def loaded_by_collecting(pytestconfig: pytest.Config) -> list[str]:
+    """Which of the heavy packages were in memory before the first test."""
+    return pytestconfig.stash[LOADED]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[LOADED] = _loaded()
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    if LOADED in item.stash and item.get_closest_marker("torch") is None:
+        assert _loaded() == item.stash[LOADED], "a test that loads these must be marked `torch`"
+
+
+def _loaded() -> list[str]:
+    return [name for name in HEAVY if name in sys.modules]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if path := config.getoption("--tally"):
+        groups = (["passed"], ["failed", "error"], ["skipped"])
+        stats = terminalreporter.stats
+        counts = [sum(len(stats.get(name, [])) for name in group) for group in groups]
+        path.write_text(" ".join(map(str, counts)) + "\n", "utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,12 +139,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
                 del work[scope]
 
     return Scheduling(config, log)
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 @pytest.fixture(scope="session")

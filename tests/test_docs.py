@@ -106,7 +106,12 @@ def loads_models(page: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.torch] if loads_models(page) else [])
+        for page in PAGES
+        if python_of(page)
+    ],
 )
 def test_the_python_of_a_page_runs(
     page: Path, tmp_path: Path, hub: Hub, request: pytest.FixtureRequest

@@ -536,6 +536,7 @@ class TestPrograms:
         ]
 
     @pytest.mark.soak  # the tests of pipelines have both for clients, too
+    @pytest.mark.torch
     def test_diffusers_and_transformers(self, hub: Hub, models: Models, tmp_path: Path) -> None:
         hub.add_folder("org/first", models.first)
         hub.add_folder("org/language", models.language)
@@ -551,6 +552,7 @@ print(image.shape, AutoModel.from_pretrained("org/language").config.model_type)
         for path in (*SHARED_WEIGHTS, OWN_WEIGHTS):
             assert hub.fetched_bytes(path) == models.size(path)
 
+    @pytest.mark.torch
     def test_the_pipelines_differ_in_one_part(self, models: Models) -> None:
         first, second = contents(models.first), contents(models.second)
         assert first.keys() == second.keys()

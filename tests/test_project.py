@@ -1,20 +1,19 @@
-"""The rules that no single module can keep: size, direction of imports, packaging."""
+"""The rules that no single module can keep: direction of imports, packaging, the test run."""
 
 from __future__ import annotations
 
-import ast
 import email
 import fnmatch
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,6 @@ PACKAGE = ROOT / "smartcache"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safetensors", "hf_xet")
 
-MAX_MODULE_LINES = 400
-MAX_FUNCTION_LINES = 40
 MAX_PUBLIC_NAMES = 20
 
 TOP_LEVEL = {
@@ -58,34 +55,17 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-class TestSize:
-    @pytest.mark.parametrize("path", MODULES, ids=relative)
-    def test_a_module_does_one_job(self, path: Path) -> None:
-        assert len(path.read_text("utf-8").splitlines()) <= MAX_MODULE_LINES
-
-    @pytest.mark.parametrize("path", MODULES, ids=relative)
-    def test_a_function_fits_on_a_screen(self, path: Path) -> None:
-        """Counted without signature and docstring, which should not be saved on."""
-        long = {name: lines for name, lines in functions(path) if lines > MAX_FUNCTION_LINES}
-        assert not long
-
-
-def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-            if body:
-                yield node.name, (node.end_lineno or 0) - body[0].lineno + 1
-
-
 class TestLayers:
     def test_imports_point_down(self) -> None:
         done = lint_imports(ROOT)
         assert done.returncode == 0, done.stdout
 
-    @pytest.mark.parametrize(
-        ("module", "line", "complaint"),
-        [
+    def test_wrong_imports_are_found(self, tmp_path: Path) -> None:
+        """The contracts themselves: each names a fault that they must see."""
+        shutil.copytree(PACKAGE, tmp_path / "smartcache")
+        shutil.copy(ROOT / "pyproject.toml", tmp_path)
+        complaints = []
+        for module, line, complaint in (
             ("errors.py", "import smartcache.store", "errors is not allowed to import"),
             ("store/statkey.py", "import smartcache.cache", "store is not allowed to import"),
             ("store/statkey.py", "import torch", "not allowed to import torch"),
@@ -93,19 +73,13 @@ class TestLayers:
             ("config.py", "import click", "not allowed to import click"),
             ("sizes.py", "import smartcache.progress", "sizes is not allowed to import"),
             ("helpers.py", "", "not listed as layers:\n\n- smartcache.helpers"),
-        ],
-    )
-    def test_a_wrong_import_is_found(
-        self, tmp_path: Path, module: str, line: str, complaint: str
-    ) -> None:
-        """The contracts themselves: each names a fault that they must see."""
-        shutil.copytree(PACKAGE, tmp_path / "smartcache")
-        shutil.copy(ROOT / "pyproject.toml", tmp_path)
-        with (tmp_path / "smartcache" / module).open("a", encoding="utf-8") as stream:
-            stream.write(f"\n{line}\n")
+        ):
+            with (tmp_path / "smartcache" / module).open("a", encoding="utf-8") as stream:
+                stream.write(f"\n{line}\n")
+            complaints.append(complaint)
         done = lint_imports(tmp_path)
         assert done.returncode == 1
-        assert complaint in done.stdout
+        assert [each for each in complaints if each not in done.stdout] == []
 
 
 def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
@@ -128,9 +102,10 @@ class TestImport:
         output = run_python("import sys, smartcache; print(*sys.modules)")
         assert [name for name in output.split() if name.startswith("smartcache.")] == []
 
-    @pytest.mark.parametrize("name", sorted(smartcache.__all__))
-    def test_a_public_name_loads_nothing_heavy(self, name: str) -> None:
-        assert loaded_by(f"from smartcache import {name}") == set()
+    def test_the_public_names_load_nothing_heavy(self) -> None:
+        """All in one process: what any of them loads stays loaded."""
+        names = ", ".join(sorted(smartcache.__all__))
+        assert loaded_by(f"from smartcache import {names}") == set()
 
     @needs_cli
     def test_the_help_text_loads_nothing_heavy(self) -> None:
@@ -168,10 +143,9 @@ class TestPublicNames:
         names = [name for name in smartcache.__all__ if not name.endswith("Error")]
         assert len(names) <= MAX_PUBLIC_NAMES
 
-    @pytest.mark.parametrize("name", sorted(smartcache.__all__))
-    def test_each_one_exists_and_is_listed(self, name: str) -> None:
-        assert getattr(smartcache, name) is not None
-        assert name in dir(smartcache)
+    def test_each_one_exists_and_is_listed(self) -> None:
+        assert [name for name in smartcache.__all__ if getattr(smartcache, name) is None] == []
+        assert set(smartcache.__all__) <= set(dir(smartcache))
 
     def test_another_name_is_an_attribute_error(self) -> None:
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
@@ -245,6 +219,45 @@ class TestTree:
         assert names <= TOP_LEVEL
 
 
+def test_collecting_the_tests_loads_nothing_heavy(loaded_by_collecting: list[str]) -> None:
+    """Each worker collects all of them, and each fork of a process with torch is slow."""
+    assert loaded_by_collecting == []
+
+
+PLAIN_TESTS = """
+def test_passes(): pass
+def test_fails(): assert False
+"""
+TORCH_TESTS = """
+import pytest
+def test_passes(): pass
+def test_errs(no_such_fixture): pass
+def test_is_skipped(): pytest.skip("")
+"""
+PYTHON = """#!/bin/sh
+if [ "$2 $3" = "pytest -n" ]; then shift 4; set -- -m pytest -n 0 "$@"; fi
+exec '{}' "$@"
+"""
+
+
+def make_copy_with_tests(root: Path) -> None:
+    """A project with five tests and an environment that is ready; one process runs them."""
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (root / "tests" / "pretrained").mkdir(parents=True)
+    shared = [PACKAGE, ROOT / "tests/hub_server", *(ROOT / "tests").glob("[!t]*.py")]
+    for path in shared:
+        (root / relative(path)).symlink_to(path)
+    (root / "tests/test_plain.py").write_text(PLAIN_TESTS, "utf-8")
+    (root / "tests/pretrained/test_torch.py").write_text(TORCH_TESTS, "utf-8")
+    python = root / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.format(sys.executable), "utf-8")
+    python.chmod(0o755)
+    code = "source scripts/_venv.sh && _wanted >.venv/.installed-test"
+    subprocess.run(["bash", "-c", code], cwd=root, check=True)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="shell scripts")
 class TestScripts:
     @pytest.mark.parametrize("name", [".ci/run", "scripts/test", "scripts/check"])
@@ -290,6 +303,28 @@ class TestScripts:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout.startswith(f"Usage: scripts/{name} ")
         assert os.listdir(copy) == ["scripts"]
+
+    def test_both_runs_of_the_tests_count(self, tmp_path: Path) -> None:
+        """The worse status is the script's, and its last line has the sums, whatever is asked."""
+        make_copy_with_tests(tmp_path)
+
+        def run(*words: str) -> tuple[int, list[str]]:
+            command = [str(tmp_path / "scripts/test"), *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            lines = done.stdout.splitlines()
+            return done.returncode, [re.sub(r"=+ | in .*", "", line) for line in lines]
+
+        status, lines = run()
+        assert (status, lines[-1]) == (1, "2 passed, 2 failed, 1 skipped")
+        assert "1 failed, 1 passed, 3 deselected" in lines
+        assert lines[-2] == "1 passed, 1 skipped, 2 deselected, 1 error"
+        status, lines = run("-k", "passes")
+        assert (status, lines[-2:]) == (
+            0,
+            ["2 passed, 3 deselected", "2 passed, 0 failed, 0 skipped"],
+        )
+        status, lines = run("--no-such-option")
+        assert (status, lines[-1]) == (4, "0 passed, 1 failed, 0 skipped")
 
     def test_a_machine_without_python_is_told_what_to_install(self, tmp_path: Path) -> None:
         bash = shutil.which("bash")

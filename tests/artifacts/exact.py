@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from smartcache.artifacts.codec import Encoded, Layout, encode
+
+if TYPE_CHECKING:
+    import torch
 
 
 def exactly(value: object, *, ordered: bool = True) -> object:
@@ -21,6 +24,8 @@ def exactly(value: object, *, ordered: bool = True) -> object:
 
 
 def _inside(value: object, *, ordered: bool) -> object:
+    import torch
+
     found: object = value
     if isinstance(value, dict):
         items = [exactly(list(item), ordered=ordered) for item in value.items()]
@@ -43,6 +48,8 @@ def _inside(value: object, *, ordered: bool) -> object:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    import torch
+
     carriers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tensor.dtype}
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.view(carriers[tensor.element_size()]).contiguous().numpy().tobytes()

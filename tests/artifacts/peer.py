@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.keys import check_key
@@ -39,6 +38,8 @@ class Clock:
 
 def value_of(number: int) -> object:
     """Return one of some values; several have tensors that are equal."""
+    import torch
+
     kind, seed = number % 4, number // 4
     if kind == 0:
         return {"n": number, "text": "text" * number, "small": np.arange(seed)}

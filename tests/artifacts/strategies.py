@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import struct
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from smartcache.artifacts.dtypes import TORCH, TORCH_ONLY
 
-TORCH_DTYPES = [getattr(torch, name) for name in (*TORCH, *TORCH_ONLY) if hasattr(torch, name)]
+if TYPE_CHECKING:
+    import torch
+
+
 _PLAIN = "|b1 |i1 |u1 <i2 >i2 <u2 <i4 >i4 <u4 <i8 >i8 <u8 >u8 <f2 >f2 <f4 >f4 <f8 >f8 <c8 <c16 >c16"
 _SIZED = "<U1 <U7 >U3 |S1 |S9 <M8[ns] <M8[D] >M8[25us] <m8[s] <m8 <M8"
 NUMPY_DTYPES = [np.dtype(text) for text in f"{_PLAIN} {_SIZED}".split()]
@@ -27,6 +31,13 @@ plain_scalars = st.one_of(
     st.none(), st.booleans(), integers, floats, st.builds(complex, floats, floats),
     texts, st.binary(max_size=12),
 )  # fmt: skip
+
+
+@functools.cache
+def torch_dtypes() -> list[torch.dtype]:
+    import torch
+
+    return [getattr(torch, name) for name in (*TORCH, *TORCH_ONLY) if hasattr(torch, name)]
 
 
 def _random_bytes(size: int, seed: int) -> bytes:
@@ -60,7 +71,9 @@ def arrays(draw: st.DrawFn) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Tensors of every dtype, small and large, views of all sorts."""
-    dtype = draw(st.sampled_from(TORCH_DTYPES))
+    import torch
+
+    dtype = draw(st.sampled_from(torch_dtypes()))
     shape = draw(st.lists(st.integers(0, 12), max_size=4))
     count = int(np.prod(shape, dtype=np.int64))
     data = bytearray(_random_bytes(count * dtype.itemsize, draw(st.integers(0, 99))))
@@ -94,14 +107,22 @@ def numpy_scalars(draw: st.DrawFn) -> object:
     return np.frombuffer(data, dtype)[0]
 
 
+def _torch_scalars() -> st.SearchStrategy[object]:
+    import torch
+
+    return st.one_of(
+        st.sampled_from(torch_dtypes()),
+        st.sampled_from(["cpu", "cuda", "cuda:1", "meta"]).map(torch.device),
+        st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size),
+    )
+
+
 _SCALARS = st.one_of(
     plain_scalars,
     numpy_scalars(),
     texts.map(np.str_),
     st.binary(max_size=5).map(np.bytes_),
-    st.sampled_from(TORCH_DTYPES),
-    st.sampled_from(["cpu", "cuda", "cuda:1", "meta"]).map(torch.device),
-    st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size),
+    st.deferred(_torch_scalars),
 )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.keys import check_key
@@ -15,13 +15,19 @@ from smartcache.errors import ArtifactNotFoundError, BatchShapeError
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 
+if TYPE_CHECKING:
+    import torch
+
+
 COUNT = 12
 
 
-def value(n: int, *, dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+def value(n: int, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    import torch
+
     made = torch.Generator().manual_seed(n)
     return {
-        "latent": torch.randn(4, 20, 20, generator=made).to(dtype),
+        "latent": torch.randn(4, 20, 20, generator=made).to(dtype or torch.float16),
         "ids": np.arange(n, n + 400),
         "time": torch.tensor([n, 1.0]),
         "flag": np.float32(n),
@@ -43,6 +49,8 @@ NUMBERS = [int(key[1:]) for key in KEYS]
 
 def check(batch: dict[str, Any], numbers: list[int]) -> None:
     """Compare a batch with what torch and numpy stack."""
+    import torch
+
     values = [value(n) for n in numbers]
     assert list(batch) == list(values[0])
     assert exactly(batch["latent"]) == exactly(torch.stack([each["latent"] for each in values]))
@@ -115,6 +123,8 @@ class TestBatch:
         assert caught.value.keys == ("gone", "away")
 
     def test_pinned_is_ignored_without_a_device(self, filled: ArtifactSet) -> None:
+        import torch
+
         if torch.cuda.is_available():
             pytest.skip("there is a device")
         check(filled.get_batch(KEYS, pinned=True), NUMBERS)
@@ -136,12 +146,16 @@ class TestOut:
         check(second, [1] * len(KEYS))
 
     def test_some_buffers_are_enough(self, filled: ArtifactSet) -> None:
+        import torch
+
         mine = torch.zeros(len(KEYS), 4, 20, 20, dtype=torch.float16)
         batch = filled.get_batch(KEYS, out={"latent": mine})
         assert batch["latent"] is mine
         check(batch, NUMBERS)
 
     def test_a_longer_buffer_is_filled_in_part(self, filled: ArtifactSet) -> None:
+        import torch
+
         mine = torch.full((20, 4, 20, 20), 7.0, dtype=torch.float16)
         batch = filled.get_batch(KEYS, out={"latent": mine})
         assert batch["latent"].shape == (len(KEYS), 4, 20, 20)
@@ -150,39 +164,43 @@ class TestOut:
         check(batch, NUMBERS)
 
     @pytest.mark.parametrize(
-        "wrong",
+        "make",
         [
-            torch.zeros(3, 4, 20, 20, dtype=torch.float16),
-            torch.zeros(7, 4, 20, 20, dtype=torch.bfloat16),
-            torch.zeros(7, 4, 20, 21, dtype=torch.float16),
-            torch.zeros(7, 20, 20, 4, dtype=torch.float16).permute(0, 3, 1, 2),
-            np.zeros((7, 4, 20, 20), np.float16),
-            [0] * 7,
+            lambda torch: torch.zeros(3, 4, 20, 20, dtype=torch.float16),
+            lambda torch: torch.zeros(7, 4, 20, 20, dtype=torch.bfloat16),
+            lambda torch: torch.zeros(7, 4, 20, 21, dtype=torch.float16),
+            lambda torch: torch.zeros(7, 20, 20, 4, dtype=torch.float16).permute(0, 3, 1, 2),
+            lambda torch: np.zeros((7, 4, 20, 20), np.float16),
+            lambda torch: [0] * 7,
         ],
         ids=["short", "dtype", "shape", "strided", "library", "list"],
     )
     def test_a_buffer_that_does_not_fit_is_refused(
-        self, filled: ArtifactSet, wrong: object
+        self, filled: ArtifactSet, make: Callable[[object], object]
     ) -> None:
+        import torch
+
         with pytest.raises(BatchShapeError):
-            filled.get_batch(KEYS, out={"latent": wrong})
+            filled.get_batch(KEYS, out={"latent": make(torch)})
 
 
 class TestDifferentShapes:
     @pytest.mark.parametrize(
-        ("odd", "words"),
+        ("make", "words"),
         [
-            ({"x": np.zeros((2, 5000))}, "<f8 [2, 5000] (numpy)"),
-            ({"x": np.zeros(5000, np.float32)}, "<f4 [5000] (numpy)"),
-            ({"x": torch.zeros(5000, dtype=torch.float64)}, "float64 [5000] (torch)"),
-            ({"x": None}, "no tensor"),
+            (lambda torch: np.zeros((2, 5000)), "<f8 [2, 5000] (numpy)"),
+            (lambda torch: np.zeros(5000, np.float32), "<f4 [5000] (numpy)"),
+            (lambda torch: torch.zeros(5000, dtype=torch.float64), "float64 [5000] (torch)"),
+            (lambda torch: None, "no tensor"),
         ],
     )
     def test_the_field_and_the_keys_are_named(
-        self, latents: ArtifactSet, odd: object, words: str
+        self, latents: ArtifactSet, make: Callable[[object], object], words: str
     ) -> None:
+        import torch
+
         latents.put("even", {"x": np.zeros(5000)})
-        latents.put("odd", odd)
+        latents.put("odd", {"x": make(torch)})
         with pytest.raises(BatchShapeError) as caught:
             latents.get_batch(["even", "even", "odd"])
         text = str(caught.value)
@@ -202,11 +220,15 @@ class TestDifferentShapes:
             latents.get_batch(["a", "b"])
 
     def test_lists_may_differ_in_structure(self, latents: ArtifactSet) -> None:
+        import torch
+
         latents.put_many({"a": {"x": [1, "two"]}, "b": {"x": {"three": torch.ones(600)}}})
         batch = latents.get_batch(["b", "a"])
         assert exactly(batch["x"]) == exactly([{"three": torch.ones(600)}, [1, "two"]])
 
     def test_fields_in_another_order_are_the_same_fields(self, latents: ArtifactSet) -> None:
+        import torch
+
         one, two = torch.zeros(500), torch.ones(500)
         latents.put_many({"a": {"x": one, "y": two, "n": 1}, "b": {"n": 2, "y": one, "x": two}})
         batch = latents.get_batch(["a", "b"])

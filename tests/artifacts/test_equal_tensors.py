@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from smartcache.artifacts import writing
 from smartcache.artifacts.artifactset import ArtifactSet
@@ -64,6 +63,8 @@ class TestEqualTensors:
             check_rows(opened.path)
 
     def test_of_another_dtype_or_shape_or_library(self, latents: ArtifactSet) -> None:
+        import torch
+
         latents.put("bytes", {"x": array(1, LARGE)})
         latents.put("torch", {"x": torch.from_numpy(array(1, LARGE)).reshape(2, -1)})
         latents.put("floats", {"x": array(1, LARGE).view(np.float32)})
@@ -108,6 +109,8 @@ class TestEqualTensors:
         assert np.array_equal(latents.get("two")["x"], array(1, LARGE))
 
     def test_views_of_a_large_storage_cost_their_own_bytes(self, latents: ArtifactSet) -> None:
+        import torch
+
         storage = torch.arange(1_000_000)
         latents.put("key", {"x": storage[10:1010], "y": storage[::1000]})
         assert on_disk(latents) < 20_000

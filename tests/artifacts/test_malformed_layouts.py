@@ -10,7 +10,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,24 +19,43 @@ from smartcache.artifacts.codec import Layout, encode
 from smartcache.artifacts.registered import register_codec
 from tests.artifacts.strategies import values
 
-SAMPLES: list[object] = [
-    {
-        "latent": torch.zeros(4, 16, 16).half(),
-        "ids": torch.arange(7),
-        "crop": [0, 0, 1024, 1024],
-        "caption": "a cat",
-        "weights": (1.0, -0.0),
-        "tags": {"a", "bc"},
-        "none": None,
-        "size": torch.Size([1, 2]),
-        "dtype": torch.float16,
-        "device": torch.device("cuda:1"),
-    },
-    [1, "a", b"b", bytearray(b"c"), 2**80, 1j, True, [True, False], ({}, [], frozenset({1, "x"}))],
-    {1: 2, (1, "a"): {None: [np.float32(1), np.str_("x")]}, np.int64(4): np.bytes_(b"y"), 1.5: {}},
-    [np.arange(9.0), np.array(["a", "b"]), np.datetime64(5, "ns"), np.zeros((0, 3), ">c16")],
-    {"f": Fraction(1, 3)},
-]
+
+def samples() -> list[object]:
+    import torch
+
+    return [
+        {
+            "latent": torch.zeros(4, 16, 16).half(),
+            "ids": torch.arange(7),
+            "crop": [0, 0, 1024, 1024],
+            "caption": "a cat",
+            "weights": (1.0, -0.0),
+            "tags": {"a", "bc"},
+            "none": None,
+            "size": torch.Size([1, 2]),
+            "dtype": torch.float16,
+            "device": torch.device("cuda:1"),
+        },
+        [
+            1,
+            "a",
+            b"b",
+            bytearray(b"c"),
+            2**80,
+            1j,
+            True,
+            [True, False],
+            ({}, [], frozenset({1, "x"})),
+        ],
+        {
+            1: 2,
+            (1, "a"): {None: [np.float32(1), np.str_("x")]},
+            np.int64(4): np.bytes_(b"y"),
+            1.5: {},
+        },
+        [np.arange(9.0), np.array(["a", "b"]), np.datetime64(5, "ns"), np.zeros((0, 3), ">c16")],
+        {"f": Fraction(1, 3)},
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +106,7 @@ def _mutated(data: bytes, chance: random.Random) -> bytes:
 def test_damaged_layouts_and_inline_bytes_give_an_error_or_a_value(
     rounds: Callable[[int], int],
 ) -> None:
-    encoded = [encode(sample) for sample in SAMPLES]
+    encoded = [encode(sample) for sample in samples()]
     for number in range(rounds(1500)):
         chance = random.Random(number)
         each = chance.choice(encoded)
@@ -239,6 +257,8 @@ def test_a_codec_named_like_a_module_is_unknown_and_nothing_is_imported() -> Non
 
 def test_what_this_release_writes_is_what_the_first_one_wrote() -> None:
     """Layouts and inline bytes are on disk: both must be read for ever."""
+    import torch
+
     value = {
         "latent": np.zeros((4, 128), "<f4"),
         "small": torch.ones(2, dtype=torch.bfloat16),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
-import torch
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.keys import compute_key
@@ -19,44 +21,76 @@ from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.artifacts.rows import check_rows
 
-VALUES: dict[str, object] = {
-    "latent": {"latent": torch.randn(4, 32, 32).half(), "crop": [0, 0, 64, 64], "caption": "a cat"},
-    "nested": {"cond": [[torch.randn(2, 600), {"pooled": np.arange(900.0)}], (None, True)], 3: b""},
-    "list": [torch.randn(700), torch.ones(2), "text"],
-    "tensor": torch.arange(2000, dtype=torch.bfloat16),
-    "array": np.arange(5000, dtype=">i4").reshape(50, 100),
-    "small tensor": torch.tensor(1.5),
-    "none": None,
-    "number": 1 << 70,
-    "empty dict": {},
-    "empty tensor": torch.empty(0, 4),
-}
+if TYPE_CHECKING:
+    import torch
+
+
+every_value = pytest.mark.parametrize(
+    "name",
+    [
+        "latent",
+        "nested",
+        "list",
+        "tensor",
+        "array",
+        "small tensor",
+        "none",
+        "number",
+        "empty dict",
+        "empty tensor",
+    ],
+)
+
+
+@functools.cache
+def values() -> dict[str, object]:
+    import torch
+
+    return {
+        "latent": {
+            "latent": torch.randn(4, 32, 32).half(),
+            "crop": [0, 0, 64, 64],
+            "caption": "a cat",
+        },
+        "nested": {
+            "cond": [[torch.randn(2, 600), {"pooled": np.arange(900.0)}], (None, True)],
+            3: b"",
+        },
+        "list": [torch.randn(700), torch.ones(2), "text"],
+        "tensor": torch.arange(2000, dtype=torch.bfloat16),
+        "array": np.arange(5000, dtype=">i4").reshape(50, 100),
+        "small tensor": torch.tensor(1.5),
+        "none": None,
+        "number": 1 << 70,
+        "empty dict": {},
+        "empty tensor": torch.empty(0, 4),
+    }
 
 
 class TestPutAndGet:
-    @pytest.mark.parametrize("name", VALUES)
+    @every_value
     def test_a_value_comes_back_as_it_was(self, latents: ArtifactSet, name: str) -> None:
-        latents.put("key", VALUES[name])
-        assert exactly(latents.get("key")) == exactly(VALUES[name])
+        latents.put("key", values()[name])
+        assert exactly(latents.get("key")) == exactly(values()[name])
 
-    @pytest.mark.parametrize("name", VALUES)
+    @every_value
     def test_a_value_comes_back_after_the_set_was_closed(
         self, sets: ArtifactSets, name: str
     ) -> None:
         with open_set(sets) as opened:
-            opened.put("key", VALUES[name])
+            opened.put("key", values()[name])
         with open_set(sets) as opened:
-            assert exactly(opened.get("key")) == exactly(VALUES[name])
+            assert exactly(opened.get("key")) == exactly(values()[name])
 
-    @pytest.mark.parametrize("name", VALUES)
+    @every_value
     def test_a_value_is_the_same_the_second_time_it_is_read(
         self, latents: ArtifactSet, name: str
     ) -> None:
         """The second time nothing is verified, and tensors come out of a mapping."""
-        latents.put("key", VALUES[name])
+        latents.put("key", values()[name])
         latents.flush()
         latents.get("key")
-        assert exactly(latents.get("key")) == exactly(VALUES[name])
+        assert exactly(latents.get("key")) == exactly(values()[name])
 
     def test_a_put_replaces(self, latents: ArtifactSet) -> None:
         latents.put("key", {"x": array(1)})
@@ -190,6 +224,8 @@ class TestPrivateCopies:
     def test_changing_what_was_returned_changes_nothing(
         self, latents: ArtifactSet, is_flushed: bool
     ) -> None:
+        import torch
+
         tensor = torch.randn(50, 50)
         latents.put("key", {"large": tensor, "small": torch.ones(3), "list": [1]})
         if is_flushed:
@@ -208,6 +244,8 @@ class TestPrivateCopies:
             value["list"].append(2)
 
     def test_changing_what_was_put_changes_nothing(self, latents: ArtifactSet) -> None:
+        import torch
+
         tensor = torch.ones(1000)
         small = torch.ones(3)
         latents.put("key", {"large": tensor, "small": small})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import torch
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.lazy import Handle, Sample
@@ -22,20 +23,28 @@ from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.children import Child
 
-VALUE: dict[object, object] = {
-    "latent": torch.randn(4, 40, 40),
-    "brain": torch.randn(60, 20).bfloat16(),
-    "small": torch.tensor([1.0, 2.0]),
-    "ids": np.arange(3000).reshape(30, 100),
-    "crop": [0, 0, 512, 512],
-    "nested": [{"deep": torch.ones(900)}, "text"],
-    7: None,
-}
+if TYPE_CHECKING:
+    import torch
+
+
+@functools.cache
+def whole() -> dict[object, object]:
+    import torch
+
+    return {
+        "latent": torch.randn(4, 40, 40),
+        "brain": torch.randn(60, 20).bfloat16(),
+        "small": torch.tensor([1.0, 2.0]),
+        "ids": np.arange(3000).reshape(30, 100),
+        "crop": [0, 0, 512, 512],
+        "nested": [{"deep": torch.ones(900)}, "text"],
+        7: None,
+    }
 
 
 @pytest.fixture
 def sample(latents: ArtifactSet) -> Sample:
-    latents.put("key", VALUE, metadata={"n": 1})
+    latents.put("key", whole(), metadata={"n": 1})
     latents.flush()
     return latents["key"]
 
@@ -44,13 +53,13 @@ class TestLazy:
     def test_structure_is_known_without_the_pack(self, sets: ArtifactSets) -> None:
         """The pack cannot even be opened: whatever is told here was read from no pack."""
         with open_set(sets) as opened:
-            opened.put("key", VALUE)
+            opened.put("key", whole())
         for pack in (sets.root / "latents").glob("*/*.pack"):
             pack.rename(pack.with_suffix(".away"))
         with open_set(sets) as opened:
             sample = opened["key"]
-            assert list(sample) == list(sample.keys()) == list(VALUE)
-            assert len(sample) == len(VALUE)
+            assert list(sample) == list(sample.keys()) == list(whole())
+            assert len(sample) == len(whole())
             assert "latent" in sample
             assert "other" not in sample
             assert sample.handle("latent").shape == (4, 40, 40)
@@ -58,13 +67,13 @@ class TestLazy:
             assert sample.handle("small").nbytes == 8
             assert "float32 [4, 40, 40]" in repr(sample.handle("latent"))
 
-    @pytest.mark.parametrize("name", VALUE)
+    @pytest.mark.parametrize("name", ["latent", "brain", "small", "ids", "crop", "nested", 7])
     def test_an_item_is_what_was_put(self, sample: Sample, name: object) -> None:
-        assert exactly(sample[name]) == exactly(VALUE[name])
+        assert exactly(sample[name]) == exactly(whole()[name])
 
     def test_the_whole_value_is_what_was_put(self, sample: Sample) -> None:
-        assert exactly(sample.value()) == exactly(VALUE)
-        assert exactly(dict(sample)) == exactly(VALUE)
+        assert exactly(sample.value()) == exactly(whole())
+        assert exactly(dict(sample)) == exactly(whole())
 
     def test_an_item_that_is_not_there_is_a_key_error(self, sample: Sample) -> None:
         with pytest.raises(KeyError):
@@ -76,6 +85,8 @@ class TestLazy:
             sample.handle("crop")
 
     def test_a_value_that_is_no_dict_has_no_items(self, latents: ArtifactSet) -> None:
+        import torch
+
         latents.put("list", [1, torch.ones(500)])
         sample = latents["list"]
         with pytest.raises(ArtifactError, match="no dict"):
@@ -87,7 +98,7 @@ class TestLazy:
     ) -> None:
         assert sample == latents["key"]
         assert hash(sample) == hash(latents["key"])
-        latents.put("key", VALUE)
+        latents.put("key", whole())
         assert sample != latents["key"]
 
 
@@ -95,12 +106,14 @@ class TestViews:
     @pytest.mark.parametrize("name", ["latent", "small", "ids"])
     def test_a_view_is_right_and_read_only(self, sample: Sample, name: str) -> None:
         view = sample.handle(name).numpy()
-        assert np.array_equal(view, np.asarray(VALUE[name]))
+        assert np.array_equal(view, np.asarray(whole()[name]))
         with pytest.raises(ValueError, match="read-only"):
             view[...] = 0
 
     def test_a_view_of_a_dtype_that_numpy_has_not_shows_its_bits(self, sample: Sample) -> None:
-        brain: torch.Tensor = VALUE["brain"]  # type: ignore[assignment]
+        import torch
+
+        brain: torch.Tensor = whole()["brain"]  # type: ignore[assignment]
         view = sample.handle("brain").numpy()
         assert view.dtype == np.uint16
         assert np.array_equal(view, brain.view(torch.int16).numpy().view(np.uint16))
@@ -126,22 +139,22 @@ class TestStaysReadable:
         latents.delete("key")
         assert latents.compact(force=True).packs == 1
         assert list(latents.path.glob("*.pack")) == []
-        assert exactly(sample.value()) == exactly(VALUE)
-        assert exactly(sample["latent"]) == exactly(VALUE["latent"])
+        assert exactly(sample.value()) == exactly(whole())
+        assert exactly(sample["latent"]) == exactly(whole()["latent"])
         assert sample.metadata == {"n": 1}
 
     def test_after_a_replacement(self, latents: ArtifactSet, sample: Sample) -> None:
         latents.put("key", {"latent": 0}, metadata={"n": 2})
         latents.flush()
         latents.compact(force=True)
-        assert exactly(sample.value()) == exactly(VALUE)
+        assert exactly(sample.value()) == exactly(whole())
         assert sample.metadata == {"n": 1}
 
     def test_after_the_set_was_closed(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened:
-            opened.put("key", VALUE)
+            opened.put("key", whole())
             sample = opened["key"]
-        assert exactly(sample.value()) == exactly(VALUE)
+        assert exactly(sample.value()) == exactly(whole())
 
     def test_of_an_artifact_whose_chunk_was_moved_before_the_set_was_opened(
         self, sets: ArtifactSets
@@ -186,15 +199,15 @@ class TestPickled:
         again = pickle.loads(pickle.dumps(sample))  # noqa: S301 - our own bytes
         handle = pickle.loads(pickle.dumps(sample.handle("latent")))  # noqa: S301 - our own bytes
         assert again == sample
-        assert exactly(again.value()) == exactly(VALUE)
+        assert exactly(again.value()) == exactly(whole())
         assert again.metadata == {"n": 1}
         assert handle.shape == (4, 40, 40)
-        assert exactly(handle.tensor()) == exactly(VALUE["latent"])
+        assert exactly(handle.tensor()) == exactly(whole()["latent"])
         assert len(pickle.dumps(sample)) < 500
 
     def test_a_handle_of_a_small_tensor_comes_back(self, sample: Sample) -> None:
         handle = copy.deepcopy(sample.handle("small"))
-        assert exactly(handle.tensor()) == exactly(VALUE["small"])
+        assert exactly(handle.tensor()) == exactly(whole()["small"])
         assert np.array_equal(handle.numpy(), [1.0, 2.0])
 
     @pytest.mark.parametrize("what", ["delete", "replace"])
@@ -205,7 +218,7 @@ class TestPickled:
         if what == "delete":
             latents.delete("key")
         else:
-            latents.put("key", VALUE)
+            latents.put("key", whole())
         again: Sample
         handle: Handle
         again, handle = pickle.loads(pickled)  # noqa: S301 - our own bytes
@@ -219,9 +232,9 @@ class TestPickled:
     def test_a_set_comes_back_and_writes(self, tmp_path: Path) -> None:
         sets = ArtifactSets(tmp_path, max_size=10**9, ttl=3600)
         with open_set(sets) as opened:
-            opened.put("key", VALUE)
+            opened.put("key", whole())
             with pickle.loads(pickle.dumps(opened)) as again:  # noqa: S301 - our own bytes
-                assert exactly(again.get("key")) == exactly(VALUE)
+                assert exactly(again.get("key")) == exactly(whole())
                 again.put("other", 1)
             assert opened.get("other") == 1
             pickled = pickle.dumps(opened)
@@ -237,11 +250,11 @@ class TestPickled:
 
     def test_a_sample_that_is_gone_lets_go_of_its_set(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened:
-            opened.put("key", VALUE)
+            opened.put("key", whole())
             pickled = pickle.dumps(opened["key"])
             path = opened.path
         again = pickle.loads(pickled)  # noqa: S301 - our own bytes
-        assert exactly(again.value()) == exactly(VALUE)
+        assert exactly(again.value()) == exactly(whole())
         assert holders_of(path)
         del again
         gc.collect()
@@ -253,7 +266,7 @@ class TestPickled:
     def test_is_read_in_another_process(self, sample: Sample) -> None:
         pickled = pickle.dumps(sample)
         with Child(lambda: exactly(pickle.loads(pickled).value())) as child:  # noqa: S301 - our own bytes
-            assert child.result() == exactly(VALUE)
+            assert child.result() == exactly(whole())
 
 
 def holders_of(path: Path) -> list[str]:

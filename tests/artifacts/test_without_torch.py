@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from smartcache.artifacts.sets import ArtifactSets
 from tests.artifacts.opening import open_set
@@ -74,6 +73,8 @@ def test_everything_works_with_numpy_alone(tmp_path: Path) -> None:
 
 
 def test_tensors_of_torch_are_told_and_not_taken_for_damaged(sets: ArtifactSets) -> None:
+    import torch
+
     with open_set(sets) as opened:
         opened.put("key", {"x": torch.arange(1000), "n": 5}, metadata="about")
     lines = run(READ, str(sets.root)).splitlines()
@@ -89,6 +90,8 @@ def test_importing_artifacts_imports_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "numpy"])
 def test_values_come_back_of_the_library_they_were_of(sets: ArtifactSets, name: str) -> None:
+    import torch
+
     with open_set(sets) as opened:
         tensor = torch.arange(1000)
         opened.put("key", tensor if name == "torch" else tensor.numpy())

@@ -54,7 +54,7 @@ def sc(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
 
 @pytest.fixture
 def program(home: Path, tmp_path: Path) -> Iterator[Smartcache]:
-    """The program, run as a process of its own that does not outlive the test."""
+    """The program as a process of its own, forked warm, that does not outlive the test."""
     program = Smartcache(cwd=tmp_path)
     yield program
     program.end()

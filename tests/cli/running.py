@@ -10,16 +10,19 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from click.testing import CliRunner
 
 from smartcache.cli import main
+from tests.cli.warm import Forked, parent
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
+Process: TypeAlias = "subprocess.Popen[str] | Forked"
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,11 @@ class Here:
 class Smartcache:
     """`program("ls", "-q")`: the program as a process of its own, without a terminal."""
 
-    def __init__(self, *, cwd: Path) -> None:
+    def __init__(self, *, cwd: Path, is_warm: bool = True) -> None:
         self.cwd = cwd
-        self._started: list[subprocess.Popen[str]] = []
+        self.is_warm = is_warm
+        """Whether it is forked from a process that has imported it, which is quicker."""
+        self._started: list[Process] = []
 
     def end(self) -> None:
         """End what a failed test has left running."""
@@ -86,7 +91,7 @@ class Smartcache:
     ) -> Result:
         process = self.start(*words, env=env)
         stdout, stderr = process.communicate(timeout=PATIENCE)
-        result = Result(process.returncode, stdout, stderr)
+        result = Result(process.wait(), stdout, stderr)
         assert result.code == code, result
         return result
 
@@ -96,19 +101,44 @@ class Smartcache:
         env: dict[str, str] | None = None,
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
-    ) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+    ) -> Process:
+        process = self.begin(words, env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        self._started.append(process)
+        return process
+
+    def begin(
+        self,
+        words: Sequence[str | Path],
+        more: dict[str, str] | None,
+        *,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        start_new_session: bool = False,
+    ) -> Process:
+        """Start the program with these streams, by a fork if that is the same."""
+        env = environment(more)
+        if self.is_warm and parent().serves(env):
+            return Forked(
+                [str(word) for word in words],
+                cwd=self.cwd,
+                env=env,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=start_new_session,
+            )
+        return subprocess.Popen(
             command(*words),
             cwd=self.cwd,
-            env=environment(env),
-            stdin=subprocess.DEVNULL,
+            env=env,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
+            start_new_session=start_new_session,
             text=True,
             errors="surrogateescape",
         )
-        self._started.append(process)
-        return process
 
     def at_terminal(self, *words: str | Path, answer: str = "", columns: int = 100) -> Result:
         """Run with a terminal; `answer` is typed when the program asks. All output is `stdout`."""
@@ -126,14 +156,8 @@ class Terminal:
     def __init__(self, program: Smartcache, *words: str | Path, columns: int = 100) -> None:
         self._ours, theirs = pty.openpty()
         subprocess.run(["stty", "cols", str(columns)], stdin=theirs, check=True)
-        self.process = subprocess.Popen(
-            command(*words),
-            cwd=program.cwd,
-            env=environment(None),
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
+        self.process = program.begin(
+            words, None, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
         os.close(theirs)
         self.text = ""

@@ -18,13 +18,14 @@ from blake3 import blake3
 from smartcache.cli._downloads import MOST_SHOWN
 from smartcache.hub.sources import MOST_UNKNOWN
 from smartcache.store.store import Store
-from tests.cli.running import PATIENCE, Result, Smartcache, environment
+from tests.cli.running import PATIENCE, Process, Result, Smartcache, environment
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
 from tests.store.files import inode_of, snapshot, write
 from tests.store.small_disks import Disk, in_own_namespace
 
-ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\r")
+ESCAPES = re.compile(r"[^\n]*\r\x1b\[K|\x1b\[[0-9;]*[A-Za-z]|\r")
+"""And what they wiped away."""
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 ENCODER = random.Random(1).randbytes(300_000)
@@ -58,7 +59,7 @@ class Download:
     ) -> Result:
         return self._program("download", *words, code=code, env={**self.env(), **(env or {})})
 
-    def start(self, *words: str | Path) -> subprocess.Popen[str]:
+    def start(self, *words: str | Path) -> Process:
         return self._program.start("download", *words, env=self.env())
 
     def folder(self, name: str) -> Path:

@@ -29,6 +29,14 @@ GIGABYTE = 10**9
 NOBODY = 65534
 
 
+@pytest.fixture
+def program(home: Path, tmp_path: Path) -> Iterator[Smartcache]:
+    """Really started, as others start it."""
+    program = Smartcache(cwd=tmp_path, is_warm=False)
+    yield program
+    program.end()
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():

@@ -211,6 +211,7 @@ def test_lm_studio_has_ordinary_files(machine: Machine, store: Store) -> None:
     assert {inode_of(path) for path in shared} == {inode_of(mine)}
 
 
+@pytest.mark.torch
 def test_safetensors_and_torch_load_the_files(tmp_path: Path, store: Store) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -232,6 +233,7 @@ def test_safetensors_and_torch_load_the_files(tmp_path: Path, store: Store) -> N
             assert torch.equal(found["weight"], tensors["weight"])
 
 
+@pytest.mark.torch
 def test_a_program_that_replaces_its_file_gets_its_own_and_changes_no_other(
     tmp_path: Path, store: Store
 ) -> None:

@@ -366,6 +366,7 @@ def test_the_first_bytes_say_the_kind_of_a_blob(
     assert kind_of(write(tmp_path / name, data)) == kind
 
 
+@pytest.mark.torch
 def test_what_torch_saves_is_recognised(tmp_path: Path) -> None:
     import torch
 

@@ -698,6 +698,7 @@ def test_the_real_client_works_offline_with_what_arrived(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.torch
 @pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
 @pytest.mark.soak
 def test_pipelines_and_models_load_offline(

@@ -26,6 +26,7 @@ from tests.store.files import inode_of, mode_of
 HF = Path(sys.executable).with_name("hf")
 PATIENCE = 100.0
 FOLDERS = {"org/first": "models--org--first", "org/second": "models--org--second"}
+pytestmark = pytest.mark.torch
 
 
 @pytest.fixture

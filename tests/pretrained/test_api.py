@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 import smartcache
 from smartcache.pretrained.dtypes import dtype_arguments
@@ -119,12 +118,21 @@ class TestArguments:
 
 
 class TestDtype:
-    @pytest.mark.parametrize("value", ["fp16", "half", "float16", "torch.float16", torch.float16])
-    def test_it_has_many_names(self, models: Models, value: object) -> None:
+    @pytest.mark.parametrize("value", ["fp16", "half", "float16", "torch.float16"])
+    def test_it_has_many_names(self, models: Models, value: str) -> None:
+        import torch
+
         assert load(models.language, dtype=value).dtype == torch.float16
+
+    def test_it_may_be_torchs_own(self, models: Models) -> None:
+        import torch
+
+        assert load(models.language, dtype=torch.float16).dtype == torch.float16
 
     @pytest.mark.filterwarnings("error:.*torch_dtype.*")
     def test_its_old_name_is_taken_too(self, models: Models) -> None:
+        import torch
+
         assert load(models.first, subfolder="vae", torch_dtype="bf16").dtype == torch.bfloat16
         assert load(models.language, torch_dtype=torch.float16).dtype == torch.float16
 
@@ -132,6 +140,7 @@ class TestDtype:
     def test_each_diffusers_is_given_the_name_that_it_knows(
         self, monkeypatch: pytest.MonkeyPatch, version: str, name: str
     ) -> None:
+        import torch
         from diffusers import AutoencoderKL
         from transformers import BertModel
 
@@ -140,6 +149,8 @@ class TestDtype:
         assert dtype_arguments(BertModel, "fp16") == {"dtype": torch.float16}
 
     def test_each_component_may_have_its_own(self, models: Models) -> None:
+        import torch
+
         pipeline = load(models.first, dtype={"vae": "bf16", "default": "float16"})
         assert pipeline.vae.dtype == torch.bfloat16
         assert pipeline.unet.dtype == torch.float16
@@ -159,6 +170,8 @@ class TestDtype:
 
 class TestDevice:
     def test_everything_goes_to_the_device(self, models: Models) -> None:
+        import torch
+
         assert set(devices(load(models.first, device="meta")).values()) == {"meta"}
         assert load(models.language, device="meta").device.type == "meta"
         assert load(models.language, device=torch.device("cpu")).device.type == "cpu"
@@ -189,6 +202,8 @@ class TestDevice:
 
 class TestWithoutTheCache:
     def test_the_library_alone_is_at_work(self, library_hub: LibraryHub, models: Models) -> None:
+        import torch
+
         library_hub.hub.add_folder("org/first", models.first)
         pipeline = load("org/first", smart_cache=False, device="meta", dtype="fp16")
         assert set(devices(pipeline).values()) == {"meta"}

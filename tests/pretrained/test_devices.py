@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from smartcache.errors import DeviceMemoryError
 from smartcache.pretrained.arguments import Asked
@@ -21,23 +22,44 @@ from smartcache.pretrained.devices import (
 from smartcache.pretrained.parts import part_of
 from tests.hub_server.pipelines import Models
 
-CPU, META = torch.device("cpu"), torch.device("meta")
-without_gpu = pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+if TYPE_CHECKING:
+    import torch
 
 
-class Full(torch.nn.Linear):
+@pytest.fixture
+def _without_gpu() -> None:
+    if accelerator() is not None:
+        pytest.skip("there is an accelerator")
+
+
+def cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
+def meta() -> torch.device:
+    import torch
+
+    return torch.device("meta")
+
+
+def full_layer(error: Exception) -> Any:  # noqa: ANN401
     """A layer that does not fit on any device but the CPU."""
+    import torch
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(1000, 1000, bias=False)
-        self.error = error
-        self.came_back = False
+    class Full(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1000, 1000, bias=False)
+            self.came_back = False
 
-    def _apply(self, fn: object, *_: object) -> Full:
-        if fn(torch.zeros(0)).device.type != "cpu":  # type: ignore[operator]
-            raise self.error
-        self.came_back = True
-        return self
+        def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *_: object) -> Full:
+            if fn(torch.zeros(0)).device.type != "cpu":
+                raise error
+            self.came_back = True
+            return self
+
+    return Full()
 
 
 class Pair:
@@ -84,7 +106,7 @@ class TestParts:
 
 
 class TestChoice:
-    @without_gpu
+    @pytest.mark.usefixtures("_without_gpu")
     def test_auto_moves_nothing_where_there_is_no_accelerator(self) -> None:
         assert placement(None, "auto") is None
         assert resolve_device("auto") is None
@@ -95,21 +117,23 @@ class TestChoice:
     def test_a_device_is_for_everything(self) -> None:
         where = placement("meta", "auto")
         assert where is not None
-        assert where.device_for("text_encoder") == where.device_for("unet") == META
+        assert where.device_for("text_encoder") == where.device_for("unet") == meta()
 
     def test_encoders_can_go_elsewhere(self) -> None:
         where = placement("cpu", "meta")
         assert where is not None
-        assert where.device_for("vae") == META
-        assert where.device_for("unet") == CPU
+        assert where.device_for("vae") == meta()
+        assert where.device_for("unet") == cpu()
 
     def test_encoders_can_go_alone(self) -> None:
-        where = placement(None, META)
+        where = placement(None, meta())
         assert where is not None
-        assert where.device_for("text_encoder_2") == META
+        assert where.device_for("text_encoder_2") == meta()
         assert where.device_for("unet") is None
 
     def test_a_device_may_be_a_number(self) -> None:
+        import torch
+
         assert resolve_device(1) == torch.device("cuda:1")
 
     def test_a_wrong_name_is_torchs_own_error(self) -> None:
@@ -119,46 +143,57 @@ class TestChoice:
 
 class TestMoving:
     def test_components_move_and_others_stay(self) -> None:
+        import torch
+
         pair = Pair(vae=torch.nn.Linear(2, 2), unet=torch.nn.Linear(2, 2), scheduler=object())
-        Placement(encoders=META).apply(pair)
+        Placement(encoders=meta()).apply(pair)
         assert devices(pair) == {"vae": "meta", "unet": "cpu"}
-        Placement(device=META).apply(pair)
+        Placement(device=meta()).apply(pair)
         assert devices(pair) == {"vae": "meta", "unet": "meta"}
 
     def test_a_model_alone_goes_by_its_subfolder_or_class(self) -> None:
+        import torch
+
         model = torch.nn.Linear(2, 2)
-        Placement(encoders=META).apply(model)
-        assert model.weight.device == CPU
-        Placement(encoders=META, component="text_encoder").apply(model)
-        assert model.weight.device == META
+        Placement(encoders=meta()).apply(model)
+        assert model.weight.device == cpu()
+        Placement(encoders=meta(), component="text_encoder").apply(model)
+        assert model.weight.device == meta()
 
     def test_the_model_beside_a_loading_report_moves(self) -> None:
+        import torch
+
         model = torch.nn.Linear(2, 2)
-        Placement(device=META).apply((model, {"missing_keys": []}))
-        assert model.weight.device == META
+        Placement(device=meta()).apply((model, {"missing_keys": []}))
+        assert model.weight.device == meta()
 
     def test_what_has_no_weights_is_left_alone(self) -> None:
-        Placement(device=META).apply("a tokenizer")
+        Placement(device=meta()).apply("a tokenizer")
 
     def test_the_current_device_is_the_one_without_a_number(self) -> None:
+        import torch
+
         assert is_on(torch.device("xpu:0"), torch.device("xpu"))
         assert not is_on(torch.device("xpu:1"), torch.device("xpu:0"))
-        assert not is_on(CPU, META)
+        assert not is_on(cpu(), meta())
 
 
 class TestFullDevice:
     @pytest.mark.parametrize(
-        "error",
+        ("kind", "message"),
         [
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 MB"),
-            RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+            ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 4 MB"),
+            ("RuntimeError", "MPS backend out of memory (MPS allocated: 1 GB)"),
         ],
         ids=["cuda", "mps"],
     )
-    def test_the_error_names_the_component_and_the_bytes(self, error: Exception) -> None:
-        pair = Pair(tokenizer=object(), text_encoder=Full(error))
+    def test_the_error_names_the_component_and_the_bytes(self, kind: str, message: str) -> None:
+        import torch
+
+        error = getattr(torch, kind, RuntimeError)(message)
+        pair = Pair(tokenizer=object(), text_encoder=full_layer(error))
         with pytest.raises(DeviceMemoryError) as caught:
-            Placement(device=META, source="org/name").apply(pair)
+            Placement(device=meta(), source="org/name").apply(pair)
         text = str(caught.value)
         assert text == "text_encoder of org/name does not fit on meta: 4 MB are needed"
         assert caught.value.hint
@@ -167,15 +202,17 @@ class TestFullDevice:
         assert (copy.needed, copy.free, copy.component) == (4_000_000, None, "text_encoder")
 
     def test_what_was_moved_half_is_moved_back(self) -> None:
-        full = Full(torch.OutOfMemoryError("full"))
+        import torch
+
+        full = full_layer(torch.OutOfMemoryError("full"))
         with pytest.raises(DeviceMemoryError):
-            Placement(device=META).apply(full)
+            Placement(device=meta()).apply(full)
         assert full.came_back
 
     def test_other_errors_pass_unchanged(self) -> None:
         error = RuntimeError("an illegal instruction")
         with pytest.raises(RuntimeError) as caught:
-            Placement(device=META).apply(Full(error))
+            Placement(device=meta()).apply(full_layer(error))
         assert caught.value is error
 
 
@@ -189,10 +226,14 @@ class TestLibrary:
         return Asked(cls=cls, original=cls.from_pretrained, args=("org/name",), kwargs=kwargs)
 
     def told(self, name: str, device: str, **kwargs: object) -> dict[str, object]:
+        import torch
+
         where = Placement(device=torch.device(device))
         return where.library_arguments(self.asked(name, **kwargs))
 
     def test_a_model_is_loaded_straight_onto_a_device(self) -> None:
+        import torch
+
         assert self.told("AutoencoderKL", "cuda:1") == {"device_map": {"": torch.device("cuda:1")}}
 
     @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -207,22 +248,25 @@ class TestLibrary:
         assert self.told("DDIMScheduler", "cuda") == {}
 
     def test_a_pipeline_whose_encoders_go_elsewhere_is_moved_in_parts(self) -> None:
-        where = Placement(device=torch.device("cuda"), encoders=CPU)
+        import torch
+
+        where = Placement(device=torch.device("cuda"), encoders=cpu())
         assert where.library_arguments(self.asked("StableDiffusionPipeline")) == {}
 
-    @without_gpu
+    @pytest.mark.usefixtures("_without_gpu")
     def test_a_pipeline_is_mapped_to_the_accelerator_only(self) -> None:
         """Another name is an error of diffusers."""
         assert self.told("StableDiffusionPipeline", "cuda") == {}
 
     def test_a_map_of_one_device_leaves_the_model_free_to_move(self, models: Models) -> None:
         """On CUDA models are loaded so: no hooks may stay, or `.to` would not work later."""
+        import torch
         from diffusers import AutoencoderKL
 
         device_map = {"": torch.device("cpu")}
         vae = AutoencoderKL.from_pretrained(models.first, subfolder="vae", device_map=device_map)
         assert not any(hasattr(each, "_hf_hook") for each in vae.modules())
-        assert vae.to("meta").device == META
+        assert vae.to("meta").device == meta()
 
     def test_so_does_a_map_of_a_pipeline_to_one_device(self, models: Models) -> None:
         from diffusers import DiffusionPipeline
@@ -230,14 +274,16 @@ class TestLibrary:
         pipeline = DiffusionPipeline.from_pretrained(models.first, device_map="cpu")
         modules = [each for _, part in modules_of(pipeline) for each in part.modules()]
         assert not any(hasattr(each, "_hf_hook") for each in modules)
-        Placement(device=META).apply(pipeline)
-        assert pipeline.device == META
+        Placement(device=meta()).apply(pipeline)
+        assert pipeline.device == meta()
         assert pipeline.to("meta") is pipeline
 
 
 @pytest.mark.cuda
 class TestCuda:
     def test_everything_is_on_the_device_and_free_memory_is_known(self, models: Models) -> None:
+        import torch
+
         import smartcache
 
         pipeline = smartcache.from_pretrained(models.first, device="cuda")
@@ -257,6 +303,8 @@ class TestCuda:
         assert pipeline.unet.device.type == "cpu"  # type: ignore[attr-defined]
 
     def test_a_full_device_is_said_with_figures(self) -> None:
+        import torch
+
         free = free_bytes(torch.device("cuda"))
         assert free is not None
         with torch.device("meta"):

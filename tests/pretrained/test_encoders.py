@@ -6,16 +6,19 @@ import json
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from smartcache.errors import MissingWeightsError, PretrainedError, UnknownClassError
 from smartcache.pretrained.encoders import load_encoders
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
+
+if TYPE_CHECKING:
+    import torch
+
 
 pytestmark = [
     pytest.mark.usefixtures("library_hub"),
@@ -30,6 +33,8 @@ def load(source: str | Path, **arguments: object) -> Any:  # noqa: ANN401 - comp
 
 
 def embed(pipeline: Any) -> torch.Tensor:  # noqa: ANN401
+    import torch
+
     found = pipeline.encode_prompt("a cat", "cpu", 1, False)[0]
     assert isinstance(found, torch.Tensor)
     return found
@@ -78,6 +83,7 @@ class TestLoading:
         assert library_hub.hub.gets(OWN_WEIGHTS) == []
 
     def test_they_are_those_of_the_pipeline(self, first: str, models: Models) -> None:
+        import torch
         from diffusers import DiffusionPipeline
 
         whole = cast("Any", DiffusionPipeline.from_pretrained(models.first))
@@ -115,6 +121,8 @@ class TestLoading:
             assert list(encoders) == names
 
     def test_dtype_and_device_are_those_asked_for(self, models: Models) -> None:
+        import torch
+
         with load(models.first, dtype="bf16", device="meta") as encoders:
             assert (encoders.device, encoders.dtype) == (torch.device("meta"), torch.bfloat16)
             assert encoders.text_encoder.device.type == "meta"
@@ -125,6 +133,8 @@ class TestLoading:
             assert list(encoders) == list(encoders.fingerprint) == ["tokenizer", "vae"]
 
     def test_a_variant(self, library_hub: LibraryHub, models: Models) -> None:
+        import torch
+
         library_hub.hub.add_folder("org/halves", models.halves)
         with load("org/halves", variant="fp16", torch_dtype=torch.float16):
             pass
@@ -149,6 +159,8 @@ class TestLoading:
         self, models: Models, tmp_path: Path
     ) -> None:
         """Its constructor looks into the VAE: there is no pipeline then, but the encoders are."""
+        import torch
+
         folder = tmp_path / "ldm"
         shutil.copytree(models.halves, folder)
         (folder / "text_encoder").rename(folder / "bert")
@@ -226,6 +238,8 @@ class TestFingerprint:
 
 class TestRelease:
     def test_the_memory_is_free_though_somebody_holds_an_encoder(self, models: Models) -> None:
+        import torch
+
         with load(models.first) as encoders:
             vae, text_encoder = encoders.vae, encoders.text_encoder
             weights = weakref.ref(next(vae.parameters()))
@@ -263,6 +277,8 @@ class TestRelease:
 
     @pytest.mark.cuda
     def test_the_device_is_as_empty_as_before(self, models: Models) -> None:
+        import torch
+
         with load(models.first) as encoders:
             assert encoders.device.type == "cuda"
             kept = encoders.vae

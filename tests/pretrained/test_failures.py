@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import smartcache
@@ -172,6 +171,7 @@ class TestMemory:
     """A library that loads straight onto a device meets the device's end by itself."""
 
     def asked(self, models: Models, **kwargs: object) -> Asked:
+        import torch
         from diffusers import StableDiffusionPipeline as Pipeline
 
         where = Placement(device=torch.device("cpu"))
@@ -180,12 +180,14 @@ class TestMemory:
             placement=where,
         )  # fmt: skip
 
-    @pytest.mark.parametrize(("dtype", "factor"), [(None, 1.0), (torch.float16, 0.5)])
+    @pytest.mark.parametrize(("dtype", "factor"), [(None, 1.0), ("float16", 0.5)])
     def test_what_all_of_it_needs_is_said(
-        self, models: Models, dtype: torch.dtype | None, factor: float
+        self, models: Models, dtype: str | None, factor: float
     ) -> None:
+        import torch
+
         full = torch.OutOfMemoryError("CUDA out of memory")
-        asked = self.asked(models, **({} if dtype is None else {"dtype": dtype}))
+        asked = self.asked(models, **({} if dtype is None else {"dtype": getattr(torch, dtype)}))
         with (
             pytest.raises(DeviceMemoryError, match="does not fit on cpu") as caught,
             explained(asked),
@@ -199,11 +201,15 @@ class TestMemory:
 
     @pytest.mark.parametrize("mapped", ["cpu", {"": "cpu"}])
     def test_a_map_of_the_callers_names_the_device(self, models: Models, mapped: object) -> None:
+        import torch
+
         asked = replace(self.asked(models, device_map=mapped), placement=None)
         with pytest.raises(DeviceMemoryError, match="does not fit on cpu"), explained(asked):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     def test_without_a_device_it_passes_unchanged(self, models: Models) -> None:
+        import torch
+
         full = torch.OutOfMemoryError("CUDA out of memory")
         asked = replace(self.asked(models), placement=None)
         with pytest.raises(torch.OutOfMemoryError) as caught, explained(asked):

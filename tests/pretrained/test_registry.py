@@ -10,9 +10,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from smartcache.errors import SharedComponentError
 from smartcache.pretrained import registry as module
@@ -20,6 +20,10 @@ from smartcache.pretrained.gate import one_at_a_time
 from smartcache.pretrained.guards import Guard, guard, lift
 from smartcache.pretrained.registry import Holder, Key, Registry, Request, components
 from tests.pretrained.open_files import needs_proc, open_files
+
+if TYPE_CHECKING:
+    import torch
+
 
 FLOAT = "dtype float32"
 
@@ -34,16 +38,19 @@ class Pipeline:
         return (self, *args)
 
 
-class Movable(torch.nn.Linear):
+def movable() -> torch.nn.Module:
     """A model that can be offloaded, as those of diffusers can."""
+    import torch
 
-    def __init__(self) -> None:
-        super().__init__(4, 4)
+    class Movable(torch.nn.Linear):
+        def enable_group_offload(self) -> None: ...
 
-    def enable_group_offload(self) -> None: ...
+    return Movable(4, 4)
 
 
 def model(value: float = 1.0) -> torch.nn.Module:
+    import torch
+
     made = torch.nn.Linear(4, 4)
     torch.nn.init.constant_(made.weight, value)
     torch.nn.init.zeros_(made.bias)
@@ -120,6 +127,8 @@ class TestAdd:
 
     def test_one_element_is_enough(self, registry: Registry) -> None:
         """All values are compared before two objects become one, not a sample."""
+        import torch
+
         large = [torch.nn.Linear(200, 200, bias=False) for _ in range(2)]
         large[1].load_state_dict(large[0].state_dict())
         large[1].weight.data[100, 33] += 1
@@ -133,11 +142,15 @@ class TestAdd:
         assert registry.add(request(number=1), model()) is not first
 
     def test_a_placeholder_is_not_shared(self, registry: Registry) -> None:
+        import torch
+
         made = registry.add(request(), torch.nn.Linear(4, 4, device="meta"))
         assert registry.find(request()) is None
         assert registry.entry_of(made) is None
 
     def test_tensors_that_cannot_be_looked_at_are_not_shared(self, registry: Registry) -> None:
+        import torch
+
         class Strange(torch.Tensor):
             @classmethod
             def __torch_function__(cls, *_args: object, **_more: object) -> object:
@@ -178,7 +191,7 @@ class TestFiles:
     def test_that_cannot_be_opened_keep_it_from_being_shared(
         self, registry: Registry, tmp_path: Path
     ) -> None:
-        made = Movable()
+        made = movable()
         assert registry.add(request(), made, tmp_path / "gone") is made
         assert registry.entry_of(made) is None
         assert not any(isinstance(each, Guard) for each in vars(made).values())
@@ -210,6 +223,8 @@ class TestComponents:
         assert str(shown) == "Linear aa float16 on cpu, changed, 40 B: nobody"
 
     def test_the_largest_comes_first(self, registry: Registry) -> None:
+        import torch
+
         parts = [
             registry.add(request(str(size)), torch.nn.Linear(size, size)) for size in (2, 8, 4)
         ]

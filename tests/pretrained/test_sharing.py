@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import os
@@ -12,14 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import diffusers
 import numpy as np
 import pytest
-import torch
-import transformers
-from diffusers import StableDiffusionPipeline
 
 from smartcache.errors import SharedComponentError
 from smartcache.pretrained.arguments import Asked
@@ -31,6 +28,10 @@ from smartcache.pretrained.state import describe, have_equal_values
 from tests.hub_server.pipelines import Models
 from tests.pretrained.scenarios import published
 from tests.pretrained.sharing_loads import PARTS, model_of, pipeline_of, same_parts
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
+
 
 SHARED = {"text_encoder", "vae"}
 ALL = set(PARTS)
@@ -55,6 +56,8 @@ def folder(models: Models, tmp_path: Path) -> Path:
 
 
 def plainly(folder: Path, **arguments: object) -> StableDiffusionPipeline:
+    import diffusers
+
     return diffusers.DiffusionPipeline.from_pretrained(folder, **arguments)
 
 
@@ -67,6 +70,8 @@ def assert_as_plain(pipeline: object, plain: object, names: set[str] = ALL) -> N
 
 
 def picture(pipeline: StableDiffusionPipeline) -> np.ndarray:
+    import torch
+
     pipeline.set_progress_bar_config(disable=True)
     words = {"num_inference_steps": 1, "height": 32, "width": 32, "output_type": "np"}
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +126,7 @@ class TestEqual:
     @pytest.mark.parametrize(
         ("cls", "arguments", "expected"),
         [
-            ("DiffusionPipeline", {"dtype": torch.float32}, SHARED),
+            ("DiffusionPipeline", {"dtype": "float32"}, SHARED),
             ("DiffusionPipeline", {"low_cpu_mem_usage": True, "use_safetensors": True}, SHARED),
             ("DiffusionPipeline", {"safety_checker": None}, SHARED),
             ("StableDiffusionPipeline", {"requires_safety_checker": False}, SHARED),
@@ -129,7 +134,7 @@ class TestEqual:
             ("AutoPipelineForText2Image", {}, SHARED),
             ("AutoPipelineForImage2Image", {}, SHARED),
             ("DiffusionPipeline", {"vae": None}, {"text_encoder"}),
-            ("DiffusionPipeline", {"dtype": {"vae": torch.float16}}, {"text_encoder"}),
+            ("DiffusionPipeline", {"dtype": {"vae": "float16"}}, {"text_encoder"}),
         ],
     )
     def test_however_they_were_asked_for(
@@ -140,8 +145,10 @@ class TestEqual:
         arguments: dict[str, Any],
         expected: set[str],
     ) -> None:
+        import diffusers
+
         for _ in range(2):
-            second = pipeline_of(models.second, getattr(diffusers, cls), **arguments)
+            second = pipeline_of(models.second, getattr(diffusers, cls), **typed(arguments))
             assert same_parts(first, second) == expected
 
     def test_beside_other_parts_that_the_user_gives(
@@ -169,7 +176,7 @@ class TestEqual:
         """As the library has it: what is done to one must not happen to the other."""
         shutil.copytree(folder / "text_encoder", folder / "text_encoder_2")
         edit(folder / "model_index.json", text_encoder_2=["transformers", "CLIPTextModel"])
-        one, other = (pipeline_of(folder, TwoEncoders) for _ in range(2))
+        one, other = (pipeline_of(folder, two_encoders()) for _ in range(2))
         assert one.text_encoder is not one.text_encoder_2
         assert one.text_encoder is other.text_encoder
         assert one.text_encoder_2 is other.text_encoder_2
@@ -183,10 +190,28 @@ class TestEqual:
         assert same_parts(first, second) == SHARED
 
 
-class TwoEncoders(diffusers.DiffusionPipeline):  # type: ignore[misc]
-    def __init__(self, text_encoder: object, text_encoder_2: object) -> None:
-        super().__init__()
-        self.register_modules(text_encoder=text_encoder, text_encoder_2=text_encoder_2)
+@functools.cache
+def two_encoders() -> type:
+    import diffusers
+
+    class TwoEncoders(diffusers.DiffusionPipeline):  # type: ignore[misc]
+        def __init__(self, text_encoder: object, text_encoder_2: object) -> None:
+            super().__init__()
+            self.register_modules(text_encoder=text_encoder, text_encoder_2=text_encoder_2)
+
+    return TwoEncoders
+
+
+def typed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with dtypes of torch in the place of their names."""
+    import torch
+
+    def of(name: Any) -> Any:  # noqa: ANN401
+        if isinstance(name, dict):
+            return {key: of(each) for key, each in name.items()}
+        return getattr(torch, name)
+
+    return {key: of(value) if key == "dtype" else value for key, value in arguments.items()}
 
 
 def edit(path: Path, **fields: object) -> None:
@@ -198,23 +223,25 @@ class TestNotEqual:
     @pytest.mark.parametrize(
         "arguments",
         [
-            {"dtype": torch.float16},
-            {"dtype": torch.bfloat16},
-            {"dtype": {"default": torch.float16}},
+            {"dtype": "float16"},
+            {"dtype": "bfloat16"},
+            {"dtype": {"default": "float16"}},
             {"low_cpu_mem_usage": False},
         ],
     )
     def test_loaded_in_another_way(
         self, models: Models, first: StableDiffusionPipeline, arguments: dict[str, Any]
     ) -> None:
-        second = pipeline_of(models.second, **arguments)
+        second = pipeline_of(models.second, **typed(arguments))
         assert same_parts(first, second) == set()
         if arguments != {"low_cpu_mem_usage": False}:
-            assert_as_plain(second, plainly(models.second, **arguments))
+            assert_as_plain(second, plainly(models.second, **typed(arguments)))
 
     def test_loaded_under_other_defaults_of_torch(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
+        import torch
+
         torch.set_default_dtype(torch.float64)
         try:
             second, plain = pipeline_of(models.second), plainly(models.second)
@@ -280,6 +307,7 @@ class TestNotEqual:
 
     def test_weights_that_no_file_has(self, folder: Path) -> None:
         """They are random: each load gives others, and with one seed those of the library alone."""
+        import torch
         from safetensors.torch import load_file, save_file
 
         path = folder / "text_encoder" / "model.safetensors"
@@ -295,6 +323,8 @@ class TestNotEqual:
     def test_components_that_the_user_gives_stay_his(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
+        import diffusers
+
         own = diffusers.AutoencoderKL.from_pretrained(models.first / "vae")
         second = pipeline_of(models.second, vae=own)
         assert second.vae is own
@@ -303,7 +333,7 @@ class TestNotEqual:
 
 
 CHANGES: dict[str, Callable[[StableDiffusionPipeline], object]] = {
-    "to": lambda pipeline: pipeline.vae.to(torch.float64),
+    "to": lambda pipeline: pipeline.vae.double(),
     "train": lambda pipeline: pipeline.vae.train(),
     "freeze": lambda pipeline: pipeline.vae.requires_grad_(False),
     "tiling": lambda pipeline: pipeline.vae.enable_tiling(),
@@ -381,37 +411,46 @@ class TestChanged:
         assert second.vae is first.vae
 
 
-class Meddling(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
-    """As some pipelines of diffusers are: they write into what they get."""
+@functools.cache
+def meddling() -> type:
+    import diffusers
+    import torch
 
-    def __init__(  # noqa: PLR0917 - as the class has it
-        self,
-        vae: object,
-        text_encoder: object,
-        tokenizer: object,
-        unet: object,
-        scheduler: object,
-        safety_checker: object,
-        feature_extractor: object,
-        image_encoder: object = None,
-        requires_safety_checker: object = None,
-    ) -> None:
-        vae.register_to_config(scaling_factor=0.5)  # type: ignore[attr-defined]
-        vae.to(torch.float64)  # type: ignore[attr-defined]
-        vae.meddled = True  # type: ignore[attr-defined]
-        super().__init__(
-            vae, text_encoder, tokenizer, unet, scheduler, safety_checker, feature_extractor,
-            image_encoder, requires_safety_checker,
-        )  # fmt: skip
+    class Meddling(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+        """As some pipelines of diffusers are: they write into what they get."""
+
+        def __init__(  # noqa: PLR0917 - as the class has it
+            self,
+            vae: object,
+            text_encoder: object,
+            tokenizer: object,
+            unet: object,
+            scheduler: object,
+            safety_checker: object,
+            feature_extractor: object,
+            image_encoder: object = None,
+            requires_safety_checker: object = None,
+        ) -> None:
+            vae.register_to_config(scaling_factor=0.5)  # type: ignore[attr-defined]
+            vae.to(torch.float64)  # type: ignore[attr-defined]
+            vae.meddled = True  # type: ignore[attr-defined]
+            super().__init__(
+                vae, text_encoder, tokenizer, unet, scheduler, safety_checker, feature_extractor,
+                image_encoder, requires_safety_checker,
+            )  # fmt: skip
+
+    return Meddling
 
 
 class TestConstructors:
     def test_one_that_changes_a_component_gets_its_own(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
+        import torch
+
         expected = picture(first)
         for _ in range(2):
-            second = pipeline_of(models.second, Meddling)
+            second = pipeline_of(models.second, meddling())
             assert same_parts(first, second) == {"text_encoder"}
             assert second.vae.dtype == torch.float64
             assert second.vae.config.scaling_factor == 0.5
@@ -420,7 +459,7 @@ class TestConstructors:
         assert same_parts(first, pipeline_of(models.second)) == SHARED
 
     def test_what_it_has_changed_is_not_given_to_others(self, models: Models) -> None:
-        first = pipeline_of(models.first, Meddling)
+        first = pipeline_of(models.first, meddling())
         second = pipeline_of(models.second)
         assert same_parts(first, second) == {"text_encoder"}
         assert_as_plain(second, published(models.second))
@@ -429,6 +468,8 @@ class TestConstructors:
 @pytest.fixture(scope="module")
 def lora(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of the text encoder, in a folder."""
+    import torch
+
     peft = pytest.importorskip("peft")
     pipeline = plainly(models.first)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
@@ -473,6 +514,8 @@ class TestLora:
 class TestPlacement:
     @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
     def test_components_are_shared_where_they_are(self, models: Models, name: str) -> None:
+        import torch
+
         where = Placement(device=torch.device(name))
         first, second = (
             pipeline_of(folder, placement=where) for folder in (models.first, models.second)
@@ -482,6 +525,8 @@ class TestPlacement:
 
     @pytest.mark.cuda
     def test_those_of_another_device_are_not(self, models: Models) -> None:
+        import torch
+
         where = Placement(device=torch.device("cuda"))
         first, second = pipeline_of(models.first), pipeline_of(models.second, placement=where)
         assert same_parts(first, second) == set()
@@ -545,7 +590,9 @@ class TestThreads:
     def test_one_at_a_time_loads_whatever_can_be_shared(
         self, models: Models, arguments: dict[str, Any], is_pipeline: bool
     ) -> None:
-        cls = StableDiffusionPipeline if is_pipeline else diffusers.AutoencoderKL
+        import diffusers
+
+        cls = diffusers.StableDiffusionPipeline if is_pipeline else diffusers.AutoencoderKL
         folder = models.first if is_pipeline else models.first / "vae"
         at_once, most = 0, 0
 
@@ -589,6 +636,8 @@ class TestErrors:
     def test_are_those_of_the_library_alone(
         self, folder: Path, damage: Callable[[Path], object]
     ) -> None:
+        import torch
+
         damage(folder)
         with pytest.raises(Exception, match=r".") as expected:
             plainly(folder)
@@ -604,6 +653,8 @@ class TestGuards:
     def test_what_would_move_a_shared_component_is_refused(
         self, models: Models, first: StableDiffusionPipeline, name: str
     ) -> None:
+        import torch
+
         second = pipeline_of(models.second, share=("vae",))
         with pytest.raises(SharedComponentError, match=rf"{name}\(\) would move vae"):
             getattr(second, name)()
@@ -622,6 +673,8 @@ class TestGuards:
     def test_a_copy_has_the_methods_of_its_class(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
+        import torch
+
         for made in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):  # noqa: S301
             assert same_parts(first, made) == set()
             assert made.enable_group_offload.__self__ is made
@@ -637,6 +690,8 @@ class TestGuards:
         assert b"smartcache" not in pickle.dumps(first)
 
     def test_to_is_allowed_and_moves_it_for_all(self, models: Models) -> None:
+        import torch
+
         first, second = pipeline_of(models.first), pipeline_of(models.second)
         second.to(torch.float64)
         assert first.vae.dtype == torch.float64
@@ -647,6 +702,8 @@ class TestGuards:
 
 
 def offloaded(pipeline: StableDiffusionPipeline) -> None:
+    import torch
+
     pipeline.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
     assert hasattr(next(iter(pipeline.vae.children())), "_diffusers_hook") or any(
         hasattr(each, "_diffusers_hook") for each in pipeline.vae.modules()
@@ -689,6 +746,9 @@ class TestModels:
     def test_one_loaded_alone_is_that_of_a_pipeline(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
+        import diffusers
+        import transformers
+
         for _ in range(2):
             vae = model_of(diffusers.AutoencoderKL, models.second, subfolder="vae")
             assert vae is first.vae
@@ -698,6 +758,8 @@ class TestModels:
 
     @pytest.mark.parametrize("name", ["AutoModel", "BertModel"])
     def test_is_one_object_until_it_is_changed(self, models: Models, name: str) -> None:
+        import transformers
+
         cls = getattr(transformers, name)
         first, second = (model_of(cls, models.language) for _ in range(2))
         assert first is second
@@ -708,6 +770,9 @@ class TestModels:
         assert have_equal_values(third, cls.from_pretrained(models.language))
 
     def test_another_way_to_load_gives_another(self, models: Models) -> None:
+        import torch
+        import transformers
+
         first = model_of(transformers.BertModel, models.language)
         others = (
             {"attn_implementation": "eager"},
@@ -719,6 +784,8 @@ class TestModels:
             assert model_of(transformers.BertModel, models.language, **each) is not first
 
     def test_nothing_is_kept_alive(self, models: Models) -> None:
+        import transformers
+
         model = model_of(transformers.BertModel, models.language)
         assert components()[0].holders[0].source == str(models.language)
         del model

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import torch
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 import smartcache
@@ -16,6 +15,10 @@ from smartcache.pretrained.singlefile import RepoFile, repo_file
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 from tests.store.files import inode_of
+
+if TYPE_CHECKING:
+    import torch
+
 
 # diffusers passes it to huggingface_hub with the config of every model.
 pytestmark = pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument:UserWarning")
@@ -29,6 +32,7 @@ def load(source: str | Path, **arguments: object) -> Any:  # noqa: ANN401 - of m
 
 def is_whole(vae: torch.nn.Module, models: Models) -> bool:
     """Whether it has the weights of the first pipeline's VAE."""
+    import torch
     from safetensors.torch import load_file
 
     expected = load_file(models.first / VAE)
@@ -144,6 +148,8 @@ class TestLoading:
             assert is_whole(load(models.first / VAE, cls=cls, **as_vae), models)
 
     def test_dtype_and_device(self, models: Models, as_vae: dict[str, object]) -> None:
+        import torch
+
         vae = load(models.first / VAE, dtype="bf16", device="meta", **as_vae)
         assert (vae.dtype, vae.device.type) == (torch.bfloat16, "meta")
 

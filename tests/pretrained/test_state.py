@@ -6,56 +6,69 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import diffusers
 import pytest
-import torch
-import transformers
 
 from smartcache.pretrained.keeping import keep
 from smartcache.pretrained.state import describe, have_equal_values, size_of
 from tests.hub_server.pipelines import Models
 
-Model = torch.nn.Module
+if TYPE_CHECKING:
+    import torch
+
+
+Model: TypeAlias = "torch.nn.Module"
 Change = Callable[[Any], object]
 
 
-class LoraLinear(torch.nn.Module):
+def lora_linear(base: torch.nn.Linear, rank: int = 2) -> Model:
     """What peft puts in the place of a Linear."""
+    import torch
 
-    def __init__(self, base: torch.nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.down = torch.nn.Parameter(torch.full((rank, base.in_features), 0.01))
-        self.up = torch.nn.Parameter(torch.full((base.out_features, rank), 0.01))
+    class LoraLinear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = base
+            self.down = torch.nn.Parameter(torch.full((rank, base.in_features), 0.01))
+            self.up = torch.nn.Parameter(torch.full((base.out_features, rank), 0.01))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base: torch.Tensor = self.base_layer(x)
-        return base + x @ self.down.T @ self.up.T
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            below: torch.Tensor = self.base_layer(x)
+            return below + x @ self.down.T @ self.up.T
+
+    return LoraLinear()
 
 
 def layer(model: Model) -> torch.nn.Linear:
     """The first Linear of an attention."""
+    import torch
+
     found = (each for each in model.modules() if isinstance(each, torch.nn.Linear))
     return next(found)
 
 
 def add_lora(model: Model) -> None:
+    import torch
+
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(parent, name, LoraLinear(child))
+                setattr(parent, name, lora_linear(child))
 
 
 def fuse_lora_and_unload(model: Model) -> None:
     """The weights stay merged, and nothing else tells of it: `.data` raises no version."""
+    import torch
+
     for each in model.modules():
         if isinstance(each, torch.nn.Linear):
             each.weight.data += torch.full_like(each.weight, 1e-4)
 
 
 def fuse_lora_and_unfuse(model: Model) -> None:
+    import torch
+
     for each in model.modules():
         if isinstance(each, torch.nn.Linear):
             delta = torch.full_like(each.weight, 0.1)
@@ -64,6 +77,8 @@ def fuse_lora_and_unfuse(model: Model) -> None:
 
 
 def train_one_step(model: Model) -> None:
+    import torch
+
     weight = layer(model).weight
     (weight * weight).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
@@ -83,20 +98,62 @@ def replace_forward(model: Model) -> None:
 
 
 def offload(model: Model) -> None:
+    import torch
     from accelerate import cpu_offload  # type: ignore[import-untyped]
 
     cpu_offload(model, torch.device("cpu"))
 
 
 def offload_in_groups(model: Model) -> None:
+    import torch
     from diffusers.hooks import apply_group_offloading
 
     apply_group_offloading(model, torch.device("cpu"), offload_type="leaf_level")
 
 
 def tie(model: Model) -> None:
+    import torch
+
     first, second = [each for each in model.modules() if isinstance(each, torch.nn.Linear)][:2]
     second.weight = first.weight
+
+
+def replace_weight(model: Model, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    import torch
+
+    layer(model).weight = torch.nn.Parameter(change(layer(model).weight))
+
+
+def change_in_place(model: Model) -> None:
+    import torch
+
+    torch.nn.init.zeros_(layer(model).bias)
+
+
+def add_module(model: Model) -> None:
+    import torch
+
+    model.add_module("more", torch.nn.Identity())
+
+
+def set_processor(model: Any) -> None:  # noqa: ANN401
+    import diffusers
+
+    model.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+
+
+def cast_by_layer(model: Any) -> None:  # noqa: ANN401
+    import torch
+
+    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+
+
+def save_memory(model: Any) -> None:  # noqa: ANN401
+    """By the name that transformers has for it from 5.15 on, or by its old one."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable()
 
 
 COMMON: dict[str, Change] = {
@@ -107,14 +164,12 @@ COMMON: dict[str, Change] = {
     "half": lambda model: model.half(),
     "half and back": round_trip,
     "to meta": lambda model: model.to("meta"),
-    "channels last": lambda model: setattr(
-        layer(model), "weight", torch.nn.Parameter(layer(model).weight.T.contiguous().T)
-    ),
+    "channels last": lambda model: replace_weight(model, lambda each: each.T.contiguous().T),
     "train": lambda model: model.train(),
     "a layer in train": lambda model: layer(model).train(),
     "requires_grad": lambda model: model.requires_grad_(False),
     "gradients": lambda model: setattr(
-        layer(model).weight, "grad", torch.zeros_like(layer(model).weight)
+        layer(model).weight, "grad", layer(model).weight.detach().clone()
     ),
     "forward hook": lambda model: layer(model).register_forward_hook(lambda *_: None),
     "forward pre-hook": lambda model: model.register_forward_pre_hook(lambda *_: None),
@@ -124,12 +179,10 @@ COMMON: dict[str, Change] = {
     "offload": offload,
     "group offload": offload_in_groups,
     "compiled": lambda model: model.compile(backend="eager"),
-    "weights replaced": lambda model: setattr(
-        layer(model), "weight", torch.nn.Parameter(layer(model).weight.clone())
-    ),
-    "in place": lambda model: torch.nn.init.zeros_(layer(model).bias),
-    "a buffer more": lambda model: model.register_buffer("more", torch.zeros(1)),
-    "a module more": lambda model: model.add_module("more", torch.nn.Identity()),
+    "weights replaced": lambda model: replace_weight(model, lambda each: each.clone()),
+    "in place": change_in_place,
+    "a buffer more": lambda model: model.register_buffer("more", layer(model).bias.clone()),
+    "a module more": add_module,
     "a module less": lambda model: delattr(model, next(iter(dict(model.named_children())))),
     "an attribute": lambda model: setattr(layer(model), "scale", 2.0),
     "tied": tie,
@@ -139,19 +192,15 @@ VAE: dict[str, Change] = {
     "tiling": lambda model: model.enable_tiling(),
     "config": lambda model: model.register_to_config(scaling_factor=0.5),
     "config in place": lambda model: setattr(model.config, "scaling_factor", 0.5),
-    "processors": lambda model: model.set_attn_processor(
-        diffusers.models.attention_processor.AttnProcessor()
-    ),
+    "processors": set_processor,
     "checkpointing": lambda model: model.enable_gradient_checkpointing(),
-    "layerwise casting": lambda model: model.enable_layerwise_casting(
-        storage_dtype=torch.float16, compute_dtype=torch.float32
-    ),
+    "layerwise casting": cast_by_layer,
 }
 TEXT: dict[str, Change] = {
     "tokens": lambda model: model.resize_token_embeddings(300, mean_resizing=False),
     "attention": lambda model: model.set_attn_implementation("eager"),
     "config": lambda model: setattr(model.config, "layer_norm_eps", 1.0),
-    "checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "checkpointing": save_memory,
     "peft": lambda model: setattr(model, "peft_config", {"default": object()}),
     "peft is loaded": lambda model: setattr(model, "_hf_peft_config_loaded", True),
 }
@@ -163,14 +212,20 @@ UNET: dict[str, Change] = {
 
 
 def text_encoder(models: Models) -> Model:
+    import transformers
+
     return cast("Model", transformers.CLIPTextModel.from_pretrained(models.first / "text_encoder"))
 
 
 def vae(models: Models) -> Model:
+    import diffusers
+
     return cast("Model", diffusers.AutoencoderKL.from_pretrained(models.first / "vae"))
 
 
 def unet(models: Models) -> Model:
+    import diffusers
+
     return cast("Model", diffusers.UNet2DConditionModel.from_pretrained(models.first / "unet"))
 
 
@@ -199,9 +254,12 @@ def test_a_change_is_noticed(
     assert before.difference(describe(model)) != ""
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_weak_lora_that_was_merged_is_noticed(models: Models, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_a_weak_lora_that_was_merged_is_noticed(models: Models, name: str) -> None:
     """Most of what it adds is lost by rounding: some elements of some layers are all there is."""
+    import torch
+
+    dtype = getattr(torch, name)
     model = text_encoder(models).to(dtype)
     before = describe(model)
     generator = torch.Generator().manual_seed(0)
@@ -217,6 +275,8 @@ def test_a_weak_lora_that_was_merged_is_noticed(models: Models, dtype: torch.dty
 
 class TestUse:
     def test_to_run_a_pipeline_is_no_change(self, models: Models) -> None:
+        import diffusers
+
         pipeline = diffusers.StableDiffusionPipeline.from_pretrained(models.first)
         pipeline.set_progress_bar_config(disable=True)
         parts = (pipeline.text_encoder, pipeline.vae, pipeline.unet)
@@ -244,6 +304,9 @@ class TestUse:
 
 class TestTwo:
     def test_loads_of_the_same_from_two_places_are_alike(self, models: Models) -> None:
+        import diffusers
+        import transformers
+
         for name, cls in (
             ("vae", diffusers.AutoencoderKL),
             ("text_encoder", transformers.CLIPTextModel),
@@ -264,6 +327,8 @@ class TestTwo:
         assert not have_equal_values(first, second)
 
     def test_nan_equals_nan_of_the_same_bits(self) -> None:
+        import torch
+
         first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         for each in (first, second):
             torch.nn.init.constant_(each.weight, float("nan"))
@@ -283,14 +348,17 @@ class TestWhole:
         assert not describe(model).is_whole
 
     def test_one_that_was_loaded_for_inference_only_is_not(self, models: Models) -> None:
+        import torch
+
         with torch.inference_mode():
             assert not describe(vae(models)).is_whole
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn, torch.bfloat16]
-)
-def test_tensors_of_every_dtype_and_shape_can_be_looked_at(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["bool", "int8", "complex64", "float8_e4m3fn", "bfloat16"])
+def test_tensors_of_every_dtype_and_shape_can_be_looked_at(name: str) -> None:
+    import torch
+
+    dtype = getattr(torch, name)
     model = torch.nn.Module()
     model.register_buffer("empty", torch.zeros(0).to(dtype))
     model.register_buffer("scalar", torch.zeros(()).to(dtype))
@@ -304,6 +372,8 @@ def test_tensors_of_every_dtype_and_shape_can_be_looked_at(dtype: torch.dtype) -
 
 
 def test_a_module_inside_of_itself_ends() -> None:
+    import torch
+
     model = torch.nn.Linear(2, 2)
     object.__getattribute__(model, "_modules")["me"] = model
     assert describe(model).rows
@@ -322,6 +392,8 @@ def test_a_state_keeps_nothing_alive(models: Models) -> None:
 
 
 def test_weights_that_are_tied_are_counted_once() -> None:
+    import torch
+
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     )
@@ -355,6 +427,8 @@ class TestKept:
         assert have_equal_values(model, vae(models))
 
     def test_the_model_works_as_before(self, models: Models) -> None:
+        import torch
+
         model = vae(models)
         image = torch.zeros(1, 3, 32, 32)
         with torch.no_grad():

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 if sys.platform == "win32":
     pytest.skip("fork", allow_module_level=True)
@@ -137,7 +136,7 @@ def test_forks_writes_and_collected_sets_do_not_wait_for_each_other(root: Path) 
 # what is read by pickled samples
 
 
-class Samples(torch.utils.data.Dataset[Any]):
+class Samples:
     """A dataset as people write it: samples or handles that were pickled into the workers."""
 
     def __init__(self, items: Sequence[Sample | Handle | tuple[ArtifactSets, str]]) -> None:
@@ -157,8 +156,11 @@ class Samples(torch.utils.data.Dataset[Any]):
             return opened.get_batch([key, key])["t"][1]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_workers_read_pickled_samples(root: Path, method: str) -> None:
+    import torch
+
     sets = ArtifactSets(root)
     with open_set(sets) as opened:
         for number in range(12):
@@ -166,8 +168,8 @@ def test_data_loader_workers_read_pickled_samples(root: Path, method: str) -> No
         items: list[Any] = [opened[f"k{number}"] for number in range(4)]
         items += [opened[f"k{number}"].handle("t") for number in range(4, 8)]
         items += [(sets, f"k{number}") for number in range(8, 12)]
-        loader = torch.utils.data.DataLoader(
-            Samples(items),
+        loader = torch.utils.data.DataLoader[Any](
+            Samples(items),  # type: ignore[arg-type]
             batch_size=3,
             num_workers=2 if method == "fork" else 1,  # an interpreter is slow to start
             multiprocessing_context=method,
