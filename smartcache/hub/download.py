@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
-from smartcache.hub import bars, tree
+from smartcache.hub import bars, etags, tree
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
@@ -107,17 +107,25 @@ class _Run:
         before = {name: seen for name, seen in self._texts().items()
                   if name not in noted and seen.ctime < since}  # fmt: skip
         self._prepare()
-        with self._unfinished.working(self._target, self._to_be_brought()):
-            if not self._request.force:
-                self._bring_large_files()
-            reached("download: large files there")
-            root = self._hand_over(at_commit=at_commit)
-            reached("download: handed over")
-            if root is not None and root != self._target.root:
-                return None
-            self._prove_rest(before)
-            proven = {each.file.path for each in self._plan.files}
-            prove_noted(self._store, self._target, notes, besides=proven)
+        try:
+            with (
+                self._unfinished.working(self._target, self._to_be_brought()),
+                etags.announcing(self._plan.commit, (each.file for each in self._plan.files)),
+            ):
+                if not self._request.force:
+                    self._bring_large_files()
+                reached("download: large files there")
+                root = self._hand_over(at_commit=at_commit)
+                reached("download: handed over")
+                if root is not None and root != self._target.root:
+                    return None
+                self._prove_rest(before)
+                proven = {each.file.path for each in self._plan.files}
+                prove_noted(self._store, self._target, notes, besides=proven)
+        except DigestMismatchError:
+            # The listing may be wrong, and one that is on disk is never asked for again.
+            self._target.listing.unlink(missing_ok=True)
+            raise
         self._unfinished.forget(notes)
         self._remember_places()
         self._refuse_missing()
@@ -330,9 +338,6 @@ class _Run:
             self._arrivals.prove(planned, path)
         except DigestMismatchError as error:
             self._target.drop_wrong_pointer(planned.file)
-            # huggingface_hub never asks again for a listing that it has on disk.
-            listing = self._target.folder / "trees" / f"{self._plan.commit}.json"
-            listing.unlink(missing_ok=True)
             message = (
                 f"The Hub lists {planned.file.path} as {planned.file.etag}, but sends other bytes"
             )

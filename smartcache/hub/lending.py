@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
-from smartcache.hub import tree
+from smartcache.hub import etags, tree
 from smartcache.hub.dropin import Call, commit_behind, listing_of
 from smartcache.hub.leftovers import prove_file, prove_noted
 from smartcache.hub.lender import Lender
@@ -220,7 +220,8 @@ class _Run:
         failure: Exception | None = None
         try:
             try:
-                yield
+                with etags.announcing(self._target.commit, self._missing):
+                    yield
             except Exception as error:  # noqa: BLE001 - raised below
                 failure = error
             self._settle(proof, neighbours, notes, failure)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import HubError, UnsafeNameError
+from smartcache.hub import etags
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 from smartcache.hub.tree import is_commit, safe_parts
 
@@ -59,6 +60,7 @@ def download_file(repo: Repo, path: str, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download one file; return where it is."""
     from huggingface_hub import hf_hub_download
 
+    etags.watch()
     download = cast("Callable[..., str]", hf_hub_download)
     known = inspect.signature(hf_hub_download).parameters
     return Path(download(repo.id, path, **{k: v for k, v in options.items() if k in known}))
@@ -68,6 +70,7 @@ def download_snapshot(repo: Repo, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download the files of a revision; return the folder they are in."""
     from huggingface_hub import snapshot_download
 
+    etags.watch()
     download = cast("Callable[..., str]", snapshot_download)
     return Path(download(repo.id, **options))
 
@@ -104,7 +107,7 @@ def _remote(repo: Repo, entry: object) -> RemoteFile:
     refuse_unsafe(repo, path)
     sha256 = None if lfs is None else lfs.sha256
     etag = str(sha256 or getattr(entry, "blob_id", ""))
-    _refuse_unsafe_etag(repo, str(path), etag)
+    etags.refuse_unsafe(etag, str(path))
     size = size if lfs is None else lfs.size
     if size is not None and (not isinstance(size, int) or not 0 <= size < _MOST_SIZE):
         raise HubError(f"{repo} lists {path} with an impossible size: {size!r}")
@@ -119,13 +122,6 @@ def refuse_unsafe(repo: Repo, path: object) -> None:
     """Raise if a path of a listing is not a plain relative one."""
     if not isinstance(path, str) or safe_parts(path) is None:
         message = f"{repo} lists a file with an unsafe name: {path!r}; nothing was downloaded"
-        raise UnsafeNameError(message, repo=str(repo), path=path)
-
-
-def _refuse_unsafe_etag(repo: Repo, path: str, etag: str) -> None:
-    """Raise if what names a blob in the HF cache is no plain name: huggingface_hub believes it."""
-    if etag in (".", "..") or any(sign in etag for sign in "/\\\0"):
-        message = f"{repo} announces {path} by an unsafe name: {etag!r}; nothing was downloaded"
         raise UnsafeNameError(message, repo=str(repo), path=path)
 
 
@@ -156,20 +152,20 @@ def announced_file(
     access: Access, repo: Repo, revision: str, path: str
 ) -> tuple[str, RemoteFile] | None:
     """Return commit, size and hash of one file: one HEAD request. None: the Hub names no hash."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import file_download, hf_hub_url
 
+    etags.watch()
     refuse_unsafe(repo, path)
     url = hf_hub_url(
         repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint
     )
-    found = get_hf_file_metadata(
+    found = file_download.get_hf_file_metadata(
         url, token=access.token, timeout=_timeout(access), headers=access.headers,
         user_agent=access.user_agent, library_name=access.library_name,
         library_version=access.library_version, endpoint=access.endpoint,
     )  # fmt: skip
     if found.etag is None or found.commit_hash is None or not is_commit(found.commit_hash):
         return None
-    _refuse_unsafe_etag(repo, path, found.etag)
     xet = None if found.xet_file_data is None else found.xet_file_data.file_hash
     file = RemoteFile(path=path, size=found.size, etag=found.etag, xet=xet_of(xet))
     return found.commit_hash, file

@@ -48,6 +48,11 @@ class CacheTarget:
         return self.folder / "snapshots" / self.commit
 
     @property
+    def listing(self) -> Path:
+        """Where huggingface_hub keeps what the Hub listed for this commit."""
+        return self.folder / "trees" / f"{self.commit}.json"
+
+    @property
     def owner(self) -> Owner:
         """Who keeps the blobs of this revision alive."""
         name = f"{self.repo}@{self.commit} in {_shown(self.cache_dir)}"
@@ -248,6 +253,11 @@ class LocalTarget:
     def memory(self) -> Path:
         """Where huggingface_hub keeps what it knows about this folder."""
         return self.local_dir / ".cache" / "huggingface"
+
+    @property
+    def listing(self) -> Path:
+        """Where it keeps what the Hub listed for this commit."""
+        return self.memory / "trees" / f"{self.commit}.json"
 
     @property
     def notes(self) -> Path:

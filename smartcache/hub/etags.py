@@ -1,0 +1,111 @@
+"""What the Hub calls a file is checked where huggingface_hub reads it, before a name is made of it.
+
+huggingface_hub names blobs, locks and unfinished files by the ETag of a file, and directories by
+the commit, as the server sends them: "../../x" would lead out of the HF cache. Its two readers, the
+answer to HEAD and the listing on disk, are replaced once per process by ones that refuse what is no
+plain name. While a file is downloaded whose sha256 was announced, its ETag must be that.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from urllib.parse import unquote, urlsplit
+
+from smartcache.errors import DigestMismatchError, UnsafeNameError
+from smartcache.hub.records import RemoteFile
+
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
+"""Hashes, and the ETags of mirrors; with what huggingface_hub appends, a name on any disk."""
+_COMMIT_HEADER = "X-Repo-Commit"
+_announced: dict[object, tuple[str, dict[str, str]]] = {}
+"""The commits that are being downloaded, with the sha256 of their files by path. No lock guards it:
+each step is one operation of a dict, and a fork could leave a lock held."""
+
+
+@contextmanager
+def announcing(commit: str, files: Iterable[RemoteFile]) -> Iterator[None]:
+    """Hold huggingface_hub to what the Hub has listed, in all threads, in this block."""
+    watch()
+    key = object()
+    _announced[key] = commit, {file.path: file.etag for file in files if file.is_lfs}
+    try:
+        yield
+    finally:
+        del _announced[key]
+
+
+def refuse_unsafe(name: object, what: str) -> None:
+    """Raise if what the server calls a file or a commit is not a plain name."""
+    if not isinstance(name, str) or _PLAIN.fullmatch(name) is None:
+        shown = name if not isinstance(name, str) else name[:100]
+        message = f"The server gives {what} an unsafe name: {shown!r}; it was not downloaded"
+        raise UnsafeNameError(message, path=what)
+
+
+def watch() -> None:
+    """Let huggingface_hub refuse unsafe names in this process from now on."""
+    from huggingface_hub import file_download
+
+    for name, checked in _CHECKED.items():
+        reader = getattr(file_download, name, None)
+        if reader is not None and not hasattr(reader, "is_watched"):
+            setattr(file_download, name, checked(reader))
+
+
+def _checked_answer(read: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(read)
+    def reader(*args: object, **kwargs: object) -> object:
+        path = _path_in(str(kwargs.get("url", args[0] if args else "")))
+        try:
+            found = read(*args, **kwargs)
+        except Exception as error:
+            # That a file does not exist is remembered in a directory named by the commit.
+            headers = getattr(getattr(error, "response", None), "headers", {})
+            _check(path, None, headers.get(_COMMIT_HEADER))
+            raise
+        _check(path, getattr(found, "etag", None), getattr(found, "commit_hash", None))
+        return found
+
+    reader.is_watched = True  # type: ignore[attr-defined]
+    return reader
+
+
+def _checked_listing(read: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(read)
+    def reader(*args: object, **kwargs: object) -> object:
+        found = read(*args, **kwargs)
+        if isinstance(found, tuple) and len(found) > 2:  # noqa: PLR2004 - url, etag, commit, ...
+            _check(str(kwargs.get("filename", "")), found[1], found[2])
+        return found
+
+    reader.is_watched = True  # type: ignore[attr-defined]
+    return reader
+
+
+_CHECKED = {
+    "get_hf_file_metadata": _checked_answer,
+    "_xet_file_metadata_from_tree_cache": _checked_listing,
+}
+
+
+def _check(path: str, etag: object, commit: object) -> None:
+    """Raise if a name is unsafe or not the announced one; what is missing, huggingface_hub says."""
+    if commit is not None:
+        refuse_unsafe(commit, f"the commit of {path}")
+    if etag is None:
+        return
+    refuse_unsafe(etag, path)
+    known = list(_announced.values())
+    wanted = [files[path] for of, files in known if of == commit and path in files]
+    if any(each != etag for each in wanted):
+        message = f"The Hub lists {path} as {wanted[0]}, but then calls it {etag}"
+        hint = "Run the download again; if it repeats, the server is broken."
+        raise DigestMismatchError(message, hint=hint, path=path)
+
+
+def _path_in(url: str) -> str:
+    """Return which file of a repo an address is of: .../resolve/<revision>/<path>."""
+    return unquote(urlsplit(url).path.partition("/resolve/")[2].partition("/")[2])
