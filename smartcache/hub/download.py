@@ -14,13 +14,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
-from smartcache.hub import bars, etags, tree
+from smartcache.hub import bars, patches, tree
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
@@ -110,7 +110,7 @@ class _Run:
         try:
             with (
                 self._unfinished.working(self._target, self._to_be_brought()),
-                etags.announcing(self._plan.commit, (each.file for each in self._plan.files)),
+                patches.announcing(self._plan.commit, (each.file for each in self._plan.files)),
             ):
                 if not self._request.force:
                     self._bring_large_files()
@@ -122,9 +122,11 @@ class _Run:
                 self._prove_rest(before)
                 proven = {each.file.path for each in self._plan.files}
                 prove_noted(self._store, self._target, notes, besides=proven)
-        except DigestMismatchError:
-            # The listing may be wrong, and one that is on disk is never asked for again.
-            self._target.listing.unlink(missing_ok=True)
+        except DigestMismatchError as error:
+            if hasattr(error, "listed"):
+                # The listing may be wrong, and one that is on disk is never asked for again.
+                with suppress(OSError):
+                    os.unlink(self._target.listing)
             raise
         self._unfinished.forget(notes)
         self._remember_places()
@@ -342,7 +344,9 @@ class _Run:
                 f"The Hub lists {planned.file.path} as {planned.file.etag}, but sends other bytes"
             )
             hint = "Run the download again; if it repeats, the server is broken."
-            raise DigestMismatchError(message, hint=hint, path=planned.file.path) from error
+            raise DigestMismatchError(
+                message, hint=hint, path=planned.file.path, listed=planned.file.etag
+            ) from error
 
 
 class _Jobs:

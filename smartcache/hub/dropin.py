@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
-from smartcache.hub import etags, tree
+from smartcache.hub import patches, tree
 from smartcache.hub.leftovers import Look as FileLook
 from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
 from smartcache.hub.plan import (
@@ -88,7 +88,7 @@ class Call:
         """Let huggingface_hub's own function answer."""
         import huggingface_hub
 
-        etags.watch()
+        patches.apply()
         if self.filename is None:
             return huggingface_hub.snapshot_download(self.repo_id, **self.arguments)  # type: ignore[call-overload]
         return huggingface_hub.hf_hub_download(self.repo_id, self.filename, **self.arguments)  # type: ignore[call-overload]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import HubError, UnsafeNameError
-from smartcache.hub import etags
+from smartcache.hub import patches
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 from smartcache.hub.tree import is_commit, safe_parts
 
@@ -60,7 +60,7 @@ def download_file(repo: Repo, path: str, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download one file; return where it is."""
     from huggingface_hub import hf_hub_download
 
-    etags.watch()
+    patches.apply()
     download = cast("Callable[..., str]", hf_hub_download)
     known = inspect.signature(hf_hub_download).parameters
     return Path(download(repo.id, path, **{k: v for k, v in options.items() if k in known}))
@@ -70,7 +70,7 @@ def download_snapshot(repo: Repo, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download the files of a revision; return the folder they are in."""
     from huggingface_hub import snapshot_download
 
-    etags.watch()
+    patches.apply()
     download = cast("Callable[..., str]", snapshot_download)
     return Path(download(repo.id, **options))
 
@@ -107,7 +107,7 @@ def _remote(repo: Repo, entry: object) -> RemoteFile:
     refuse_unsafe(repo, path)
     sha256 = None if lfs is None else lfs.sha256
     etag = str(sha256 or getattr(entry, "blob_id", ""))
-    etags.refuse_unsafe(etag, str(path))
+    patches.refuse_unsafe(etag, str(path))
     size = size if lfs is None else lfs.size
     if size is not None and (not isinstance(size, int) or not 0 <= size < _MOST_SIZE):
         raise HubError(f"{repo} lists {path} with an impossible size: {size!r}")
@@ -154,7 +154,7 @@ def announced_file(
     """Return commit, size and hash of one file: one HEAD request. None: the Hub names no hash."""
     from huggingface_hub import file_download, hf_hub_url
 
-    etags.watch()
+    patches.apply()
     refuse_unsafe(repo, path)
     url = hf_hub_url(
         repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint

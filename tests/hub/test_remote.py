@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import errors as hub_errors
 
 from smartcache.errors import DigestMismatchError, HubError, UnsafeNameError
-from smartcache.hub import etags, remote
+from smartcache.hub import patches, remote
 from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.remote import Access
 from tests.hub.clients import Client, sha256, weights
@@ -211,14 +211,14 @@ def test_an_etag_that_only_the_file_itself_has_leads_nowhere(
 )
 def test_what_is_no_plain_name_is_refused(name: object) -> None:
     with pytest.raises(UnsafeNameError, match=r"m\.bin"):
-        etags.refuse_unsafe(name, "m.bin")
+        patches.refuse_unsafe(name, "m.bin")
 
 
 @pytest.mark.parametrize(
     "name", ["a" * 40, "0" * 64, "an-etag", "5d41402abc4b2a76b9719d911017c592-12"]
 )
 def test_hashes_and_the_etags_of_mirrors_are_plain_names(name: str) -> None:
-    etags.refuse_unsafe(name, "m.bin")
+    patches.refuse_unsafe(name, "m.bin")
 
 
 @pytest.mark.parametrize("name", ["m.bin", "small.bin"])

@@ -1,17 +1,24 @@
-"""What the Hub calls a file is checked where huggingface_hub reads it, before a name is made of it.
+"""The three places where smartcache steps into huggingface_hub, all in its `file_download`.
 
 huggingface_hub names blobs, locks and unfinished files by the ETag of a file, and directories by
 the commit, as the server sends them: "../../x" would lead out of the HF cache. Its two readers, the
-answer to HEAD and the listing on disk, are replaced once per process by ones that refuse what is no
-plain name. While a file is downloaded whose sha256 was announced, its ETag must be that.
+answer to HEAD and the listing on disk, refuse what is no plain name from the first call of ours on.
+While a file is downloaded whose sha256 was announced, its ETag must be that.
+
+It downloads a file under a lock. What we do about the same file that may have to wait is done
+inside that lock, in the same thread: whoever waits for huggingface_hub holds nothing of ours, so
+that no two programs can wait for each other.
+
+What another version does not have is left alone.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from urllib.parse import unquote, urlsplit
 
 from smartcache.errors import DigestMismatchError, UnsafeNameError
@@ -23,12 +30,13 @@ _COMMIT_HEADER = "X-Repo-Commit"
 _announced: dict[object, tuple[str, dict[str, str]]] = {}
 """The commits that are being downloaded, with the sha256 of their files by path. No lock guards it:
 each step is one operation of a dict, and a fork could leave a lock held."""
+_of_thread = threading.local()
 
 
 @contextmanager
 def announcing(commit: str, files: Iterable[RemoteFile]) -> Iterator[None]:
     """Hold huggingface_hub to what the Hub has listed, in all threads, in this block."""
-    watch()
+    apply()
     key = object()
     _announced[key] = commit, {file.path: file.etag for file in files if file.is_lfs}
     try:
@@ -45,18 +53,33 @@ def refuse_unsafe(name: object, what: str) -> None:
         raise UnsafeNameError(message, path=what)
 
 
-def watch() -> None:
-    """Let huggingface_hub refuse unsafe names in this process from now on."""
+@contextmanager
+def inside_lock(block: AbstractContextManager[object]) -> Iterator[None]:
+    """Enter a block when huggingface_hub has its lock for the next file, and leave it before that.
+
+    Only for what this thread downloads. An error of the block ends the download.
+    """
+    apply()
+    _of_thread.block = block
+    try:
+        yield
+    finally:
+        _of_thread.block = None
+
+
+def apply() -> None:
+    """Make sure that the changes are in place in this process."""
     from huggingface_hub import file_download
 
-    for name, checked in _CHECKED.items():
-        reader = getattr(file_download, name, None)
-        if reader is not None and not hasattr(reader, "is_watched"):
-            setattr(file_download, name, checked(reader))
+    for name, changed in _CHANGED.items():
+        original = getattr(file_download, name, None)
+        if original is not None and not hasattr(original, "is_ours"):
+            function = functools.wraps(original)(changed(original))
+            function.is_ours = True  # type: ignore[attr-defined]
+            setattr(file_download, name, function)
 
 
 def _checked_answer(read: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(read)
     def reader(*args: object, **kwargs: object) -> object:
         path = _path_in(str(kwargs.get("url", args[0] if args else "")))
         try:
@@ -69,25 +92,39 @@ def _checked_answer(read: Callable[..., object]) -> Callable[..., object]:
         _check(path, getattr(found, "etag", None), getattr(found, "commit_hash", None))
         return found
 
-    reader.is_watched = True  # type: ignore[attr-defined]
     return reader
 
 
 def _checked_listing(read: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(read)
     def reader(*args: object, **kwargs: object) -> object:
         found = read(*args, **kwargs)
         if isinstance(found, tuple) and len(found) > 2:  # noqa: PLR2004 - url, etag, commit, ...
             _check(str(kwargs.get("filename", "")), found[1], found[2])
         return found
 
-    reader.is_watched = True  # type: ignore[attr-defined]
     return reader
 
 
-_CHECKED = {
+def _shared_lock(
+    lock: Callable[..., AbstractContextManager[object]],
+) -> Callable[..., AbstractContextManager[object]]:
+    @contextmanager
+    def locking(*args: object, **kwargs: object) -> Iterator[object]:
+        with lock(*args, **kwargs) as held:
+            block, _of_thread.block = getattr(_of_thread, "block", None), None
+            if block is None:
+                yield held
+                return
+            with block:
+                yield held
+
+    return locking
+
+
+_CHANGED: dict[str, Callable[..., Callable[..., object]]] = {
     "get_hf_file_metadata": _checked_answer,
     "_xet_file_metadata_from_tree_cache": _checked_listing,
+    "WeakFileLock": _shared_lock,
 }
 
 
@@ -103,7 +140,7 @@ def _check(path: str, etag: object, commit: object) -> None:
     if any(each != etag for each in wanted):
         message = f"The Hub lists {path} as {wanted[0]}, but then calls it {etag}"
         hint = "Run the download again; if it repeats, the server is broken."
-        raise DigestMismatchError(message, hint=hint, path=path)
+        raise DigestMismatchError(message, hint=hint, path=path, listed=wanted[0])
 
 
 def _path_in(url: str) -> str:
