@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
-from smartcache.hub import bars, patches, tree
+from smartcache.hub import asides, bars, patches, tree
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
-from smartcache.hub.leftovers import prove_noted
+from smartcache.hub.leftovers import clear_local_dir, clear_repo, prove_noted
 from smartcache.hub.plan import DownloadPlan, near_store, plan_download
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.remote import download_file, download_snapshot
@@ -99,11 +99,16 @@ class _Run:
 
         `since` is when an attempt at another commit began, which may have brought files.
         """
+        asides.give_back(self._store)
         notes = self._unfinished.notes()
         noted = {name for note in notes for name in note.brought(self._target)}
         is_looked_at = since == math.inf and not noted
         if self._plan.is_done and is_looked_at and self._is_noted() and self._is_there():
             return self._result()
+        if isinstance(self._target, CacheTarget):
+            clear_repo(self._target.folder)
+        else:
+            clear_local_dir(self._target)
         before = {name: seen for name, seen in self._texts().items()
                   if name not in noted and seen.ctime < since}  # fmt: skip
         self._prepare()
@@ -147,7 +152,10 @@ class _Run:
             if isinstance(self._target, LocalTarget):
                 is_current = each.source == "present" and each.is_visible
                 if not each.is_weight and not is_current:
-                    self._target.detach(each.file)
+                    if self._target.is_shared(each.file):
+                        spot = self._target.spot(each.file)
+                        with asides.copy_beside(self._store, spot) as temporary:
+                            self._target.detach(each.file, temporary)
                     self._keep_own_text(each, self._target)
                 elif each.source == "present" and each.is_proven and not is_current:
                     self._target.settled(each.file)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
-from smartcache.hub import patches, tree
+from smartcache.hub import asides, patches, tree
 from smartcache.hub.leftovers import Look as FileLook
 from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
 from smartcache.hub.plan import (
@@ -183,6 +183,7 @@ def _prove_what_came(
     unfinished = Unfinished(store, target.root)
     notes = unfinished.notes()
     try:
+        asides.give_back(store)
         if before is not None:
             prove_new(store, target, before, only=request.filename)
         prove_noted(store, target, notes)

@@ -20,6 +20,7 @@ from pathlib import Path
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HALF_MADE = re.compile(r".+\.[0-9a-f]{8}\.(incomplete|tmp)|tmp[a-z0-9_]{8}\.tmp")
 _TREE_FORMAT = 1
 _MOST_TREE = 1 << 29
 """Bytes of a tree listing that are read: a million files are some 200 MB."""
@@ -35,6 +36,11 @@ def default_cache_dir() -> Path:
 def is_commit(text: str) -> bool:
     """Say whether a revision is a commit, which never changes."""
     return _COMMIT.fullmatch(text) is not None
+
+
+def is_half_made(name: str) -> bool:
+    """Say whether a file bears a name that huggingface_hub gives only while it writes the file."""
+    return _HALF_MADE.fullmatch(name) is not None
 
 
 def safe_parts(path: str) -> tuple[str, ...] | None:
@@ -75,7 +81,7 @@ def refs_of(folder: Path) -> dict[str, str]:
         for name in sorted(names):
             path = Path(directory, name)
             commit = read_ref(path)
-            if commit is not None:
+            if commit is not None and not is_half_made(name):
                 found[path.relative_to(root).as_posix()] = commit
     return found
 
