@@ -88,10 +88,11 @@ class Call:
         """Let huggingface_hub's own function answer."""
         import huggingface_hub
 
-        patches.apply()
-        if self.filename is None:
-            return huggingface_hub.snapshot_download(self.repo_id, **self.arguments)  # type: ignore[call-overload]
-        return huggingface_hub.hf_hub_download(self.repo_id, self.filename, **self.arguments)  # type: ignore[call-overload]
+        seconds = cast("float | None", self.arguments.get("etag_timeout"))
+        with patches.answered_within(seconds):
+            if self.filename is None:
+                return huggingface_hub.snapshot_download(self.repo_id, **self.arguments)  # type: ignore[call-overload]
+            return huggingface_hub.hf_hub_download(self.repo_id, self.filename, **self.arguments)  # type: ignore[call-overload]
 
 
 def _absolute(path: object) -> Path:

@@ -1,4 +1,4 @@
-"""The three places where smartcache steps into huggingface_hub, all in its `file_download`.
+"""The places where smartcache steps into huggingface_hub.
 
 huggingface_hub names blobs, locks and unfinished files by the ETag of a file, and directories by
 the commit, as the server sends them: "../../x" would lead out of the HF cache. Its two readers, the
@@ -8,6 +8,9 @@ While a file is downloaded whose sha256 was announced, its ETag must be that.
 It downloads a file under a lock. What we do about the same file that may have to wait is done
 inside that lock, in the same thread: whoever waits for huggingface_hub holds nothing of ours, so
 that no two programs can wait for each other.
+
+It waits for ever for a server that does not answer a listing, and follows a page that links to
+itself: requests for listings have a timeout, and no page is asked for twice.
 
 What another version does not have is left alone.
 """
@@ -21,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from urllib.parse import unquote, urlsplit
 
-from smartcache.errors import DigestMismatchError, UnsafeNameError
+from smartcache.errors import DigestMismatchError, HubError, UnsafeNameError
 from smartcache.hub.records import RemoteFile
 
+BROKEN = "The server is broken, or not a Hub: check HF_ENDPOINT and the proxy."
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 """Hashes, and the ETags of mirrors; with what huggingface_hub appends, a name on any disk."""
 _COMMIT_HEADER = "X-Repo-Commit"
@@ -31,6 +35,8 @@ _announced: dict[object, tuple[str, dict[str, str]]] = {}
 """The commits that are being downloaded, with the sha256 of their files by path. No lock guards it:
 each step is one operation of a dict, and a fork could leave a lock held."""
 _of_thread = threading.local()
+_PATIENCE = 10.0
+"""Seconds to wait for an answer, where no caller of ours has said."""
 
 
 @contextmanager
@@ -67,16 +73,38 @@ def inside_lock(block: AbstractContextManager[object]) -> Iterator[None]:
         _of_thread.block = None
 
 
+@contextmanager
+def answered_within(seconds: float | None) -> Iterator[None]:
+    """Let this thread wait no longer for an answer to a listing than this; None: the default."""
+    apply()
+    before = getattr(_of_thread, "patience", _PATIENCE)
+    _of_thread.patience = seconds or _PATIENCE
+    try:
+        yield
+    finally:
+        _of_thread.patience = before
+
+
 def apply() -> None:
     """Make sure that the changes are in place in this process."""
-    from huggingface_hub import file_download
+    from huggingface_hub import file_download, hf_api
+    from huggingface_hub.utils import _pagination
 
-    for name, changed in _CHANGED.items():
-        original = getattr(file_download, name, None)
+    for place, name, changed in (
+        (file_download, "get_hf_file_metadata", _checked_answer),
+        (file_download, "_xet_file_metadata_from_tree_cache", _checked_listing),
+        (file_download, "WeakFileLock", _shared_lock),
+        (hf_api.HfApi, "repo_info", _impatient),
+        (hf_api, "paginate", _ending),
+        (hf_api, "_paginate_pages", _ending),
+        (_pagination, "http_backoff", _asking_once),
+        (_pagination, "_get_next_page", _new_page),
+    ):
+        original = getattr(place, name, None)
         if original is not None and not hasattr(original, "is_ours"):
             function = functools.wraps(original)(changed(original))
             function.is_ours = True  # type: ignore[attr-defined]
-            setattr(file_download, name, function)
+            setattr(place, name, function)
 
 
 def _checked_answer(read: Callable[..., object]) -> Callable[..., object]:
@@ -121,11 +149,55 @@ def _shared_lock(
     return locking
 
 
-_CHANGED: dict[str, Callable[..., Callable[..., object]]] = {
-    "get_hf_file_metadata": _checked_answer,
-    "_xet_file_metadata_from_tree_cache": _checked_listing,
-    "WeakFileLock": _shared_lock,
-}
+def _impatient(ask: Callable[..., object]) -> Callable[..., object]:
+    def asking(*args: object, **kwargs: object) -> object:
+        if kwargs.get("timeout") is None:
+            kwargs["timeout"] = getattr(_of_thread, "patience", _PATIENCE)
+        return ask(*args, **kwargs)
+
+    return asking
+
+
+def _asking_once(ask: Callable[..., object]) -> Callable[..., object]:
+    """Ask a silent server once: five times more, with pauses, would take minutes."""
+    from huggingface_hub.utils import _http
+
+    known: tuple[type[Exception], ...] = getattr(_http, "_DEFAULT_RETRY_ON_EXCEPTIONS", ())
+    others = tuple(kind for kind in known if "Timeout" not in kind.__name__)
+    asking = _impatient(ask)
+    return lambda *args, **kwargs: asking(*args, **{"retry_on_exceptions": others, **kwargs})
+
+
+def _ending(paginate: Callable[..., Iterable[object]]) -> Callable[..., Iterator[object]]:
+    def paginating(*args: object, **kwargs: object) -> Iterator[object]:
+        if kwargs.get("timeout") is None:
+            kwargs["timeout"] = getattr(_of_thread, "patience", _PATIENCE)
+        entries = iter(paginate(*args, **kwargs))
+        pages: set[str] = set()
+        while True:
+            _of_thread.pages = pages
+            try:
+                entry = next(entries)
+            except StopIteration:
+                return
+            finally:
+                _of_thread.pages = None
+            yield entry
+
+    return paginating
+
+
+def _new_page(find: Callable[..., str | None]) -> Callable[..., str | None]:
+    def finding(*args: object, **kwargs: object) -> str | None:
+        page, pages = find(*args, **kwargs), getattr(_of_thread, "pages", None)
+        if page is not None and pages is not None:
+            if page in pages:
+                message = f"The Hub's listing has no end: {page[:200]} comes again and again"
+                raise HubError(message, hint=BROKEN)
+            pages.add(page)
+        return page
+
+    return finding
 
 
 def _check(path: str, etag: object, commit: object) -> None:

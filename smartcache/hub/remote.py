@@ -8,12 +8,13 @@ blindly: a file whose name leads out of its folder is refused here, before anyth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smartcache.errors import HubError, UnsafeNameError
+from smartcache.errors import HubError, SmartcacheError, UnsafeNameError
 from smartcache.hub import patches
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 from smartcache.hub.tree import is_commit, safe_parts
@@ -70,9 +71,9 @@ def download_snapshot(repo: Repo, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download the files of a revision; return the folder they are in."""
     from huggingface_hub import snapshot_download
 
-    patches.apply()
     download = cast("Callable[..., str]", snapshot_download)
-    return Path(download(repo.id, **options))
+    with patches.answered_within(cast("float", options["etag_timeout"])):
+        return Path(download(repo.id, **options))
 
 
 def commit_of(access: Access, repo: Repo, revision: str) -> str:
@@ -80,26 +81,46 @@ def commit_of(access: Access, repo: Repo, revision: str) -> str:
     resolved = getattr(revision, "resolved", revision)  # huggingface_hub's ResolvedRevision
     if is_commit(resolved):
         return str(resolved)
-    info = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision)
-    if info.sha is None or not is_commit(info.sha):
-        raise HubError(f"The Hub names no commit for {repo} at {revision}: {info.sha!r}")
-    return info.sha
+    with _understood(repo, access):
+        sha: object = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision).sha
+    if not isinstance(sha, str) or not is_commit(sha):
+        message = f"The Hub names no commit for {repo} at {revision}: {str(sha)[:100]!r}"
+        raise HubError(message, hint=patches.BROKEN)
+    return sha
 
 
 def files_of(access: Access, repo: Repo, commit: str) -> list[RemoteFile]:
     """Return all files of a commit as the Hub lists them: a request per thousand files."""
     from huggingface_hub.hf_api import RepoFile
 
-    entries = access.api().list_repo_tree(
-        repo.id, repo_type=repo.type, revision=commit, recursive=True
-    )
+    with _understood(repo, access):
+        entries = access.api().list_repo_tree(
+            repo.id, repo_type=repo.type, revision=commit, recursive=True
+        )
+        listed = [_remote(repo, entry) for entry in entries if isinstance(entry, RepoFile)]
+    # Of a path that is listed twice the last counts, as for the client.
+    return list({file.path: file for file in listed}.values())
+
+
+@contextmanager
+def _understood(repo: Repo, access: Access) -> Iterator[None]:
+    """Raise one clear error where huggingface_hub stumbles over an answer; its own pass through."""
     try:
-        listed = [entry for entry in entries if isinstance(entry, RepoFile)]
-    except (KeyError, TypeError) as error:
-        message = f"The Hub's listing of {repo} cannot be understood: {error!r}"
-        raise HubError(message, hint="The server is broken, or not a Hub.") from error
-    files = {file.path: file for file in (_remote(repo, entry) for entry in listed)}
-    return list(files.values())  # of a path that is listed twice the last counts, as for the client
+        with patches.answered_within(_timeout(access)):
+            yield
+    except SmartcacheError:
+        raise
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        if not _is_plain(error):
+            raise
+        said = str(error).partition("\n")[0][:200]
+        message = f"The Hub's answer about {repo} cannot be understood: {said}"
+        raise HubError(message, hint=patches.BROKEN) from error
+
+
+def _is_plain(error: Exception) -> bool:
+    """Say whether an error is Python's own or of a decoder, and not one that a client made."""
+    return type(error).__module__.partition(".")[0] in ("builtins", "json")
 
 
 def _remote(repo: Repo, entry: object) -> RemoteFile:
@@ -154,16 +175,16 @@ def announced_file(
     """Return commit, size and hash of one file: one HEAD request. None: the Hub names no hash."""
     from huggingface_hub import file_download, hf_hub_url
 
-    patches.apply()
     refuse_unsafe(repo, path)
     url = hf_hub_url(
         repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint
     )
-    found = file_download.get_hf_file_metadata(
-        url, token=access.token, timeout=_timeout(access), headers=access.headers,
-        user_agent=access.user_agent, library_name=access.library_name,
-        library_version=access.library_version, endpoint=access.endpoint,
-    )  # fmt: skip
+    with _understood(repo, access):
+        found = file_download.get_hf_file_metadata(
+            url, token=access.token, timeout=_timeout(access), headers=access.headers,
+            user_agent=access.user_agent, library_name=access.library_name,
+            library_version=access.library_version, endpoint=access.endpoint,
+        )  # fmt: skip
     if found.etag is None or found.commit_hash is None or not is_commit(found.commit_hash):
         return None
     xet = None if found.xet_file_data is None else found.xet_file_data.file_hash

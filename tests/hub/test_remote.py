@@ -136,6 +136,82 @@ def test_a_listing_that_cannot_be_understood_is_an_error_of_ours_or_of_the_clien
     assert not list(client.cache.rglob("*.bin"))
 
 
+DEEP = b"[" * 200_000 + b"]" * 200_000
+INFO = {"_id": "1", "id": "org/name", "sha": "a" * 40, "siblings": [], "tags": []}
+ODD_ANSWERS = {
+    "siblings are no list": ("/revision/", {**INFO, "siblings": 7}),
+    "siblings are no objects": ("/revision/", {**INFO, "siblings": [7]}),
+    "the commit is a number": ("/revision/", {**INFO, "sha": 7}),
+    "the commit is a list": ("/revision/", {**INFO, "sha": ["a" * 40]}),
+    "the commit is a path": ("/revision/", {**INFO, "sha": "../../../evil"}),
+    "there is no commit": ("/revision/", {**INFO, "sha": None}),
+    "a list in place of a repo": ("/revision/", [7]),
+    "a repo that is no UTF-8": ("/revision/", b'{"id": "\xff\xfe"}'),
+    "a repo that is deep": ("/revision/", DEEP),
+    "a web page": ("/revision/", b"<html>Please log in</html>"),
+    "a listing that is no list": ("/tree/", {"error": 7}),
+    "a listing of numbers": ("/tree/", [1, 2]),
+    "a listing that is a number": ("/tree/", 7),
+    "a listing that is no UTF-8": ("/tree/", b'[{"path": "\xff\xfe"}]'),
+    "a listing that is deep": ("/tree/", DEEP),
+    "a path that is deep": (
+        "/tree/", [{"type": "file", "path": "a/" * 2000 + "a", "oid": "a" * 40, "size": 5}]
+    ),
+    "a name that is long": (
+        "/tree/", [{"type": "file", "path": "a" * 256, "oid": "a" * 40, "size": 5}]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_ANSWERS)
+def test_an_answer_that_makes_no_sense_is_one_clear_error(
+    client: Client, hub: Hub, name: str
+) -> None:
+    hub.add("org/name", {"good.bin": weights(1)})
+    part, answer = ODD_ANSWERS[name]
+    hub.faults.answer(part, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+    with pytest.raises(HubError) as caught:
+        client.snapshot()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 5000
+    assert caught.value.hint
+    assert not client.cache.exists()
+
+
+@pytest.mark.parametrize(
+    "entries", [[], [{"type": "file", "path": "a", "oid": "a" * 40, "size": 5}]]
+)
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_listing_whose_pages_go_round_in_a_circle_has_an_end(
+    client: Client, hub: Hub, entries: list[object], length: int
+) -> None:
+    hub.add("org/name", {"good.bin": weights(1)})
+    address = f"{hub.url}/api/models/org/name/tree/main?cursor="
+    for number in range(length):
+        following = f'<{address}{(number + 1) % length}>; rel="next"'
+        hub.faults.answer("/tree/", json.dumps(entries).encode(), times=1, Link=following)
+    first = f'<{address}0>; rel="next"'
+    hub.faults.answer("/tree/", json.dumps(entries).encode(), Link=first)
+    with pytest.raises(HubError, match="no end"):
+        client.snapshot()
+    assert not client.cache.exists()
+
+
+@pytest.mark.parametrize("part", ["/revision/", "/tree/"])
+def test_a_server_that_never_answers_is_not_waited_for_for_ever(
+    client: Client, hub: Hub, part: str
+) -> None:
+    hub.add("org/name", {"good.bin": weights(1)})
+    hub.faults.hold(part, times=100)
+    with pytest.raises(Exception, match=r".+") as caught:
+        client.snapshot(etag_timeout=0.2)
+    # The second is what some versions raise, of httpx.
+    assert type(caught.value).__name__ in ("LocalEntryNotFoundError", "ReadTimeout")
+    assert not list(client.cache.rglob("*.bin"))
+    hub.faults.clear()
+    assert (client.snapshot() / "good.bin").is_file()
+
+
 ODD_HASHES: list[dict[str, object]] = [
     {"oid": "x", "size": 5},
     {"oid": "../../../x", "size": 5},
