@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from smartcache.hub import patches
 from smartcache.hub.arrivals import Arrivals, lease_on
@@ -70,8 +71,9 @@ class Fetching:
                     self._arrivals.accept(planned, path, followed.finish(path), is_leased=True)
                 is_proven = True
 
+        on_wait = partial(self._say_who, planned)
         try:
-            with self._claims.making_room(planned), patches.inside_lock(leased()):
+            with self._claims.making_room(planned), patches.inside_lock(leased(), on_wait):
                 download_file(plan.repo, file.path, options)
             path = plan.target.found(file)
             if path is not None and not is_proven:
@@ -82,6 +84,13 @@ class Fetching:
             self._follower.forget(followed)
         if path is not None:
             plan.target.settled(file)
+
+    def _say_who(self, planned: PlannedFile) -> None:
+        """Say who has huggingface_hub's lock; of a process of ours the lease tells."""
+        store = self._plan.store
+        if store.volume.on_wait is not None:
+            holder = store.leases.busy(lease_on(planned.file)) or "another program"
+            store.volume.on_wait(f"{planned.file.path} is being downloaded by {holder}")
 
     @contextmanager
     def _lease_on(self, planned: PlannedFile) -> Iterator[None]:

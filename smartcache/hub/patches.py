@@ -21,7 +21,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from urllib.parse import unquote, urlsplit
 
 from smartcache.errors import DigestMismatchError, HubError, UnsafeNameError
@@ -35,6 +35,8 @@ _announced: dict[object, tuple[str, dict[str, str]]] = {}
 """The commits that are being downloaded, with the sha256 of their files by path. No lock guards it:
 each step is one operation of a dict, and a fork could leave a lock held."""
 _of_thread = threading.local()
+_UNSPOKEN = 1.0
+"""Seconds a wait for a lock lasts before it is worth a word."""
 _PATIENCE = 10.0
 """Seconds to wait for an answer, where no caller of ours has said."""
 
@@ -60,17 +62,20 @@ def refuse_unsafe(name: object, what: str) -> None:
 
 
 @contextmanager
-def inside_lock(block: AbstractContextManager[object]) -> Iterator[None]:
+def inside_lock(
+    block: AbstractContextManager[object], on_wait: Callable[[], None]
+) -> Iterator[None]:
     """Enter a block when huggingface_hub has its lock for the next file, and leave it before that.
 
-    Only for what this thread downloads. An error of the block ends the download.
+    Only for what this thread downloads. An error of the block ends the download. `on_wait` is
+    called, in another thread, when somebody else has the lock for a while.
     """
     apply()
-    _of_thread.block = block
+    _of_thread.block, _of_thread.on_wait = block, on_wait
     try:
         yield
     finally:
-        _of_thread.block = None
+        _of_thread.block = _of_thread.on_wait = None
 
 
 @contextmanager
@@ -87,13 +92,14 @@ def answered_within(seconds: float | None) -> Iterator[None]:
 
 def apply() -> None:
     """Make sure that the changes are in place in this process."""
-    from huggingface_hub import file_download, hf_api
+    from huggingface_hub import _local_folder, file_download, hf_api
     from huggingface_hub.utils import _pagination
 
     for place, name, changed in (
         (file_download, "get_hf_file_metadata", _checked_answer),
         (file_download, "_xet_file_metadata_from_tree_cache", _checked_listing),
         (file_download, "WeakFileLock", _shared_lock),
+        (_local_folder, "WeakFileLock", _spoken_lock),
         (hf_api.HfApi, "repo_info", _impatient),
         (hf_api, "paginate", _ending),
         (hf_api, "_paginate_pages", _ending),
@@ -133,18 +139,37 @@ def _checked_listing(read: Callable[..., object]) -> Callable[..., object]:
     return reader
 
 
-def _shared_lock(
-    lock: Callable[..., AbstractContextManager[object]],
-) -> Callable[..., AbstractContextManager[object]]:
+_Lock = Callable[..., AbstractContextManager[object]]
+
+
+def _shared_lock(lock: _Lock) -> _Lock:
+    spoken = _spoken_lock(lock)
+
     @contextmanager
     def locking(*args: object, **kwargs: object) -> Iterator[object]:
-        with lock(*args, **kwargs) as held:
+        with spoken(*args, **kwargs) as held:
             block, _of_thread.block = getattr(_of_thread, "block", None), None
-            if block is None:
+            with block or nullcontext():
                 yield held
-                return
-            with block:
-                yield held
+
+    return locking
+
+
+def _spoken_lock(lock: _Lock) -> _Lock:
+    @contextmanager
+    def locking(*args: object, **kwargs: object) -> Iterator[object]:
+        on_wait = getattr(_of_thread, "on_wait", None)
+        timer = None if on_wait is None else threading.Timer(_UNSPOKEN, on_wait)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        with ExitStack() as stack:
+            try:
+                held = stack.enter_context(lock(*args, **kwargs))
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            yield held
 
     return locking
 
