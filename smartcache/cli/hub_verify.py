@@ -14,6 +14,8 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._words import counted, short
+from smartcache.hub import asides
+from smartcache.hub.leftovers import clear_repo
 from smartcache.hub.repairing import RepairPlan, RepairResult, plan_repair
 from smartcache.hub.repos import CachedRepo, scan_caches
 from smartcache.hub.verifying import MEANINGS, Finding, RepoVerifyReport, verify_repos
@@ -51,8 +53,9 @@ def verify_command(
     """Compare the files of repos with the hashes the Hub announced.
 
     The hashes are known from the names of blobs, from the listings huggingface_hub keeps, and from
-    the index; the network is not used. Nothing is changed unless --repair is given: then damaged
-    files move to bad/ of the store and the pointers to them go. Exits with 3 if damage was found.
+    the index; the network is not used. No file is changed unless --repair is given: then damaged
+    files move to bad/ of the store and the pointers to them go. Half-made files of downloads that
+    were killed are removed. Exits with 3 if damage was found.
     """
     session = ctx.ensure_object(Session)
     if dry_run and not repair:
@@ -60,6 +63,10 @@ def verify_command(
     with session.store(create=True) as store:
         everything = scan_caches(hf_caches(cache_dirs, list(store.stores())))
         wanted = _wanted(everything, repos)
+        if not dry_run:
+            asides.give_back(store)
+            for repo in wanted:
+                clear_repo(repo.folder)
         report = verify_repos(store, wanted, full=full, progress=bars)
         plan = plan_repair(store, everything, report.damage) if repair else None
         result = None if plan is None else _repair(report, plan, dry_run=dry_run, yes=yes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -21,14 +21,15 @@ from smartcache.errors import (
     NoSpaceError,
     StoreError,
 )
+from smartcache.hub import asides
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.records import Candidate, PlannedFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.store.copies import copy_hashed
+from smartcache.store.faults import reached
 from smartcache.store.kernel import link_fd, open_unnamed
 from smartcache.store.records import Link
 from smartcache.store.store import Store
-from smartcache.store.swap import beside
 
 _log = logging.getLogger(__name__)
 
@@ -157,13 +158,23 @@ class Claims:
         raise AssertionError(kinds)
 
     def making_room(self, planned: PlannedFile) -> AbstractContextManager[None]:
-        """Let another file come to where a stale one is; what is the user's own is kept."""
+        """Let another file come to where a stale one is; what is the user's own is kept.
+
+        In an HF cache blobs are replaced as a whole. In a `local_dir` an older version from the Hub
+        may be overwritten, but what is the user's own or has other names must not be there.
+        """
+        if isinstance(self._target, CacheTarget):
+            return nullcontext()
         store = self._near or self._store
         spot = self._target.spot(planned.file)
         ((algorithm, _),) = planned.file.announced.items()
         known = store.known_hashes([spot]).get(spot, {}).get(algorithm)
-        kept = store.volume.layout.new_bad(planned.file.etag)
-        return self._target.making_room(planned.file, known, kept)
+        if self._target.is_own(planned.file, known):
+            kept = store.volume.layout.new_bad(planned.file.etag)
+            return asides.out_of_the_way(self._store, spot, kept=kept)
+        if self._target.is_shared(planned.file):
+            return asides.out_of_the_way(self._store, spot, kept=None)
+        return nullcontext()
 
     def _copy_shared(self, planned: PlannedFile, sha256: str) -> bool:
         for found in self._store.find_shared("sha256", sha256, size=planned.file.size):
@@ -182,22 +193,20 @@ class Claims:
         """Copy a file to the target, hashed on the way; no half or wrong copy is ever visible."""
         spot = self._target.spot(planned.file)
         spot.parent.mkdir(parents=True, exist_ok=True)
-        temporary = beside(spot)
-        descriptor = open_unnamed(spot.parent, 0o666)
-        is_unnamed = descriptor is not None
-        if descriptor is None:
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        with asides.copy_beside(self._store, spot) as temporary, ExitStack() as stack:
+            descriptor = open_unnamed(spot.parent, 0o666)
+            is_unnamed = descriptor is not None
+            if descriptor is None:
+                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            stack.callback(os.close, descriptor)
             if copy_hashed(source, descriptor, algorithm=algorithm) != wanted:
                 raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
             os.fsync(descriptor)
             if is_unnamed:
                 link_fd(descriptor, temporary)
+            reached("claim: copied")
             with self.making_room(planned):
                 os.replace(temporary, spot)
-        finally:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
         self._target.settled(planned.file)
 
 

@@ -14,18 +14,18 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
-from smartcache.hub import bars, tree
+from smartcache.hub import asides, bars, patches, tree
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
-from smartcache.hub.leftovers import prove_noted
+from smartcache.hub.leftovers import clear_local_dir, clear_repo, prove_noted
 from smartcache.hub.plan import DownloadPlan, near_store, plan_download
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.remote import download_file, download_snapshot
@@ -99,25 +99,40 @@ class _Run:
 
         `since` is when an attempt at another commit began, which may have brought files.
         """
+        asides.give_back(self._store)
         notes = self._unfinished.notes()
         noted = {name for note in notes for name in note.brought(self._target)}
         is_looked_at = since == math.inf and not noted
         if self._plan.is_done and is_looked_at and self._is_noted() and self._is_there():
             return self._result()
+        if isinstance(self._target, CacheTarget):
+            clear_repo(self._target.folder)
+        else:
+            clear_local_dir(self._target)
         before = {name: seen for name, seen in self._texts().items()
                   if name not in noted and seen.ctime < since}  # fmt: skip
         self._prepare()
-        with self._unfinished.working(self._target, self._to_be_brought()):
-            if not self._request.force:
-                self._bring_large_files()
-            reached("download: large files there")
-            root = self._hand_over(at_commit=at_commit)
-            reached("download: handed over")
-            if root is not None and root != self._target.root:
-                return None
-            self._prove_rest(before)
-            proven = {each.file.path for each in self._plan.files}
-            prove_noted(self._store, self._target, notes, besides=proven)
+        try:
+            with (
+                self._unfinished.working(self._target, self._to_be_brought()),
+                patches.announcing(self._plan.commit, (each.file for each in self._plan.files)),
+            ):
+                if not self._request.force:
+                    self._bring_large_files()
+                reached("download: large files there")
+                root = self._hand_over(at_commit=at_commit)
+                reached("download: handed over")
+                if root is not None and root != self._target.root:
+                    return None
+                self._prove_rest(before)
+                proven = {each.file.path for each in self._plan.files}
+                prove_noted(self._store, self._target, notes, besides=proven)
+        except DigestMismatchError as error:
+            if hasattr(error, "listed"):
+                # The listing may be wrong, and one that is on disk is never asked for again.
+                with suppress(OSError):
+                    os.unlink(self._target.listing)
+            raise
         self._unfinished.forget(notes)
         self._remember_places()
         self._refuse_missing()
@@ -137,7 +152,10 @@ class _Run:
             if isinstance(self._target, LocalTarget):
                 is_current = each.source == "present" and each.is_visible
                 if not each.is_weight and not is_current:
-                    self._target.detach(each.file)
+                    if self._target.is_shared(each.file):
+                        spot = self._target.spot(each.file)
+                        with asides.copy_beside(self._store, spot) as temporary:
+                            self._target.detach(each.file, temporary)
                     self._keep_own_text(each, self._target)
                 elif each.source == "present" and each.is_proven and not is_current:
                     self._target.settled(each.file)
@@ -330,14 +348,13 @@ class _Run:
             self._arrivals.prove(planned, path)
         except DigestMismatchError as error:
             self._target.drop_wrong_pointer(planned.file)
-            # huggingface_hub never asks again for a listing that it has on disk.
-            listing = self._target.folder / "trees" / f"{self._plan.commit}.json"
-            listing.unlink(missing_ok=True)
             message = (
                 f"The Hub lists {planned.file.path} as {planned.file.etag}, but sends other bytes"
             )
             hint = "Run the download again; if it repeats, the server is broken."
-            raise DigestMismatchError(message, hint=hint, path=planned.file.path) from error
+            raise DigestMismatchError(
+                message, hint=hint, path=planned.file.path, listed=planned.file.etag
+            ) from error
 
 
 class _Jobs:

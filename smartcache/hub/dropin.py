@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from smartcache.errors import DigestMismatchError, SmartcacheError, UnsafeNameError
-from smartcache.hub import tree
+from smartcache.hub import asides, patches, tree
 from smartcache.hub.leftovers import Look as FileLook
 from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
 from smartcache.hub.plan import (
@@ -152,7 +152,8 @@ class Call:
     def delegate(self) -> object:
         """Let huggingface_hub's own function answer."""
         words = (self.repo_id,) if self.filename is None else (self.repo_id, self.filename)
-        return self._function(*words, **self.arguments)
+        with patches.answered_within(cast("float | None", self.arguments.get("etag_timeout"))):
+            return self._function(*words, **self.arguments)
 
     @property
     def _function(self) -> Callable[..., object]:
@@ -262,6 +263,7 @@ def _prove_what_came(
     unfinished = Unfinished(store, target.root)
     notes = unfinished.notes()
     try:
+        asides.give_back(store)
         if before is not None:
             prove_new(store, target, before, only=request.filename)
         prove_noted(store, target, notes)

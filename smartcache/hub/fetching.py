@@ -1,13 +1,19 @@
 """Fetch large files through huggingface_hub: one worker per content among all processes.
 
-Whoever waited for a lease looks again before fetching: the process before has most likely brought
-the bytes. The kernel ends the lease of a process that dies, so nobody waits for one.
+The lease on a content is taken inside the lock that huggingface_hub has on the file: nobody holds a
+lease who waits for huggingface_hub. Whoever waited for a lease looks again before fetching: the
+process before has most likely brought the bytes. The kernel ends the lease of a process that dies,
+so nobody waits for one.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
+from smartcache.hub import patches
 from smartcache.hub.arrivals import Arrivals, lease_on
 from smartcache.hub.bars import StoppedError
 from smartcache.hub.claiming import Claims
@@ -17,6 +23,10 @@ from smartcache.hub.records import PlannedFile
 from smartcache.hub.remote import download_file
 from smartcache.hub.sources import Sources
 from smartcache.store.faults import reached
+
+
+class _HereError(Exception):
+    """Somebody else has brought the file: nothing need be fetched."""
 
 
 class Fetching:
@@ -40,14 +50,57 @@ class Fetching:
 
     def fetch(self, planned: PlannedFile) -> None:
         """Fetch a file, prove it and share it, unless somebody else has brought it meanwhile."""
+        file, plan = planned.file, self._plan
+        options = dict(plan.request.options(), revision=plan.commit, tqdm_class=self._bar)
+        followed = self._follower.follow(
+            plan.target.unfinished(file), file.etag, ("blake3", *file.announced), file.size
+        )
+        is_proven = False
+
+        @contextmanager
+        def leased() -> Iterator[None]:
+            # When the lease ends the bytes are proven, and a blob: whoever waits for it finds them.
+            nonlocal is_proven
+            with self._lease_on(planned):
+                if self._is_here_now(planned):
+                    raise _HereError
+                yield
+                reached("download: fetched")
+                path = plan.target.found(file)
+                if path is not None:
+                    self._arrivals.accept(planned, path, followed.finish(path), is_leased=True)
+                is_proven = True
+
+        on_wait = partial(self._say_who, planned)
+        try:
+            with self._claims.making_room(planned), patches.inside_lock(leased(), on_wait):
+                download_file(plan.repo, file.path, options)
+            path = plan.target.found(file)
+            if path is not None and not is_proven:
+                self._arrivals.accept(planned, path, followed.finish(path))
+        except _HereError:
+            return
+        finally:
+            self._follower.forget(followed)
+        if path is not None:
+            plan.target.settled(file)
+
+    def _say_who(self, planned: PlannedFile) -> None:
+        """Say who has huggingface_hub's lock; of a process of ours the lease tells."""
+        store = self._plan.store
+        if store.volume.on_wait is not None:
+            holder = store.leases.busy(lease_on(planned.file)) or "another program"
+            store.volume.on_wait(f"{planned.file.path} is being downloaded by {holder}")
+
+    @contextmanager
+    def _lease_on(self, planned: PlannedFile) -> Iterator[None]:
         store = self._plan.store
         what = f"download of {self._plan.repo} {planned.file.path}"
         with store.leases.hold(lease_on(planned.file), what=what, on_wait=store.volume.on_wait):
             reached("download: leased")
             if self._is_stopping.is_set():
                 raise StoppedError
-            if not self._is_here_now(planned):
-                self._download(planned)
+            yield
 
     def _is_here_now(self, planned: PlannedFile) -> bool:
         if self._claims.place_known(planned):
@@ -59,21 +112,3 @@ class Fetching:
         sources = Sources(self._plan.store, target.cache_dir, target.root)
         candidates, _ = sources.candidates(planned.file, by_size=False)
         return any(self._claims.claim(planned, each) for each in candidates)
-
-    def _download(self, planned: PlannedFile) -> None:
-        file, plan = planned.file, self._plan
-        options = dict(plan.request.options(), revision=plan.commit, tqdm_class=self._bar)
-        followed = self._follower.follow(
-            plan.target.unfinished(file), file.etag, ("blake3", *file.announced), file.size
-        )
-        try:
-            with self._claims.making_room(planned):
-                download_file(plan.repo, file.path, options)
-            reached("download: fetched")
-            path = plan.target.found(file)
-            hashes = None if path is None else followed.finish(path)
-        finally:
-            self._follower.forget(followed)
-        if path is not None:
-            self._arrivals.accept(planned, path, hashes, is_leased=True)
-            plan.target.settled(file)

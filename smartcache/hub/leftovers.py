@@ -1,16 +1,21 @@
-"""Prove files that a download has brought which did not come to its end.
+"""What a download has left that did not come to its end: files are proven, half-made ones go.
 
 What was to be brought, and with which hash, its note says. Of what huggingface_hub has brought by
-itself the names of blobs tell, and in a `local_dir` what it has written about each file.
+itself the names of blobs tell, and in a `local_dir` what it has written about each file. Its
+half-made files have names that it never uses again; they go when surely no process writes them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock, Timeout
 
 from smartcache.hub import tree
 from smartcache.hub.arrivals import Arrivals
@@ -18,7 +23,12 @@ from smartcache.hub.plan import near_store
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.hub.unfinished import Note
+from smartcache.store.kernel import take_lease
 from smartcache.store.store import Store
+
+_YOUNG = 60.0
+"""Seconds for which what is written in one go, without a lock, may still be somebody's."""
+_log = logging.getLogger(__name__)
 
 
 def prove_noted(
@@ -113,3 +123,45 @@ def _noted_names(target: LocalTarget) -> Iterator[str]:
             if note.endswith(".metadata"):
                 path = Path(directory, note.removesuffix(".metadata"))
                 yield path.relative_to(target.notes).as_posix()
+
+
+def clear_repo(folder: Path) -> None:
+    """Remove what killed clients have left half-made in a repo folder of an HF cache."""
+    locks = folder.parent / ".locks" / folder.name
+    for name in _names(os.path.join(folder, "blobs")):
+        if tree.is_half_made(name) and name.endswith(".incomplete"):
+            lock = locks / f"{name.rsplit('.', 2)[0]}.lock"
+            with suppress(Timeout, NotImplementedError, OSError):
+                if not lock.exists():  # whoever writes holds it
+                    _remove_dead(folder / "blobs" / name)
+                    continue
+                with FileLock(lock, timeout=0, mode=0o664):
+                    _remove_dead(folder / "blobs" / name)
+    _clear_old(folder / "refs")
+    _clear_old(folder / "trees")
+
+
+def clear_local_dir(target: LocalTarget) -> None:
+    """Remove what killed clients have left half-made in a `local_dir`."""
+    _clear_old(target.notes)
+    _clear_old(target.memory / "trees")
+
+
+def _clear_old(root: Path) -> None:
+    for directory, _, names in os.walk(root):
+        for name in filter(tree.is_half_made, names):
+            path = Path(directory, name)
+            with suppress(OSError):
+                if time.time() - os.lstat(path).st_mtime > _YOUNG:
+                    _remove_dead(path)
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a file unless some process has it open for writing."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if take_lease(descriptor) != "busy":
+            os.unlink(path)
+            _log.info("%s of a killed download is removed", path)
+    finally:
+        os.close(descriptor)

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
-from smartcache.hub import tree
+from smartcache.hub import patches, tree
 from smartcache.hub.dropin import Call, commit_behind, listing_of
 from smartcache.hub.leftovers import prove_file, prove_noted
 from smartcache.hub.lender import Lender
@@ -41,6 +41,8 @@ _LATE = 0.05
 """Seconds in which a client that has seen a blob has made its pointer to it."""
 _PATIENCE = 10.0
 """Seconds to wait for another thread of this process, which may be waiting for this one."""
+_MOST_PATIENCE = 600.0
+"""Seconds to wait for another process: its library may wait for a lock that this one holds."""
 _at_work: set[str] = set()
 """The leases that threads of this process have."""
 _log = logging.getLogger(__name__)
@@ -135,15 +137,15 @@ class _Run:
     def lease(self) -> Iterator[None]:
         """Be the only one who lends to this repo.
 
-        A thread that another one of this process waits for must not wait for that: after a while
-        it goes on without lending.
+        Whom the holder may be waiting for must not wait for ever: after a while it goes on without
+        lending.
         """
         key = lease_on_repo(self._target.folder)
         is_ours = key in _at_work
         with self._store.leases.hold(
             key,
             what=f"loading of {self._request.repo}",
-            timeout=_PATIENCE if is_ours else None,
+            timeout=_PATIENCE if is_ours else _MOST_PATIENCE,
             on_wait=self._store.volume.on_wait,
         ):
             _at_work.add(key)
@@ -220,7 +222,8 @@ class _Run:
         failure: Exception | None = None
         try:
             try:
-                yield
+                with patches.announcing(self._target.commit, self._missing):
+                    yield
             except Exception as error:  # noqa: BLE001 - raised below
                 failure = error
             self._settle(proof, neighbours, notes, failure)

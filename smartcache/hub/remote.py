@@ -8,12 +8,14 @@ blindly: a file whose name leads out of its folder is refused here, before anyth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smartcache.errors import HubError, UnsafeNameError
+from smartcache.errors import HubError, SmartcacheError, UnsafeNameError
+from smartcache.hub import patches
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 from smartcache.hub.tree import is_commit, safe_parts
 
@@ -59,6 +61,7 @@ def download_file(repo: Repo, path: str, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download one file; return where it is."""
     from huggingface_hub import hf_hub_download
 
+    patches.apply()
     download = cast("Callable[..., str]", hf_hub_download)
     known = inspect.signature(hf_hub_download).parameters
     return Path(download(repo.id, path, **{k: v for k, v in options.items() if k in known}))
@@ -69,7 +72,8 @@ def download_snapshot(repo: Repo, options: Mapping[str, object]) -> Path:
     from huggingface_hub import snapshot_download
 
     download = cast("Callable[..., str]", snapshot_download)
-    return Path(download(repo.id, **options))
+    with patches.answered_within(cast("float", options["etag_timeout"])):
+        return Path(download(repo.id, **options))
 
 
 def commit_of(access: Access, repo: Repo, revision: str) -> str:
@@ -77,26 +81,46 @@ def commit_of(access: Access, repo: Repo, revision: str) -> str:
     resolved = getattr(revision, "resolved", revision)  # huggingface_hub's ResolvedRevision
     if is_commit(resolved):
         return str(resolved)
-    info = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision)
-    if info.sha is None or not is_commit(info.sha):
-        raise HubError(f"The Hub names no commit for {repo} at {revision}: {info.sha!r}")
-    return info.sha
+    with _understood(repo, access):
+        sha: object = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision).sha
+    if not isinstance(sha, str) or not is_commit(sha):
+        message = f"The Hub names no commit for {repo} at {revision}: {str(sha)[:100]!r}"
+        raise HubError(message, hint=patches.BROKEN)
+    return sha
 
 
 def files_of(access: Access, repo: Repo, commit: str) -> list[RemoteFile]:
     """Return all files of a commit as the Hub lists them: a request per thousand files."""
     from huggingface_hub.hf_api import RepoFile
 
-    entries = access.api().list_repo_tree(
-        repo.id, repo_type=repo.type, revision=commit, recursive=True
-    )
+    with _understood(repo, access):
+        entries = access.api().list_repo_tree(
+            repo.id, repo_type=repo.type, revision=commit, recursive=True
+        )
+        listed = [_remote(repo, entry) for entry in entries if isinstance(entry, RepoFile)]
+    # Of a path that is listed twice the last counts, as for the client.
+    return list({file.path: file for file in listed}.values())
+
+
+@contextmanager
+def _understood(repo: Repo, access: Access) -> Iterator[None]:
+    """Raise one clear error where huggingface_hub stumbles over an answer; its own pass through."""
     try:
-        listed = [entry for entry in entries if isinstance(entry, RepoFile)]
-    except (KeyError, TypeError) as error:
-        message = f"The Hub's listing of {repo} cannot be understood: {error!r}"
-        raise HubError(message, hint="The server is broken, or not a Hub.") from error
-    files = {file.path: file for file in (_remote(repo, entry) for entry in listed)}
-    return list(files.values())  # of a path that is listed twice the last counts, as for the client
+        with patches.answered_within(_timeout(access)):
+            yield
+    except SmartcacheError:
+        raise
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        if not _is_plain(error):
+            raise
+        said = str(error).partition("\n")[0][:200]
+        message = f"The Hub's answer about {repo} cannot be understood: {said}"
+        raise HubError(message, hint=patches.BROKEN) from error
+
+
+def _is_plain(error: Exception) -> bool:
+    """Say whether an error is Python's own or of a decoder, and not one that a client made."""
+    return type(error).__module__.partition(".")[0] in ("builtins", "json")
 
 
 def _remote(repo: Repo, entry: object) -> RemoteFile:
@@ -104,7 +128,7 @@ def _remote(repo: Repo, entry: object) -> RemoteFile:
     refuse_unsafe(repo, path)
     sha256 = None if lfs is None else lfs.sha256
     etag = str(sha256 or getattr(entry, "blob_id", ""))
-    _refuse_unsafe_etag(repo, str(path), etag)
+    patches.refuse_unsafe(etag, str(path))
     size = size if lfs is None else lfs.size
     if size is not None and (not isinstance(size, int) or not 0 <= size < _MOST_SIZE):
         raise HubError(f"{repo} lists {path} with an impossible size: {size!r}")
@@ -119,13 +143,6 @@ def refuse_unsafe(repo: Repo, path: object) -> None:
     """Raise if a path of a listing is not a plain relative one."""
     if not isinstance(path, str) or safe_parts(path) is None:
         message = f"{repo} lists a file with an unsafe name: {path!r}; nothing was downloaded"
-        raise UnsafeNameError(message, repo=str(repo), path=path)
-
-
-def _refuse_unsafe_etag(repo: Repo, path: str, etag: str) -> None:
-    """Raise if what names a blob in the HF cache is no plain name: huggingface_hub believes it."""
-    if etag in (".", "..") or any(sign in etag for sign in "/\\\0"):
-        message = f"{repo} announces {path} by an unsafe name: {etag!r}; nothing was downloaded"
         raise UnsafeNameError(message, repo=str(repo), path=path)
 
 
@@ -156,20 +173,20 @@ def announced_file(
     access: Access, repo: Repo, revision: str, path: str
 ) -> tuple[str, RemoteFile] | None:
     """Return commit, size and hash of one file: one HEAD request. None: the Hub names no hash."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import file_download, hf_hub_url
 
     refuse_unsafe(repo, path)
     url = hf_hub_url(
         repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint
     )
-    found = get_hf_file_metadata(
-        url, token=access.token, timeout=_timeout(access), headers=access.headers,
-        user_agent=access.user_agent, library_name=access.library_name,
-        library_version=access.library_version, endpoint=access.endpoint,
-    )  # fmt: skip
+    with _understood(repo, access):
+        found = file_download.get_hf_file_metadata(
+            url, token=access.token, timeout=_timeout(access), headers=access.headers,
+            user_agent=access.user_agent, library_name=access.library_name,
+            library_version=access.library_version, endpoint=access.endpoint,
+        )  # fmt: skip
     if found.etag is None or found.commit_hash is None or not is_commit(found.commit_hash):
         return None
-    _refuse_unsafe_etag(repo, path, found.etag)
     xet = None if found.xet_file_data is None else found.xet_file_data.file_hash
     file = RemoteFile(path=path, size=found.size, etag=found.etag, xet=xet_of(xet))
     return found.commit_hash, file

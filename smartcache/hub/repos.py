@@ -18,7 +18,7 @@ from pathlib import Path
 
 from smartcache.errors import RepoNotCachedError
 from smartcache.hub.records import Repo
-from smartcache.hub.tree import is_commit
+from smartcache.hub.tree import is_commit, is_half_made
 from smartcache.store.statkey import allocated_bytes
 
 Key = tuple[int, int]
@@ -261,6 +261,8 @@ def _look_into(directory: str, found: CachedRepo) -> list[str]:
 def _read_refs(found: CachedRepo) -> None:
     inside = os.path.join(found.folder, "refs", "")
     for name in [each for each in found.names if each.startswith(inside)]:
+        if is_half_made(os.path.basename(name)):
+            continue
         try:
             body = found.body_behind(name)
             if body is None or not body.is_file:  # a FIFO would block

@@ -6,13 +6,11 @@ cache these differ: a blob may be there before any snapshot points at it.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +21,8 @@ from smartcache.store.kernel import effective_user
 from smartcache.store.links import Kind
 from smartcache.store.records import Owner
 from smartcache.store.statkey import StatKey
-from smartcache.store.swap import beside
 
 _MOST_NOTE = 4096
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +42,11 @@ class CacheTarget:
     def root(self) -> Path:
         """What the user gets: the snapshot."""
         return self.folder / "snapshots" / self.commit
+
+    @property
+    def listing(self) -> Path:
+        """Where huggingface_hub keeps what the Hub listed for this commit."""
+        return self.folder / "trees" / f"{self.commit}.json"
 
     @property
     def owner(self) -> Owner:
@@ -115,12 +116,6 @@ class CacheTarget:
     def settled(self, file: RemoteFile) -> None:
         """Take note that a file was put at its spot by us: huggingface_hub makes the pointer."""
         self.drop_wrong_pointer(file)
-
-    @contextmanager
-    def making_room(self, file: RemoteFile, known: str | None, kept: Path) -> Iterator[None]:
-        """Do nothing: huggingface_hub replaces blobs as a whole."""
-        del file, known, kept
-        yield
 
     def seen(self, file: RemoteFile) -> Path | None:
         """Return the file that is there, whatever it is."""
@@ -250,6 +245,11 @@ class LocalTarget:
         return self.local_dir / ".cache" / "huggingface"
 
     @property
+    def listing(self) -> Path:
+        """Where it keeps what the Hub listed for this commit."""
+        return self.memory / "trees" / f"{self.commit}.json"
+
+    @property
     def notes(self) -> Path:
         """Where it writes which version each file is."""
         return self.memory / "download"
@@ -262,9 +262,8 @@ class LocalTarget:
         """Tell huggingface_hub which version was put here; else it would hash or overwrite it."""
         note = self._note(file)
         note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = beside(note)
-        temporary.write_text(f"{self.commit}\n{file.etag}\n{time.time()}\n", encoding="ascii")
-        os.replace(temporary, note)
+        # In place, as it does itself: it takes a torn one for none.
+        note.write_text(f"{self.commit}\n{file.etag}\n{time.time()}\n", encoding="ascii")
 
     def hide(self, file: RemoteFile) -> list[Path]:
         """Remove what huggingface_hub believes about a file; the file itself is its only name."""
@@ -272,34 +271,11 @@ class LocalTarget:
             os.unlink(self._note(file))
         return []
 
-    @contextmanager
-    def making_room(self, file: RemoteFile, known: str | None, kept: Path) -> Iterator[None]:
-        """Let another file come in this block to where a stale one is; else that is given back.
+    def is_own(self, file: RemoteFile, known: str | None) -> bool:
+        """Say whether a file is no version from the Hub, as far as anybody knows.
 
-        An older version from the Hub goes; `known` is its hash, if that is known. Anything else is
-        the user's own and is kept. A file that has other names, or is behind a symlink, must not be
-        there meanwhile: huggingface_hub would write through it.
+        `known` is its hash, if that is known.
         """
-        spot = self.spot(file)
-        is_own = self._is_own(file, known)
-        if not is_own and not _is_shared(spot):
-            yield
-            return
-        aside = beside(spot)
-        os.rename(spot, aside)
-        try:
-            yield
-        finally:
-            if not os.path.lexists(spot):
-                os.rename(aside, spot)
-            elif is_own:
-                shutil.move(aside, kept)
-                _log.warning("%s was not from the Hub; it is kept as %s", spot, kept)
-            else:
-                os.unlink(aside)
-
-    def _is_own(self, file: RemoteFile, known: str | None) -> bool:
-        """Say whether a file is no version from the Hub, as far as anybody knows."""
         spot = self.spot(file)
         if os.path.islink(spot) or not os.path.isfile(spot):
             return False
@@ -310,29 +286,31 @@ class LocalTarget:
         """Return the file that is there, whatever it is."""
         return _file_behind(self.spot(file))
 
-    def detach(self, file: RemoteFile) -> None:
-        """Give a file that shares its inode, or is a symlink, bytes of its own.
+    def is_shared(self, file: RemoteFile) -> bool:
+        """Say whether a name stands for bytes that others have too: a symlink, or one of several.
 
         huggingface_hub writes into stale files of a `local_dir` in place: never through a link.
         """
+        try:
+            st = os.lstat(self.spot(file))
+        except FileNotFoundError:
+            return False
+        return stat.S_ISLNK(st.st_mode) or (stat.S_ISREG(st.st_mode) and st.st_nlink > 1)
+
+    def detach(self, file: RemoteFile, temporary: Path) -> None:
+        """Give a file that is shared bytes of its own, by way of a name beside it."""
         spot = self.spot(file)
-        if not _is_shared(spot):
-            return
         if not os.path.isfile(spot):
             os.unlink(spot)  # a symlink to nothing
             return
         before = os.stat(spot)
-        temporary = beside(spot)
-        try:
-            shutil.copyfile(spot, temporary)
-            with suppress(PermissionError):  # only root may give files away
-                os.chown(temporary, before.st_uid, before.st_gid)
-            os.chmod(temporary, before.st_mode & 0o777 | stat.S_IWUSR)
-            os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
-            if StatKey.of(os.stat(spot)) == StatKey.of(before):
-                os.replace(temporary, spot)
-        finally:
-            temporary.unlink(missing_ok=True)
+        shutil.copyfile(spot, temporary)
+        with suppress(PermissionError):  # only root may give files away
+            os.chown(temporary, before.st_uid, before.st_gid)
+        os.chmod(temporary, before.st_mode & 0o777 | stat.S_IWUSR)
+        os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+        if StatKey.of(os.stat(spot)) == StatKey.of(before):
+            os.replace(temporary, spot)
 
     def _note(self, file: RemoteFile) -> Path:
         parts = tree.safe_parts(file.path) or ()
@@ -340,15 +318,6 @@ class LocalTarget:
 
 
 Target = CacheTarget | LocalTarget
-
-
-def _is_shared(path: Path) -> bool:
-    """Say whether a name stands for bytes that others have too: a symlink, or one of several."""
-    try:
-        st = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return stat.S_ISLNK(st.st_mode) or (stat.S_ISREG(st.st_mode) and st.st_nlink > 1)
 
 
 def _shown(path: Path) -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HALF_MADE = re.compile(r".+\.[0-9a-f]{8}\.(incomplete|tmp)|tmp[a-z0-9_]{8}\.tmp")
+_MOST_PATH, _MOST_NAME = 1000, 255
 _TREE_FORMAT = 1
 _MOST_TREE = 1 << 29
 """Bytes of a tree listing that are read: a million files are some 200 MB."""
@@ -37,10 +39,24 @@ def is_commit(text: str) -> bool:
     return _COMMIT.fullmatch(text) is not None
 
 
+def is_half_made(name: str) -> bool:
+    """Say whether a file bears a name that huggingface_hub gives only while it writes the file."""
+    return _HALF_MADE.fullmatch(name) is not None
+
+
 def safe_parts(path: str) -> tuple[str, ...] | None:
-    """Return the parts of a path in a repo; None if it is no plain relative path anywhere."""
+    """Return the parts of a path in a repo; None if it is no plain relative path anywhere.
+
+    Nor if it is longer or deeper than a disk can have it.
+    """
     parts = tuple(path.split("/"))
-    is_plain = _is_text(path) and all(part not in ("", ".", "..") for part in parts)
+    is_plain = (
+        _is_text(path)
+        and len(path) <= _MOST_PATH
+        and all(
+            part not in ("", ".", "..") and len(os.fsencode(part)) <= _MOST_NAME for part in parts
+        )
+    )
     if not is_plain or "\\" in path or "\0" in path or re.match(r"[A-Za-z]:", path):
         return None
     return parts
@@ -75,7 +91,7 @@ def refs_of(folder: Path) -> dict[str, str]:
         for name in sorted(names):
             path = Path(directory, name)
             commit = read_ref(path)
-            if commit is not None:
+            if commit is not None and not is_half_made(name):
                 found[path.relative_to(root).as_posix()] = commit
     return found
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
 
-from smartcache.errors import HubError, UnsafeNameError
-from smartcache.hub import remote
+from smartcache.errors import DigestMismatchError, HubError, UnsafeNameError
+from smartcache.hub import patches, remote
 from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.remote import Access
 from tests.hub.clients import Client, sha256, weights
@@ -135,6 +136,82 @@ def test_a_listing_that_cannot_be_understood_is_an_error_of_ours_or_of_the_clien
     assert not list(client.cache.rglob("*.bin"))
 
 
+DEEP = b"[" * 200_000 + b"]" * 200_000
+INFO = {"_id": "1", "id": "org/name", "sha": "a" * 40, "siblings": [], "tags": []}
+ODD_ANSWERS = {
+    "siblings are no list": ("/revision/", {**INFO, "siblings": 7}),
+    "siblings are no objects": ("/revision/", {**INFO, "siblings": [7]}),
+    "the commit is a number": ("/revision/", {**INFO, "sha": 7}),
+    "the commit is a list": ("/revision/", {**INFO, "sha": ["a" * 40]}),
+    "the commit is a path": ("/revision/", {**INFO, "sha": "../../../evil"}),
+    "there is no commit": ("/revision/", {**INFO, "sha": None}),
+    "a list in place of a repo": ("/revision/", [7]),
+    "a repo that is no UTF-8": ("/revision/", b'{"id": "\xff\xfe"}'),
+    "a repo that is deep": ("/revision/", DEEP),
+    "a web page": ("/revision/", b"<html>Please log in</html>"),
+    "a listing that is no list": ("/tree/", {"error": 7}),
+    "a listing of numbers": ("/tree/", [1, 2]),
+    "a listing that is a number": ("/tree/", 7),
+    "a listing that is no UTF-8": ("/tree/", b'[{"path": "\xff\xfe"}]'),
+    "a listing that is deep": ("/tree/", DEEP),
+    "a path that is deep": (
+        "/tree/", [{"type": "file", "path": "a/" * 2000 + "a", "oid": "a" * 40, "size": 5}]
+    ),
+    "a name that is long": (
+        "/tree/", [{"type": "file", "path": "a" * 256, "oid": "a" * 40, "size": 5}]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_ANSWERS)
+def test_an_answer_that_makes_no_sense_is_one_clear_error(
+    client: Client, hub: Hub, name: str
+) -> None:
+    hub.add("org/name", {"good.bin": weights(1)})
+    part, answer = ODD_ANSWERS[name]
+    hub.faults.answer(part, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+    with pytest.raises(HubError) as caught:
+        client.snapshot()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 5000
+    assert caught.value.hint
+    assert not client.cache.exists()
+
+
+@pytest.mark.parametrize(
+    "entries", [[], [{"type": "file", "path": "a", "oid": "a" * 40, "size": 5}]]
+)
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_listing_whose_pages_go_round_in_a_circle_has_an_end(
+    client: Client, hub: Hub, entries: list[object], length: int
+) -> None:
+    hub.add("org/name", {"good.bin": weights(1)})
+    address = f"{hub.url}/api/models/org/name/tree/main?cursor="
+    for number in range(length):
+        following = f'<{address}{(number + 1) % length}>; rel="next"'
+        hub.faults.answer("/tree/", json.dumps(entries).encode(), times=1, Link=following)
+    first = f'<{address}0>; rel="next"'
+    hub.faults.answer("/tree/", json.dumps(entries).encode(), Link=first)
+    with pytest.raises(HubError, match="no end"):
+        client.snapshot()
+    assert not client.cache.exists()
+
+
+@pytest.mark.parametrize("part", ["/revision/", "/tree/"])
+def test_a_server_that_never_answers_is_not_waited_for_for_ever(
+    client: Client, hub: Hub, part: str
+) -> None:
+    hub.add("org/name", {"good.bin": weights(1)})
+    hub.faults.hold(part, times=100)
+    with pytest.raises(Exception, match=r".+") as caught:
+        client.snapshot(etag_timeout=0.2)
+    # The second is what some versions raise, of httpx.
+    assert type(caught.value).__name__ in ("LocalEntryNotFoundError", "ReadTimeout")
+    assert not list(client.cache.rglob("*.bin"))
+    hub.faults.clear()
+    assert (client.snapshot() / "good.bin").is_file()
+
+
 ODD_HASHES: list[dict[str, object]] = [
     {"oid": "x", "size": 5},
     {"oid": "../../../x", "size": 5},
@@ -178,6 +255,95 @@ def test_an_etag_that_is_a_path_leads_nowhere(
         client.smart.download(call)
     assert [path for path in tmp_path.iterdir() if path != client.store.root] == []
     assert hub.gets() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "etag"),
+    [("m.bin", "../../../../evil"), ("small.bin", "{tmp}/evil"), ("config.json", ".evil")],
+)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_etag_that_only_the_file_itself_has_leads_nowhere(
+    client: Client, hub: Hub, tmp_path: Path, name: str, etag: str, is_local: bool
+) -> None:
+    """The listing is sound: huggingface_hub reads the ETag when it fetches the file."""
+    hub.add("org/name", {"m.bin": weights(1), "small.bin": b"small", "config.json": b"{}"})
+    hub.faults.other_etag(name, etag.format(tmp=tmp_path / "hf"))
+    more = {"local_dir": tmp_path / "local"} if is_local else {}
+    before = {path for path in tmp_path.rglob("*") if "hf" not in path.parts}
+    with pytest.raises(UnsafeNameError, match=name):
+        client.snapshot(**more)
+    assert hub.gets(name) == []
+    assert [path for path in tmp_path.rglob("*") if etag[-4:] in path.name] == []
+    roots = {client.cache, client.store.root, tmp_path / "local"}
+    after = {path for path in tmp_path.rglob("*") if not roots & {path, *path.parents}}
+    assert after <= before
+    hub.faults.clear()
+    path = client.snapshot(**more)
+    assert (path / "m.bin").read_bytes() == weights(1)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "a\\b", "a\0b", "e" * 200, "evil\x7f", None, 7]
+)
+def test_what_is_no_plain_name_is_refused(name: object) -> None:
+    with pytest.raises(UnsafeNameError, match=r"m\.bin"):
+        patches.refuse_unsafe(name, "m.bin")
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 40, "0" * 64, "an-etag", "5d41402abc4b2a76b9719d911017c592-12"]
+)
+def test_hashes_and_the_etags_of_mirrors_are_plain_names(name: str) -> None:
+    patches.refuse_unsafe(name, "m.bin")
+
+
+@pytest.mark.parametrize("name", ["m.bin", "small.bin"])
+def test_a_file_must_come_under_the_hash_that_was_listed(
+    client: Client, hub: Hub, name: str
+) -> None:
+    """Small files too, which huggingface_hub fetches in threads of its own."""
+    hub.add("org/name", {"m.bin": weights(1), "small.bin": b"small"})
+    hub.faults.other_etag(name, sha256(weights(9)))
+    with pytest.raises(DigestMismatchError, match=f"lists {name} as"):
+        client.snapshot()
+    assert hub.gets(name) == []
+    assert list(client.cache.rglob(f"*{sha256(weights(9))}*")) == []
+    hub.faults.clear()
+    assert (client.snapshot() / name).is_file()
+
+
+def test_what_the_hub_calls_a_commit_leads_nowhere(
+    client: Client, hub: Hub, tmp_path: Path
+) -> None:
+    """huggingface_hub makes a directory of it, even for a file that does not exist."""
+    hub.add("org/name", {"m.bin": weights(1)})
+    hub.faults.header("/resolve/", "X-Repo-Commit", "../../../evil")
+    for name in ("m.bin", "missing.bin"):
+        with pytest.raises(UnsafeNameError):
+            client.file("org/name", name)
+    assert list(tmp_path.rglob("*evil*")) == []
+
+
+def test_a_listing_on_disk_gives_no_file_an_unsafe_name(
+    client: Client, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Xet, huggingface_hub reads the ETag of a file from there and asks the Hub no more."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    commit = hub.add("org/name", {"m.bin": weights(1)}).sha
+    entry = {"size": 5, "blob_id": "a" * 40, "lfs_sha256": "../../../../evil", "lfs_size": 5}
+    files = {"m.bin": {**entry, "xet_hash": "a" * 64}}
+    trees = client.cache / "models--org--name" / "trees"
+    trees.mkdir(parents=True)
+    trees.joinpath(f"{commit}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    with pytest.raises(UnsafeNameError):
+        client.call("org/name", "m.bin", revision=commit).delegate()
+    assert list(tmp_path.rglob("*evil*")) == []
+
+
+def test_names_are_checked_without_a_further_request(client: Client, hub: Hub) -> None:
+    hub.add("org/name", {"m.bin": weights(1), "config.json": b"{}"})
+    client.snapshot()
+    assert len(hub.heads("m.bin")) == len(hub.heads("config.json")) == 1
 
 
 def test_a_wrong_announcement_is_never_believed(client: Client, hub: Hub) -> None:

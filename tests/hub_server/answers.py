@@ -102,9 +102,10 @@ class Answer(BaseHTTPRequestHandler):
         for kind in ("slow", "hold"):
             if fault := faults.take(kind, name, self.command, is_at_start=True):
                 take_time(fault)
-        fault = faults.take("status", name, self.command)
-        if fault is not None:
+        if fault := faults.take("status", name, self.command):
             self._refuse(fault.status, "", "Something went wrong")
+        elif fault := faults.take("answer", name, self.command):
+            self._send(200, fault.body, {"Content-Type": "application/json", **fault.headers})
         return fault is not None
 
     def _answer_api(self, words: list[str]) -> None:
@@ -253,7 +254,8 @@ class Answer(BaseHTTPRequestHandler):
     def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self._request.status = status
         self.send_response(status)
-        for name, value in headers.items():
+        fault = self.hub.faults.take("header", self._request.path)
+        for name, value in {**headers, **(fault.headers if fault else {})}.items():
             self.send_header(name, value)
         self.end_headers()
 

@@ -6,8 +6,9 @@
     hold = hub.faults.hold("model.safetensors", after=70_000)      # the body stops there ...
     hold.reached.wait(60); client.kill(); hold.release()           # ... until released
 
-`part` is any part of `org/name/path/in/repo`, or of `/api/...` for the listings (status, slow and
-hold only). Faults of the transfer count requests for the body (GET) unless `method` says otherwise.
+`part` is any part of `org/name/path/in/repo`, or of `/api/...` for the listings (status, slow, hold
+and answer only). Faults of the transfer count requests for the body (GET) unless `method` says
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal[
-    "wrong_bytes", "cut", "slow", "hold", "status", "no_size", "wrong_size", "wrong_sha"
+    "wrong_bytes",
+    "cut",
+    "slow",
+    "hold",
+    "status",
+    "no_size",
+    "wrong_size",
+    "wrong_sha",
+    "header",
+    "answer",
 ]
 ALWAYS = 1 << 60
 LISTING = "listing"
@@ -52,6 +62,8 @@ class Fault:
     status: int = 500
     by: int = 0
     sha256: str = ""
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
     hold: Hold = field(default_factory=Hold)
 
 
@@ -108,6 +120,15 @@ class Faults:
         """HEAD and GET name another hash than the listing, as some mirrors do."""
         for method in ("HEAD", "GET"):
             self._add(Fault(kind="wrong_sha", part=part, times=ALWAYS, method=method, sha256=etag))
+
+    def header(self, part: str, name: str, value: str) -> None:
+        """Every answer has this header, word for word."""
+        self._add(Fault(kind="header", part=part, times=ALWAYS, headers={name: value}))
+
+    def answer(self, part: str, body: bytes, *, times: int = ALWAYS, **headers: str) -> None:
+        """The answer is 200 with these bytes; `Link="..."` and the like are further headers."""
+        fault = Fault(kind="answer", part=part, times=times, body=body, headers=headers)
+        self._add(fault)
 
     def clear(self) -> None:
         """All is well again; what is held goes on."""

@@ -441,6 +441,7 @@ def _stop_at(moment: list[str | int], place: str) -> None:
         moment[1] = int(moment[1]) - 1
         if moment[1] == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.1)  # another thread may take the signal: this one goes on for a moment
 
 
 def _download_all(job: Job) -> tuple[list[str | None], list[str]]:

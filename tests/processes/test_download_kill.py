@@ -15,12 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from click.testing import CliRunner
 
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
+from smartcache.cli import main
 from smartcache.folders.records import ModelFolder
 from smartcache.folders.scan import look
 from smartcache.hub import tree
@@ -221,6 +224,112 @@ def local_files(world: World) -> dict[str, bytes]:
         for path in local.rglob("*")
         if path.is_file() and ".cache" not in path.parts
     }
+
+
+@pytest.mark.parametrize("place", [
+    "aside: moved", "download: leased", "download: fetched", "aside: ended", "copy",
+])  # fmt: skip
+def test_a_file_of_the_users_own_comes_back_to_its_name_or_is_kept(
+    place: str, world: World
+) -> None:
+    """It is out of the way while another comes to its place; whatever ends next gives it back."""
+    mine = b"mine" * SIZE
+    world.hub.add("org/one", {RIGHT: content(1, SIZE)})
+    world.hub.add("org/two", {"config.json": CONFIG})
+    local = world.directory / "local"
+    (local / "unet").mkdir(parents=True)
+    (local / RIGHT).write_bytes(mine)
+    look: list[tuple[str, bool]] = []
+    if place == "copy":  # from a folder of another program
+        found = world.directory / "found"
+        found.mkdir()
+        (found / "weights.safetensors").write_bytes(content(1, SIZE))
+        place, look = "aside: moved", [(str(found), False)]
+    calls = [world.call("org/one", local_dir=str(local))]
+    job = Job(environment=world.environment, calls=calls, look=look, die_at=(place, 1))
+    assert world.begin(job).wait().is_killed
+    assert world.download("org/two").errors == []
+    assert [path.name for path in (local / "unet").iterdir()] == ["model.safetensors"]
+    if place in ("aside: moved", "download: leased"):
+        assert (local / RIGHT).read_bytes() == mine
+        assert in_bad(world) == []
+    else:
+        assert (local / RIGHT).read_bytes() == content(1, SIZE)
+        assert in_bad(world) == [mine]
+    assert world.download("org/one", local_dir=str(local)).errors == []
+    assert (local / RIGHT).read_bytes() == content(1, SIZE)
+    assert in_bad(world) == [mine]
+    assert [path.name for path in (local / "unet").iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_that_is_out_of_the_way_of_a_living_download_stays_there(world: World) -> None:
+    world.hub.add("org/one", {RIGHT: content(1, SIZE)})
+    world.hub.add("org/two", {"config.json": CONFIG})
+    local = world.directory / "local"
+    (local / "unet").mkdir(parents=True)
+    (local / RIGHT).write_bytes(b"mine")
+    hold = world.hub.faults.hold(f"org/one/{RIGHT}", after=1000)
+    running = world.start("org/one", local_dir=str(local))
+    assert hold.reached.wait(PATIENCE)
+    assert world.download("org/two").errors == []
+    assert not (local / RIGHT).exists()
+    hold.release()
+    assert running.wait().errors == []
+    assert (local / RIGHT).read_bytes() == content(1, SIZE)
+    assert in_bad(world) == [b"mine"]
+
+
+def verify(world: World) -> int:
+    """Run `hub verify`; return its exit code."""
+    words = ["hub", "verify", "--cache-dir", str(world.cache)]
+    return CliRunner().invoke(main, words, env=world.environment).exit_code
+
+
+@pytest.mark.parametrize("way", ["ours", "plain"])
+@pytest.mark.parametrize("then", ["verify", "download"])
+def test_what_a_killed_download_has_left_half_made_goes(
+    way: Literal["ours", "plain"], then: str, world: World
+) -> None:
+    world.hub.add("org/one", {RIGHT: content(1, SIZE), "config.json": CONFIG})
+    hold = world.hub.faults.hold(f"org/one/{RIGHT}", after=50_000)
+    running = world.start("org/one", way=way)
+    assert hold.reached.wait(PATIENCE)
+    half = list(blob_of(world, RIGHT).parent.glob(f"{blob_of(world, RIGHT).name}*.incomplete"))
+    assert half != []
+    # One whose process is alive is left alone.
+    assert verify(world) == 0
+    assert [path for path in half if path.exists()] == half
+    running.kill()
+    hold.release()
+    ref = world.folder("org/one") / "refs" / "main.0a1b2c3d.tmp"
+    ref.parent.mkdir(exist_ok=True)
+    ref.touch()  # killed between making and writing it
+    assert verify(world) == 0
+    assert ref.exists()  # it may be anybody's who is quick
+    os.utime(ref, (0, 0))
+    if then == "verify":
+        assert verify(world) == 0
+    else:
+        assert world.download("org/one").errors == []
+    assert [path for path in world.cache.rglob("*") if tree.is_half_made(path.name)] == []
+
+
+def test_what_a_killed_download_has_left_in_a_local_dir_goes(world: World) -> None:
+    world.hub.add("org/one", {RIGHT: content(1, SIZE)})
+    local = world.directory / "local"
+    hold = world.hub.faults.hold(f"org/one/{RIGHT}", after=50_000)
+    running = world.start("org/one", local_dir=str(local))
+    assert hold.reached.wait(PATIENCE)
+    running.kill()
+    hold.release()
+    half = [path for path in local.rglob("*") if tree.is_half_made(path.name)]
+    if not half:
+        pytest.skip("this huggingface_hub goes on where it was")
+    for path in half:
+        os.utime(path, (0, 0))
+    assert world.download("org/one", local_dir=str(local)).errors == []
+    assert [path for path in local.rglob("*") if tree.is_half_made(path.name)] == []
+    assert (local / RIGHT).read_bytes() == content(1, SIZE)
 
 
 def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(

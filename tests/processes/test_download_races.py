@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 if sys.platform != "linux":
     pytest.skip("fork", allow_module_level=True)
@@ -139,6 +140,29 @@ def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_two_programs_never_wait_for_each_other(is_local: bool, world: World) -> None:
+    """One has huggingface_hub's lock on a file and wants its bytes elsewhere, the other waits."""
+    local = world.directory / "local"
+    if is_local:
+        lock = local / f".cache/huggingface/download/{UNET}.lock"
+    else:
+        name = f"{world.commit('org/one').etag(UNET)}.lock"
+        lock = world.cache / ".locks" / world.folder("org/one").name / name
+    lock.parent.mkdir(parents=True)
+    with WeakFileLock(lock):
+        waiting = world.start("org/one", local_dir=str(local) if is_local else None)
+        until(lambda: bool(world.hub.gets(f"org/one/{ENCODER}")))
+        time.sleep(0.3)  # until it waits for the lock
+        elsewhere = world.start("org/one", cache_dir=str(world.directory / "elsewhere"))
+        assert elsewhere.wait().errors == []
+    ended = waiting.wait()
+    assert ended.errors == []
+    assert (ended.path / UNET).read_bytes() == content(3, SIZE)
+    assert fetched(world.hub)[world.commit("org/one").etag(UNET)] == SIZE
+    assert world.problems() == []
 
 
 @pytest.mark.parametrize("survivors", [1, 3])
@@ -296,7 +320,7 @@ def test_a_download_beside_undo_never_gives_a_wrong_file(
         assert others == []
         found = world.problems_of_cache()
         assert [each for each in found if "leads nowhere" not in each] == []
-    assert set(other.wait().codes) == {0, 1}  # 1: nothing to undo, or not all of it
+    assert set(other.wait().codes) <= {0, 1}  # 1: nothing to undo, or not all of it
     assert world.download(*REPOS).errors == []
     assert all(map(world.is_right, REPOS))
     assert world.problems() == []
