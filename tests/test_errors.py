@@ -70,7 +70,7 @@ NUMBERS = {
     "MissingWeightsError": errno.ENOENT,
     "NoSpaceError": errno.ENOSPC,
 }
-INHERITED = {"ArtifactGoneError", "FileBusyError", "FileChangedError"}
+INHERITED = {"ArtifactGoneError", "FileBusyError", "FileChangedError", "UnsafeStoreError"}
 """Their builtin is that of the error above them in the tree."""
 
 

@@ -79,7 +79,7 @@ def stopping_soon() -> Iterator[None]:
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     del number, frame
-    out.interrupted("Interrupted; the next run sets right what was left half done.")
+    out.interrupted("Interrupted; the next run sets right what was left half done.", at_once=True)
     os._exit(INTERRUPTED)
 
 

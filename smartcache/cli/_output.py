@@ -136,10 +136,17 @@ class Output:
         if hint:
             self._write(sys.stderr, f"Hint: {printable(hint)}\n")
 
-    def interrupted(self, text: str) -> None:
-        """Say that Ctrl-C was heard, on a line after the terminal's `^C`."""
-        newline = "\n" if sys.stderr.isatty() else ""
-        self._write(sys.stderr, f"{newline}{text}\n")
+    def interrupted(self, text: str, *, at_once: bool = False) -> None:
+        """Say that Ctrl-C was heard, on a line after the terminal's `^C`.
+
+        `at_once`: also in the middle of another write, during which the stream takes no second one.
+        """
+        line = f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n"
+        if not at_once:
+            self._write(sys.stderr, line)
+            return
+        with suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), line.encode())
 
     def trace(self, text: str) -> None:
         """Print what only `--debug` shows, as it is."""

@@ -630,7 +630,7 @@ class TestInterrupted:
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE)
         hold.release()
-        assert (process.returncode, stdout) == (130, "")
+        assert (process.returncode, stdout) == (130, ""), stderr
         assert stderr == "Interrupted; the next run sets right what was left half done.\n"
         download.hub.faults.clear()
         download("org/one")
