@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from smartcache.store.store import Store
+from tests.api import Store
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models, make_models
 

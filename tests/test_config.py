@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import smartcache.config
-from smartcache.config import Settings, config_file, load_settings, variable
-from smartcache.errors import ConfigError
+from tests.api import ConfigError, Settings, config_file, load_settings, variable
+from tests.api import config as smartcache_config
 
 NAMES = [
     "home", "threads", "keep_writable", "link_min_size", "lock_timeout", "everywhere",
@@ -444,7 +443,7 @@ def test_reading_settings_loads_no_toml_parser_without_a_file(user: Path) -> Non
         "import sys; from smartcache.config import load_settings; load_settings();"
         "print([name for name in ('tomllib', 'difflib', 'ctypes') if name in sys.modules])"
     )
-    root = Path(smartcache.config.__file__).parents[1]
+    root = Path(smartcache_config.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(root)},

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from smartcache.artifacts.setschema import MIGRATIONS
-from smartcache.store.journal import Change, Op, State
-from smartcache.store.layout import Layout
-from smartcache.store.schema import connect
+from tests.api import SETSCHEMA_MIGRATIONS as MIGRATIONS
+from tests.api import Change, Op, State, connect
+from tests.api import layout_Layout as Layout
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models
 
@@ -192,7 +191,7 @@ def terminal_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
     "page", [page for page in PAGES if any(terminal_commands(page))], ids=lambda page: page.name
 )
 def test_the_commands_of_a_page_exist(page: Path) -> None:
-    from smartcache.cli import main
+    from tests.api import main
 
     wrong = {
         f"{page.name}:{number}": problem
@@ -230,7 +229,7 @@ def test_every_command_is_in_the_reference_as_its_help_prints_it() -> None:
 def test_the_reference_has_a_heading_for_every_command() -> None:
     import click
 
-    from smartcache.cli import main
+    from tests.api import main
 
     page = (ROOT / "docs/cli.md").read_text("utf-8")
     headings = set(re.findall(r"^## (.+)$", page, re.MULTILINE))

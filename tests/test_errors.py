@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache import errors
-from smartcache.errors import SmartcacheError, StoreError
+from tests.api import SmartcacheError, StoreError, errors
 
 CLASSES = [
     found

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from smartcache.progress import Job, Progress, Unit, silent
+from tests.api import Job, Progress, Unit, silent
 
 if TYPE_CHECKING:
     from types import TracebackType

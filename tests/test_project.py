@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import fnmatch
 import importlib.metadata
@@ -335,3 +336,18 @@ class TestScripts:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert done.stderr.startswith("Error: no Python 3.11 or newer was found.\nHint: ")
+
+
+def test_tests_reach_inner_modules_by_one_file_only() -> None:
+    """Code that moves breaks tests/api.py and nothing else; but some say what an import loads."""
+    own = {"tests/api.py", "tests/cli/warm.py", "tests/integrations/owners.py"}
+    found = [
+        f"{relative(path)}:{node.lineno}"
+        for path in (ROOT / "tests").rglob("*.py")
+        if relative(path) not in own
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("smartcache.")
+        and node.module != "smartcache.auto"
+    ]
+    assert found == []

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
+from tests.api import ArtifactSet, ArtifactSets
 from tests.artifacts.opening import open_set
 
 

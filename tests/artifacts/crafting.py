@@ -10,18 +10,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.codec import encode
-from smartcache.artifacts.records import (
+from tests.api import (
     ARTIFACT,
     CHUNK,
     DELETE,
     LAYOUT,
     PIN,
     ArtifactPayload,
+    ArtifactSet,
+    ArtifactSets,
     Header,
     PackHeader,
-    checksum,
+    SmartcacheError,
     header,
     key_hash,
     layout_digest,
@@ -30,8 +30,8 @@ from smartcache.artifacts.records import (
     position,
     room,
 )
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import SmartcacheError
+from tests.api import codec_encode as encode
+from tests.api import records_checksum as checksum
 from tests.artifacts.opening import open_set
 from tests.processes.children import Child
 

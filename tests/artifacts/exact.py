@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smartcache.artifacts.codec import Encoded, Layout, encode
+from tests.api import Encoded
+from tests.api import codec_encode as encode
+from tests.api import codec_Layout as Layout
 
 if TYPE_CHECKING:
     import torch

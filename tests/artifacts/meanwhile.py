@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
-from smartcache.progress import Job, Unit
+from tests.api import Job, Unit
 
 
 class Meanwhile:

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.engine import SetEngine
-from smartcache.artifacts.sets import ArtifactSets
+from tests.api import ArtifactSet, ArtifactSets, SetEngine
 
 FINGERPRINT = {"vae": "0123", "dtype": "float16"}
 

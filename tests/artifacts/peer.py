@@ -13,10 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.keys import check_key
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import ArtifactNotFoundError
+from tests.api import ArtifactNotFoundError, ArtifactSet, ArtifactSets, check_key
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 

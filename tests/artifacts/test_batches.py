@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.keys import check_key
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import ArtifactNotFoundError, BatchShapeError
+from tests.api import ArtifactNotFoundError, ArtifactSet, ArtifactSets, BatchShapeError, check_key
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 

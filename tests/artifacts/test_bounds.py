@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import ArtifactNotFoundError, ConfigError
+from tests.api import ArtifactNotFoundError, ArtifactSet, ArtifactSets, ConfigError
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.artifacts.rows import check_rows, live_size
 
@@ -230,7 +228,7 @@ class TestMaxSize:
             opened.evict()
 
     def test_what_was_replaced_meanwhile_stays(self, sets: ArtifactSets) -> None:
-        from smartcache.artifacts import bounds
+        from tests.api import artifacts_bounds as bounds
 
         with open_set(sets) as opened:
             put(opened, *"abcd")

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from smartcache import errors
-from smartcache.artifacts import registered
-from smartcache.artifacts.codec import INLINE_BYTES, Layout, TensorSpec, encode
-from smartcache.artifacts.registered import register_codec
+from tests.api import INLINE_BYTES, TensorSpec, errors, register_codec
+from tests.api import artifacts_registered as registered
+from tests.api import codec_encode as encode
+from tests.api import codec_Layout as Layout
 from tests.artifacts.exact import exactly, filler, round_trip
 from tests.artifacts.strategies import values
 

@@ -10,10 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import LeaseTimeoutError
-from smartcache.store.locks import lock
+from tests.api import ArtifactSet, ArtifactSets, LeaseTimeoutError, artifacts_copying, lock
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.artifacts.rows import check_rows
 from tests.processes.children import Child
@@ -353,7 +350,7 @@ class TestOthersWithUncountedRecords:
     def test_by_command_it_is_an_error_and_nothing_is_changed(
         self, sets: ArtifactSets, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("smartcache.artifacts.copying._PATIENCE", 0.2)
+        monkeypatch.setattr(artifacts_copying, "_PATIENCE", 0.2)
         with open_set(sets) as opened:
             fill(opened, 20)
             opened.delete_many(f"k{n}" for n in range(15))
@@ -373,7 +370,7 @@ class TestOthersWithUncountedRecords:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr("smartcache.artifacts.copying._PATIENCE", 0.2)
+        monkeypatch.setattr(artifacts_copying, "_PATIENCE", 0.2)
         with open_set(sets, pack_bytes=1 << 20) as opened:
             fill(opened, 40)
             with lock(opened.path / "lock", exclusive=False), ThreadPoolExecutor(1) as pool:

@@ -11,13 +11,13 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.computing import Retry
-from smartcache.artifacts.lazy import Sample
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import (
+from tests.api import (
     ArtifactError,
+    ArtifactSet,
+    ArtifactSets,
     RememberedFailureError,
+    Retry,
+    Sample,
     SmartcacheError,
     UnsupportedValueError,
 )

@@ -23,20 +23,20 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("resource limits", allow_module_level=True)
 
-from smartcache.artifacts.codec import encode
-from smartcache.artifacts.fingerprint import Fingerprint
-from smartcache.artifacts.records import (
+from tests.api import (
     ARTIFACT,
     CHUNK,
     DELETE,
     LAYOUT,
     PIN,
+    ArtifactSets,
+    Fingerprint,
     PackHeader,
+    SetFolder,
+    SmartcacheError,
     layout_digest,
 )
-from smartcache.artifacts.setfolder import SetFolder
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import SmartcacheError
+from tests.api import codec_encode as encode
 from tests.artifacts.crafting import (
     KINDS,
     Crafted,

@@ -24,15 +24,15 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("fork and signals", allow_module_level=True)
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.flusher import flusher
-from smartcache.artifacts.lazy import Sample
-from smartcache.artifacts.records import HEADER_BYTES
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import (
+from tests.api import (
+    HEADER_BYTES,
     ArtifactNotFoundError,
+    ArtifactSet,
+    ArtifactSets,
     DamagedArtifactError,
+    Sample,
     SmartcacheError,
+    flusher,
 )
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.artifact_writers import change, in_fork, number_in, value_of

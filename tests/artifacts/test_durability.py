@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import NoSpaceError, SmartcacheError
+from tests.api import ArtifactSet, ArtifactSets, NoSpaceError, SmartcacheError
 from tests.artifacts.opening import array, open_set
 from tests.artifacts.rows import check_rows
 from tests.store.small_disks import Disk, in_own_namespace

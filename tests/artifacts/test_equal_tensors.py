@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from smartcache.artifacts import writing
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
+from tests.api import ArtifactSet, ArtifactSets
+from tests.api import artifacts_writing as writing
 from tests.artifacts.opening import array, open_set
 from tests.artifacts.rows import check_rows
 from tests.processes.children import Child

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache import errors
-from smartcache.artifacts.fingerprint import ABSENT, Difference, Fingerprint
+from tests.api import ABSENT, Difference, Fingerprint, errors
 from tests.artifacts.exact import exactly
 from tests.artifacts.strategies import configs, texts
 

@@ -9,10 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.flusher import Flusher
-from smartcache.errors import NoSpaceError
-from smartcache.store.locks import lock
+from tests.api import ArtifactSet, Flusher, NoSpaceError, lock
 from tests.artifacts.opening import array, engine_of
 from tests.artifacts.rows import check_rows
 

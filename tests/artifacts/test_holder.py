@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.cache import SmartCache
-from smartcache.store.holder import Holder
+from tests.api import ArtifactSet, SmartCache
+from tests.api import holder_Holder as Holder
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache import errors
-from smartcache.artifacts.keys import check_key, compute_key, key_text, register_key_rule
+from tests.api import check_key, compute_key, errors, key_text, register_key_rule
 from tests.artifacts.exact import exactly
 from tests.artifacts.strategies import configs, texts, values
 

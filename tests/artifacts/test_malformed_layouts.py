@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache import errors
-from smartcache.artifacts import registered
-from smartcache.artifacts.codec import Layout, encode
-from smartcache.artifacts.registered import register_codec
+from tests.api import artifacts_registered as registered
+from tests.api import codec_encode as encode
+from tests.api import codec_Layout as Layout
+from tests.api import errors, register_codec
 from tests.artifacts.strategies import values
 
 

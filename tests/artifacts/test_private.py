@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import SetFormatError
+from tests.api import ArtifactSets, SetFormatError
 from tests.artifacts.opening import array, open_set
 from tests.processes.children import Child, folder_of
 

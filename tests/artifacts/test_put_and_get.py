@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.keys import compute_key
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import (
+from tests.api import (
     ArtifactError,
     ArtifactNotFoundError,
+    ArtifactSet,
+    ArtifactSets,
     BadKeyError,
     UnsupportedValueError,
+    compute_key,
 )
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.store.mounts import mount_of
+from tests.api import ArtifactSet, ArtifactSets, artifacts_reserving, mount_of
 from tests.artifacts.opening import array, open_set
 from tests.processes.artifact_writers import in_fork
 
@@ -69,6 +67,6 @@ def test_what_a_killed_writer_has_left_is_given_back(sets: ArtifactSets, is_coun
 def test_a_disk_that_is_nearly_full_is_left_alone(
     sets: ArtifactSets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smartcache.artifacts.reserving._SPARE", 1 << 40)
+    monkeypatch.setattr(artifacts_reserving, "_SPARE", 1 << 40)
     with open_set(sets) as opened:
         assert spare(put_some(opened, 10)) < MEGABYTE // 4

@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.lazy import Handle, Sample
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import ArtifactError, ArtifactGoneError, ArtifactNotFoundError
+from tests.api import (
+    ArtifactError,
+    ArtifactGoneError,
+    ArtifactNotFoundError,
+    ArtifactSet,
+    ArtifactSets,
+    Handle,
+    Sample,
+)
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.children import Child

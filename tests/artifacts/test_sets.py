@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from smartcache.artifacts.setfolder import Options
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.cache import SmartCache
-from smartcache.errors import (
+from tests.api import (
     ArtifactError,
+    ArtifactSets,
     BadSetNameError,
     ConfigError,
+    Options,
     SetFormatError,
     SetIndexDamagedError,
+    SmartCache,
 )
 from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import FINGERPRINT, array, engine_of, open_set

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from smartcache.artifacts.lazy import Sample
+from tests.api import Sample
 from tests.artifacts.exact import exactly
 from tests.artifacts.peer import VALUES, Actor, Clock, Peer, Puts, value_of
 from tests.artifacts.rows import check_rows, live_size

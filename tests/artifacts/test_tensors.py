@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache import errors
-from smartcache.artifacts.dtypes import (
+from tests.api import (
     TORCH,
     TORCH_ONLY,
+    TensorSpec,
+    array_bytes,
+    errors,
     numpy_dtype,
     numpy_item_size,
     numpy_name,
@@ -20,7 +22,7 @@ from smartcache.artifacts.dtypes import (
     torch_item_size,
     torch_name,
 )
-from smartcache.artifacts.tensors import Kind, TensorSpec, array_bytes
+from tests.api import tensors_Kind as Kind
 from tests.artifacts.exact import exactly
 from tests.artifacts.strategies import NUMPY_DTYPES, arrays, torch_dtypes
 

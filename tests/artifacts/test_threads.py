@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
+from tests.api import ArtifactSet, ArtifactSets
 from tests.artifacts.exact import exactly
 from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import array, engine_of, open_set

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.artifacts.sets import ArtifactSets
+from tests.api import ArtifactSets
 from tests.artifacts.opening import open_set
 
 BLOCK = """

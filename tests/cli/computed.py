@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.cache import SmartCache
+from tests.api import ArtifactSet, SmartCache
 
 SHAPE = (4, 16, 16)
 TENSOR_BYTES = 4 * 16 * 16 * 4

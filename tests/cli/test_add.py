@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.filesystems import mount_of
-from smartcache.store.layout import volume_root
+from tests.api import mount_of, volume_root
 from tests.cli.running import Here
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 

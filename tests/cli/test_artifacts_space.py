@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cache import SmartCache
-from smartcache.errors import BlobInUseError
-from smartcache.store.store import Store
+from tests.api import BlobInUseError, SmartCache, Store
 from tests.cli.computed import fill, flip, keys, latent, put
 from tests.cli.running import ROOT, Here, Smartcache
 from tests.store.files import OTHER, digest_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.mounts import mount_of
+from tests.api import mount_of
 from tests.cli.running import PATIENCE, Here, Smartcache, Terminal
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import inode_of, mode_of, snapshot

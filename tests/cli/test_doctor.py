@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from smartcache.store.store import Store
+from tests.api import Store
 from tests.cli.running import Here
 from tests.store.files import snapshot, write
 

@@ -15,9 +15,7 @@ import huggingface_hub
 import pytest
 from blake3 import blake3
 
-from smartcache.cli._downloads import MOST_SHOWN
-from smartcache.hub.sources import MOST_UNKNOWN
-from smartcache.store.store import Store
+from tests.api import MOST_SHOWN, MOST_UNKNOWN, Store
 from tests.cli.running import PATIENCE, Process, Result, Smartcache, environment
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS

@@ -10,8 +10,8 @@ import click
 import pytest
 
 import smartcache
-from smartcache.cli import main
-from smartcache.cli._command import Command, Group
+from tests.api import Command, main
+from tests.api import command_Group as Group
 from tests.cli.running import ROOT, Here
 
 CONTEXT = click.Context(main)

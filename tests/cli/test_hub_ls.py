@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.store import Store
+from tests.api import Store
 from tests.cli.running import Here, Smartcache
 from tests.hub.caches import blocks_below, commit_of, hf, make_repo
 from tests.hub_server import Hub

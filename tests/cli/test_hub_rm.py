@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.records import Owner
-from smartcache.store.store import Store
+from tests.api import Owner, Store
 from tests.cli.running import Here, Smartcache
 from tests.hub.caches import blocks_below, commit_of, make_repo
 from tests.store.files import OTHER, WEIGHTS, allocated, snapshot

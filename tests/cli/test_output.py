@@ -13,10 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.cli._json import encoded, plain
-from smartcache.cli._output import printable
-from smartcache.cli._tables import Column, cut, render, shortened, text_width
-from smartcache.store.records import Trust
+from tests.api import Column, Trust, cut, encoded, plain, printable, render, shortened, text_width
 from tests.cli.running import Here, Smartcache
 
 

@@ -19,9 +19,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from smartcache.cli import main
-from smartcache.store import faults
-from smartcache.store.store import Store
+from tests.api import Store, main
+from tests.api import store_faults as faults
 from tests.cli.running import PATIENCE, Here, Result, Smartcache, Terminal, command, environment
 from tests.store.files import OTHER, WEIGHTS, digest_of, mode_of, snapshot, write
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cli import _progress
-from smartcache.cli._output import out
-from smartcache.cli._progress import Bars, Share
-from smartcache.progress import Progress
+from tests.api import Bars, Progress, Share, out
+from tests.api import cli_progress as _progress
 from tests.cli.running import Here, Smartcache, Terminal
 from tests.store.files import Watch
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.records import Owner
-from smartcache.store.store import Store
+from tests.api import Owner, Store
 from tests.cli.running import Here, Smartcache, age
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, write
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import cli_scan
 from tests.cli.running import Here, Smartcache
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import allocated, link_count, snapshot
@@ -339,7 +340,7 @@ def test_ctrl_c_says_that_it_was_not_in_vain(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("smartcache.cli.scan.scan", interrupted)
+    monkeypatch.setattr(cli_scan, "scan", interrupted)
     text = sc("scan", pair, code=130).stderr
     assert "nothing is left half done" in text
     assert "the next scan goes on from there" in text

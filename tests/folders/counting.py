@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smartcache.folders.eligible import is_write_once
-from smartcache.folders.records import Figures, Group, ModelFolder, Scan
-from smartcache.progress import Job, Unit
+from tests.api import Figures, Job, ModelFolder, Scan, Unit, is_write_once
+from tests.api import records_Group as Group
 
 Key = tuple[int, int]
 

@@ -7,14 +7,21 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from smartcache.config import load_settings
-from smartcache.errors import NothingToUndoError
-from smartcache.folders.dedup import DedupPlan, DedupResult, Skip, plan_dedup
-from smartcache.folders.records import Scan
-from smartcache.folders.scan import folders_to_scan, scan
-from smartcache.progress import Progress, silent
-from smartcache.store.hold import Allowance
-from smartcache.store.store import Store
+from tests.api import (
+    Allowance,
+    DedupPlan,
+    DedupResult,
+    NothingToUndoError,
+    Progress,
+    Scan,
+    Skip,
+    Store,
+    folders_to_scan,
+    load_settings,
+    plan_dedup,
+    scan,
+    silent,
+)
 
 ALL: frozenset[Allowance] = frozenset(("group", "mode", "xattr"))
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.folders import apps
-from smartcache.folders.apps import PROGRAMS, discover, identify, identify_names, places
-from smartcache.folders.programs import TABLE
+from tests.api import PROGRAMS, TABLE, discover, identify, identify_names, places
+from tests.api import folders_apps as apps
 from tests.folders import trees
 from tests.processes.children import NOBODY, Child, folder_of
 

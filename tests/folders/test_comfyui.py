@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.folders import comfyui
-from smartcache.folders.comfyui import read_extra_paths
+from tests.api import folders_comfyui as comfyui
+from tests.api import read_extra_paths
 from tests.folders.trees import write
 
 

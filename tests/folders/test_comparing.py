@@ -8,15 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.folders import comparing
-from smartcache.folders.comparing import SAMPLE_MIN_SIZE, Compared, compare
-from smartcache.folders.records import Problem
-from smartcache.folders.scan import look, scan
-from smartcache.progress import Progress, silent
-from smartcache.store.contents import HEAD_SIZE, TAIL_SIZE
-from smartcache.store.duplicates import Scope
-from smartcache.store.statkey import StatKey
-from smartcache.store.store import Store
+from tests.api import (
+    HEAD_SIZE,
+    SAMPLE_MIN_SIZE,
+    TAIL_SIZE,
+    Compared,
+    Problem,
+    Progress,
+    Scope,
+    StatKey,
+    Store,
+    compare,
+    look,
+    scan,
+    silent,
+)
+from tests.api import folders_comparing as comparing
 from tests.folders.counting import Recorded, bytes_read, files_opened, groups_of, plain
 from tests.folders.trees import content, write
 from tests.store.files import digest_of

@@ -17,15 +17,17 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("leases, mounts and owners", allow_module_level=True)
 
-from smartcache.errors import SmartcacheError
-from smartcache.folders.dedup import plan_dedup
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import scan
-from smartcache.store.digest import hash_file
-from smartcache.store.hold import Allowance
-from smartcache.store.layout import volume_root
-from smartcache.store.mounts import mount_of
-from smartcache.store.store import Store
+from tests.api import (
+    Allowance,
+    ModelFolder,
+    SmartcacheError,
+    Store,
+    hash_file,
+    mount_of,
+    plan_dedup,
+    scan,
+    volume_root,
+)
 from tests.folders.deduping import (
     ALL,
     allocated_in,

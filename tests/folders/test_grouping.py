@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from smartcache.folders.grouping import World, gain, group_from, groups
-from smartcache.folders.records import Group, ModelFolder
-from smartcache.folders.tally import KEPT, Tally
-from smartcache.store.duplicates import MemberRow
+from tests.api import KEPT, MemberRow, ModelFolder, Tally, World, gain, group_from, groups
+from tests.api import records_Group as Group
 
 HOME, OTHER = "home", "other"
 FOLDERS = {

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.folders import names
-from smartcache.folders.names import Namer
-from smartcache.folders.records import ModelFolder
+from tests.api import ModelFolder, Namer
+from tests.api import folders_names as names
 from tests.folders.trees import (
     COMMIT,
     Machine,

@@ -17,8 +17,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the layouts are those of Linux", allow_module_level=True)
 
-from smartcache.store.mounts import mount_of
-from smartcache.store.store import Store
+from tests.api import Store, mount_of
 from tests.folders.deduping import deduplicated, inodes_of, open_store, planned, undo_everything
 from tests.folders.trees import (
     SIZE,

@@ -21,15 +21,25 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from smartcache.errors import StoreError
-from smartcache.folders.dedup import plan_dedup
-from smartcache.folders.grouping import World, groups
-from smartcache.folders.records import Group, ModelFolder, Scan
-from smartcache.folders.scan import folders_to_scan, scan, survey
-from smartcache.folders.tally import KEPT, Tally
-from smartcache.store.duplicates import Scope
-from smartcache.store.prune import REBUILT
-from smartcache.store.store import Store
+from tests.api import (
+    KEPT,
+    REBUILT,
+    ModelFolder,
+    Scan,
+    Scope,
+    Store,
+    StoreError,
+    Tally,
+    World,
+    folders_comparing,
+    folders_to_scan,
+    groups,
+    plan_dedup,
+    scan,
+    store_contents,
+    survey,
+)
+from tests.api import records_Group as Group
 from tests.folders.counting import (
     Counted,
     bytes_read,
@@ -667,7 +677,7 @@ class TestTroubles:
         self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch,
         pass_time: Callable[[float], None],
     ) -> None:  # fmt: skip
-        monkeypatch.setattr("smartcache.store.contents._FLUSH_SECONDS", 0.05)
+        monkeypatch.setattr(store_contents, "_FLUSH_SECONDS", 0.05)
         size, count = 300_000, 12
         for number in range(count):
             write(folder / f"{number}.gguf", content(number % 2, size))
@@ -903,7 +913,7 @@ def test_a_scan_that_remembers_finds_what_a_new_one_finds(
         tempfile.TemporaryDirectory(prefix="smartcache-test-") as name,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("smartcache.folders.comparing.SAMPLE_MIN_SIZE", 50_000)
+        patch.setattr(folders_comparing, "SAMPLE_MIN_SIZE", 50_000)
         patch.setattr(time, "time_ns", lambda: now() + ahead * 10**9)
         top = Path(os.path.realpath(name))
         folder = top / "models"

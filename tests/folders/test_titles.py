@@ -14,15 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.folders.titles import (
-    LONGEST,
-    MOST_READ,
-    Title,
-    kind_of,
-    one_line,
-    read_title,
-    title_of,
-)
+from tests.api import LONGEST, MOST_READ, Title, kind_of, one_line, read_title, title_of
 from tests.folders.trees import (
     checkpoint,
     content,

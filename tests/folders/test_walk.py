@@ -14,11 +14,8 @@ import pytest
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
-from smartcache.folders import walk as walk_module
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.walk import MOST_NAMED, Walked, is_incomplete, walk
-from smartcache.progress import silent
-from smartcache.store.store import Store
+from tests.api import MOST_NAMED, ModelFolder, Store, Walked, is_incomplete, silent, walk
+from tests.api import folders_walk as walk_module
 from tests.folders.counting import files_opened, plain
 from tests.folders.trees import comfyui, content, ollama_model, webui, write
 from tests.processes.children import Child, folder_of

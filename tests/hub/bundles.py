@@ -9,10 +9,16 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from smartcache.hub.exporting import ExportPlan, Wanted, plan_export
-from smartcache.hub.importing import ImportPlan, plan_import
-from smartcache.hub.records import Repo, RepoType
-from smartcache.store.store import Store
+from tests.api import (
+    ExportPlan,
+    ImportPlan,
+    Repo,
+    RepoType,
+    Store,
+    Wanted,
+    plan_export,
+    plan_import,
+)
 from tests.hub_server import etag_of, git_sha1
 
 Files = Mapping[str, bytes]

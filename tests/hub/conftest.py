@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cache import SmartCache
+from tests.api import SmartCache
 from tests.hub.clients import Client
 from tests.hub_server import Hub
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.digest import hash_file
+from tests.api import hash_file
 from tests.hub_server import Hub
 
 MARKER = ".huggingface-shared-blobs"

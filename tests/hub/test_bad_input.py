@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import errors
 
 import smartcache
-from smartcache.errors import DigestMismatchError, NoSpaceError, UnsafeNameError
+from tests.api import DigestMismatchError, NoSpaceError, UnsafeNameError
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
 from tests.store.small_disks import Disk, in_own_namespace

@@ -20,21 +20,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smartcache.errors import (
+from tests.api import (
+    COMPLETE,
+    MANIFEST,
     DestinationExistsError,
     FileChangedError,
     HubError,
+    Manifest,
     NoSpaceError,
     RepoNotCachedError,
+    Store,
+    TarSink,
     UnsafeNameError,
+    Wanted,
+    decode,
+    opened,
+    plan_export,
+    plan_import,
 )
-from smartcache.hub import bundle_writing
-from smartcache.hub.bundle import COMPLETE, MANIFEST, Content, Manifest, checksum, decode, encode
-from smartcache.hub.bundle_reading import opened
-from smartcache.hub.bundle_writing import TarSink
-from smartcache.hub.exporting import Wanted, plan_export
-from smartcache.hub.importing import plan_import
-from smartcache.store.store import Store
+from tests.api import bundle_checksum as checksum
+from tests.api import bundle_Content as Content
+from tests.api import bundle_encode as encode
+from tests.api import hub_bundle_writing as bundle_writing
 from tests.hub.bundles import (
     ENCODER,
     FIRST,

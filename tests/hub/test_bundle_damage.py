@@ -16,19 +16,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.errors import BundleError, DigestMismatchError, FileChangedError, StoreError
-from smartcache.hub.bundle import (
+from tests.api import (
     COMPLETE,
     MANIFEST,
     MOST_MANIFEST,
+    BundleError,
+    DigestMismatchError,
+    FileChangedError,
     Manifest,
-    checksum,
+    Store,
+    StoreError,
+    TarSink,
     decode,
-    encode,
+    hub_exporting,
+    opened,
 )
-from smartcache.hub.bundle_reading import opened
-from smartcache.hub.bundle_writing import TarSink
-from smartcache.store.store import Store
+from tests.api import bundle_checksum as checksum
+from tests.api import bundle_encode as encode
 from tests.hub.bundles import (
     ENCODER,
     FIRST,
@@ -119,7 +123,7 @@ def test_a_file_at_the_destination_that_appears_meanwhile_is_kept(
         (tmp_path / "bundle.tar").write_text("mine")
         return checksum(manifest)
 
-    monkeypatch.setattr("smartcache.hub.exporting.checksum", appear)
+    monkeypatch.setattr(hub_exporting, "checksum", appear)
     with pytest.raises(StoreError, match="exists already"):
         export(cache, tmp_path / "bundle.tar")
     assert (tmp_path / "bundle.tar").read_text() == "mine"

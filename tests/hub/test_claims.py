@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cache import SmartCache
+from tests.api import SmartCache
 from tests.hub.clients import (
     SIZE,
     Client,

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from smartcache.cache import SmartCache
-from smartcache.errors import DigestMismatchError, HubError
+from tests.api import DigestMismatchError, HubError, SmartCache
 from tests.hub.clients import (
     Client,
     as_ordinary_user,

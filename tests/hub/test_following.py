@@ -16,13 +16,19 @@ from blake3 import blake3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from smartcache.errors import DigestMismatchError
-from smartcache.hub.arrivals import Arrivals
-from smartcache.hub.following import Followed, Follower
-from smartcache.hub.records import PlannedFile, RemoteFile, Repo
-from smartcache.hub.targets import CacheTarget
-from smartcache.store.digest import Algorithm, Hashes
-from smartcache.store.store import Store
+from tests.api import (
+    Algorithm,
+    Arrivals,
+    CacheTarget,
+    DigestMismatchError,
+    Followed,
+    Follower,
+    Hashes,
+    PlannedFile,
+    RemoteFile,
+    Repo,
+    Store,
+)
 from tests.hub.clients import sha256, weights
 
 ALGORITHMS: tuple[Algorithm, ...] = ("blake3", "sha256")

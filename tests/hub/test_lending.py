@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import DigestMismatchError, UnsafeNameError
-from smartcache.hub.lending import Purpose
+from tests.api import DigestMismatchError, Purpose, UnsafeNameError
 from tests.hub.clients import (
     Client,
     assert_sound,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cache import SmartCache
-from smartcache.errors import DigestMismatchError
+from tests.api import DigestMismatchError, SmartCache
 from tests.hub.clients import (
     Client,
     as_ordinary_user,

@@ -19,12 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartcache import SmartCache
-from smartcache.errors import HubError
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import look
-from smartcache.hub import mapping as mapping_module
-from smartcache.hub.mapping import cache_mapping, import_mapping
-from smartcache.store.store import Store
+from tests.api import HubError, ModelFolder, Store, cache_mapping, import_mapping, look, store_memos
+from tests.api import hub_mapping as mapping_module
 from tests.store.files import OTHER, WEIGHTS, Watch, edit, inode_of, snapshot, write
 
 HOSTILE = "../../etc/passwd"
@@ -351,7 +347,7 @@ class TestImport:
         def read(*_: object, **__: object) -> None:
             pytest.fail("it was hashed again")
 
-        monkeypatch.setattr("smartcache.store.memos.hash_file", read)
+        monkeypatch.setattr(store_memos, "hash_file", read)
         assert len(import_mapping(store, document).files) == 1
 
     def test_a_symlink_stands_for_its_file(

@@ -9,14 +9,16 @@ from typing import TypeVar
 
 import pytest
 
-from smartcache.config import Settings
-from smartcache.errors import HubError
-from smartcache.hub.removal import plan_removal
-from smartcache.hub.repairing import plan_repair
-from smartcache.hub.repos import scan_caches
-from smartcache.hub.sharing import Census
-from smartcache.hub.verifying import verify_repos
-from smartcache.store.store import Store
+from tests.api import (
+    Census,
+    HubError,
+    Settings,
+    Store,
+    plan_removal,
+    plan_repair,
+    scan_caches,
+    verify_repos,
+)
 from tests.hub.caches import commit_of, make_repo
 from tests.processes.children import Child, folder_of
 from tests.store.files import WEIGHTS

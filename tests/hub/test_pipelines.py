@@ -15,10 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cache import SmartCache
-from smartcache.hub.dropin import Call
-from smartcache.store.mounts import mount_of
-from smartcache.store.store import Store
+from tests.api import Call, SmartCache, Store, mount_of
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.store.files import inode_of, mode_of

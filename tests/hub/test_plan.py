@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import UnsafeNameError
+from tests.api import UnsafeNameError
 from tests.hub.clients import SIZE, Client, contents, plain_snapshot, sha256, weights
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub

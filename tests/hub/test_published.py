@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.cache import SmartCache
-from smartcache.config import Settings
-from smartcache.hub.lending import Purpose
-from smartcache.store.store import Store
+from tests.api import Purpose, Settings, SmartCache, Store
 from tests.hub.clients import (
     Client,
     as_ordinary_user,

@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 from huggingface_hub import DeleteCacheStrategy
 
-from smartcache.cache import SmartCache
-from smartcache.errors import HubError
-from smartcache.hub.dropin import Call
-from smartcache.hub.removal import RemovalPlan, plan_removal
-from smartcache.hub.removing import RemovalResult
-from smartcache.hub.repos import CachedRepo, scan_caches
-from smartcache.hub.sharing import Census
-from smartcache.store import faults
-from smartcache.store.records import Owner
-from smartcache.store.store import Store
+from tests.api import (
+    CachedRepo,
+    Call,
+    Census,
+    HubError,
+    Owner,
+    RemovalPlan,
+    RemovalResult,
+    SmartCache,
+    Store,
+    plan_removal,
+    scan_caches,
+)
+from tests.api import store_faults as faults
 from tests.hub.caches import blocks_below, commit_of, download, hf, inodes_below, make_repo
 from tests.hub.shared_stores import make_shared_store
 from tests.hub_server import Hub

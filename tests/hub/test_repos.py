@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.errors import RepoNotCachedError
-from smartcache.hub.records import Repo
-from smartcache.hub.repos import CachedRepo, find_repo, scan_caches
-from smartcache.hub.sharing import Census
-from smartcache.store.store import Store
+from tests.api import CachedRepo, Census, Repo, RepoNotCachedError, Store, find_repo, scan_caches
 from tests.hub.caches import blocks_below, commit_of, download, inodes_below, make_repo
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub

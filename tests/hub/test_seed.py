@@ -14,14 +14,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from smartcache.errors import HubError
-from smartcache.folders.apps import identify
-from smartcache.folders.names import Namer
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import scan
-from smartcache.hub import sharedstore
-from smartcache.hub.seed import plan_seed
-from smartcache.store.store import Store
+from tests.api import HubError, ModelFolder, Namer, Store, identify, plan_seed, scan
+from tests.api import hub_sharedstore as sharedstore
 from tests.cli.running import ROOT
 from tests.hub.shared_stores import (
     MARKER,

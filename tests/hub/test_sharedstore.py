@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from smartcache.errors import BadDigestError, HubError, LeaseTimeoutError
-from smartcache.hub import sharedstore
+from tests.api import BadDigestError, HubError, LeaseTimeoutError
+from tests.api import hub_sharedstore as sharedstore
 from tests.hub.shared_stores import MARKER, add_entry, make_shared_store
 from tests.store.files import mode_of
 

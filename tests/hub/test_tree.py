@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.hub import tree
-from smartcache.hub.records import RemoteFile, Repo, announced_by
+from tests.api import RemoteFile, Repo, announced_by
+from tests.api import hub_tree as tree
 from tests.hub.caches import commit_of, make_repo
 from tests.hub.clients import plain_snapshot, sha256, weights
 from tests.hub_server import Hub, git_sha1

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.hub.repairing import plan_repair
-from smartcache.hub.repos import scan_caches
-from smartcache.hub.verifying import Finding, RepoVerifyReport, verify_repos
-from smartcache.store.records import Trust
-from smartcache.store.store import Store
+from tests.api import RepoVerifyReport, Store, Trust, plan_repair, scan_caches, verify_repos
+from tests.api import verifying_Finding as Finding
 from tests.hub.caches import commit_of, download, hf, make_repo, write_listing
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub, etag_of, git_sha1

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smartcache.pretrained.arguments import Asked
-from smartcache.pretrained.devices import Placement
-from smartcache.pretrained.loading import load
+from tests.api import Asked, Placement, load
 
 if TYPE_CHECKING:
     import torch

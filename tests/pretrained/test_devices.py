@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from smartcache.errors import DeviceMemoryError
-from smartcache.pretrained.arguments import Asked
-from smartcache.pretrained.devices import (
+from tests.api import (
+    Asked,
+    DeviceMemoryError,
     Placement,
     accelerator,
-    free_bytes,
     is_on,
     modules_of,
+    part_of,
     placement,
     resolve_device,
 )
-from smartcache.pretrained.parts import part_of
+from tests.api import devices_free_bytes as free_bytes
 from tests.hub_server.pipelines import Models
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from smartcache.errors import MissingWeightsError, PretrainedError, UnknownClassError
-from smartcache.pretrained.encoders import load_encoders
+from tests.api import MissingWeightsError, PretrainedError, UnknownClassError, load_encoders
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
 

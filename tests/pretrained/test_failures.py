@@ -13,18 +13,19 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import smartcache
-from smartcache.errors import (
+from tests.api import (
+    Asked,
     DeviceMemoryError,
     MissingWeightsError,
+    Placement,
     PretrainedError,
     UnknownClassError,
     WrongVariantError,
+    class_of,
+    is_weights,
+    variant_of,
 )
-from smartcache.pretrained.arguments import Asked
-from smartcache.pretrained.devices import Placement
-from smartcache.pretrained.failures import explained
-from smartcache.pretrained.kinds import class_of
-from smartcache.pretrained.weights import is_weights, variant_of
+from tests.api import failures_explained as explained
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.pretrained.canonical import NotComparableError, canonical
-from smartcache.pretrained.identity import Content, content_of
-from smartcache.store.store import Store
+from tests.api import NotComparableError, Store, canonical, content_of
+from tests.api import identity_Content as Content
 from tests.hub_server.pipelines import SHARED_WEIGHTS, Models
 
 LEAVES = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.pretrained.mapped import MappedFiles
+from tests.api import MappedFiles
 from tests.pretrained.open_files import needs_proc, open_files
 
 NAMES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "old.bin")

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from smartcache.errors import SharedComponentError
-from smartcache.pretrained import registry as module
-from smartcache.pretrained.gate import one_at_a_time
-from smartcache.pretrained.guards import Guard, guard, lift
-from smartcache.pretrained.registry import Holder, Key, Registry, Request, components
+from tests.api import (
+    Guard,
+    Key,
+    Registry,
+    Request,
+    SharedComponentError,
+    components,
+    guard,
+    lift,
+    one_at_a_time,
+)
+from tests.api import pretrained_registry as module
+from tests.api import registry_Holder as Holder
 from tests.pretrained.open_files import needs_proc, open_files
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.store import Store
+from tests.api import Store
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import WEIGHTS, LibraryHub

@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from smartcache.errors import SharedComponentError
-from smartcache.pretrained.arguments import Asked
-from smartcache.pretrained.devices import Placement
-from smartcache.pretrained.loading import load
-from smartcache.pretrained.registry import components, registry
-from smartcache.pretrained.sharing import unshare
-from smartcache.pretrained.state import describe, have_equal_values
+from tests.api import (
+    Asked,
+    Placement,
+    SharedComponentError,
+    components,
+    describe,
+    have_equal_values,
+    load,
+    registry,
+    unshare,
+)
 from tests.hub_server.pipelines import Models
 from tests.pretrained.scenarios import published
 from tests.pretrained.sharing_loads import PARTS, model_of, pipeline_of, same_parts

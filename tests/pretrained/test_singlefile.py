@@ -10,8 +10,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 import smartcache
-from smartcache.errors import MissingWeightsError
-from smartcache.pretrained.singlefile import RepoFile, repo_file
+from tests.api import MissingWeightsError, RepoFile, repo_file
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 from tests.store.files import inode_of

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import pytest
 
-from smartcache.pretrained.keeping import keep
-from smartcache.pretrained.state import describe, have_equal_values, size_of
+from tests.api import describe, have_equal_values, keep, size_of
 from tests.hub_server.pipelines import Models
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
+from tests.api import ArtifactSet, ArtifactSets
 from tests.artifacts.opening import open_set
 
 SMALL_PACK = 64 << 10

@@ -21,8 +21,7 @@ from typing import Generic, Self, TypeVar, cast
 
 import pytest
 
-from smartcache.store.links import KINDS
-from smartcache.store.store import Store
+from tests.api import KINDS, Store
 
 T = TypeVar("T")
 

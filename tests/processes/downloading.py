@@ -32,10 +32,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
-from smartcache.hub import tree
-from smartcache.hub.records import Repo
-from smartcache.store import faults
-from smartcache.store.store import Store
+from tests.api import Repo, Store
+from tests.api import hub_tree as tree
+from tests.api import store_faults as faults
 from tests.hub_server import Commit, Hub
 from tests.hub_server.server import environment_for
 from tests.processes.children import Child
@@ -480,9 +479,7 @@ def _download(way: Way, arguments: dict[str, object]) -> str:
 
 
 def _download_lent(arguments: dict[str, object]) -> str:
-    from smartcache.functions import shared
-    from smartcache.hub.dropin import Call
-    from smartcache.hub.lending import Purpose
+    from tests.api import Call, Purpose, shared
 
     told = {name: arguments[name] for name in ("endpoint", "cache_dir")}
     call = Call(repo_id=str(arguments["repo_id"]), arguments=told)
@@ -491,8 +488,7 @@ def _download_lent(arguments: dict[str, object]) -> str:
 
 
 def _look(folders: Sequence[tuple[str, bool]]) -> None:
-    from smartcache.folders.records import ModelFolder
-    from smartcache.folders.scan import look
+    from tests.api import ModelFolder, look
 
     with Store() as store:
         look(store, [ModelFolder(path=Path(path), is_given=given) for path, given in folders])
@@ -574,7 +570,7 @@ def write(path: Path, how: str, held: int = -1) -> None:
 def _repeat(words: Sequence[str], seconds: float) -> list[int]:
     from click.testing import CliRunner
 
-    from smartcache.cli import main
+    from tests.api import main
 
     codes = []
     end = time.monotonic() + seconds

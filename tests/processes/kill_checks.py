@@ -13,9 +13,7 @@ from typing import Literal
 
 from blake3 import blake3
 
-from smartcache.errors import NothingToUndoError
-from smartcache.store.schema import signed
-from smartcache.store.store import Store
+from tests.api import NothingToUndoError, Store, signed
 from tests.processes.kill_worlds import Operation, State, World, blobs_in, state_of
 from tests.processes.killing import Moment, die_at, in_child, was_killed
 

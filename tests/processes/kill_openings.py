@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from smartcache.store.store import Store
+from tests.api import Store
 from tests.processes.kill_operations import OPERATIONS, before_rebuild, rebuild
 from tests.processes.kill_worlds import Operation, World
 from tests.processes.killing import Moment, die_at, in_child, was_killed

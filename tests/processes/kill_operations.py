@@ -6,16 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from smartcache.errors import (
+from tests.api import (
     BlobNotFoundError,
     DestinationExistsError,
     NothingToUndoError,
+    Owner,
+    Store,
+    pin,
+    rotate,
 )
-from smartcache.store.copies import rotate
-from smartcache.store.links import Kind
-from smartcache.store.owners import pin
-from smartcache.store.records import Owner
-from smartcache.store.store import Store
+from tests.api import links_Kind as Kind
 from tests.processes.kill_worlds import Operation, World, content
 
 LARGE = content(1, 200_000)

@@ -15,10 +15,8 @@ from typing import Self
 
 from blake3 import blake3
 
-from smartcache.config import load_settings
-from smartcache.store.kernel import extents
-from smartcache.store.layout import Layout
-from smartcache.store.store import Store
+from tests.api import Store, extents, load_settings
+from tests.api import layout_Layout as Layout
 
 SETTLED_NS = 1_700_000_000_000_000_000
 """A time long ago: nothing waits for a young file's clock tick to pass."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from smartcache import store as store_package
-from smartcache.store import faults
+from tests.api import store as store_package
+from tests.api import store_faults as faults
 
 Visit = Callable[[str], None]
 

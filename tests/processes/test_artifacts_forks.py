@@ -18,10 +18,14 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("fork", allow_module_level=True)
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.lazy import Handle, Sample
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import ArtifactGoneError, ArtifactNotFoundError
+from tests.api import (
+    ArtifactGoneError,
+    ArtifactNotFoundError,
+    ArtifactSet,
+    ArtifactSets,
+    Handle,
+    Sample,
+)
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.artifact_writers import SMALL_PACK, change, number_in, value_of, wait_for
 from tests.processes.children import Child

@@ -20,9 +20,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.store import faults
+from tests.api import ArtifactSet, ArtifactSets
+from tests.api import store_faults as faults
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.artifact_writers import (
     KEYS,

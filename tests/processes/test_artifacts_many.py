@@ -24,12 +24,17 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("fork", allow_module_level=True)
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.located import Located
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.errors import ArtifactError, ArtifactNotFoundError
-from smartcache.progress import Job, silent
-from smartcache.store import faults
+from tests.api import (
+    ArtifactError,
+    ArtifactNotFoundError,
+    ArtifactSet,
+    ArtifactSets,
+    Job,
+    Located,
+    artifacts_counting,
+    silent,
+)
+from tests.api import store_faults as faults
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.artifact_writers import (
     KEYS,
@@ -368,7 +373,7 @@ def test_a_value_of_another_process_is_seen_although_this_one_deleted_the_key(
     root: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the last deletion is the one with which a group of rows is written."""
-    monkeypatch.setattr("smartcache.artifacts.counting._GROUP", 8)
+    monkeypatch.setattr(artifacts_counting, "_GROUP", 8)
     with open_set(ArtifactSets(root)) as opened:
         for number in range(count):
             opened.put(f"k{number}", {"n": number})

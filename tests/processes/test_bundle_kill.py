@@ -19,8 +19,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from smartcache.hub.bundle_reading import opened
-from smartcache.store.store import Store
+from tests.api import Store, opened
 from tests.cli.running import PATIENCE, Smartcache
 from tests.hub.bundles import (
     add_repo,

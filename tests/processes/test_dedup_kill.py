@@ -21,7 +21,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from smartcache.store.store import Store
+from tests.api import Store
 from tests.cli.running import PATIENCE, Smartcache
 from tests.folders.deduping import (
     deduplicated,

@@ -22,8 +22,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("leases and RENAME_EXCHANGE", allow_module_level=True)
 
-from smartcache.folders.dedup import plan_dedup
-from smartcache.store.store import Store
+from tests.api import Store, plan_dedup
 from tests.cli.running import PATIENCE, Smartcache
 from tests.folders.deduping import (
     inodes_of,

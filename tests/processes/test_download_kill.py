@@ -23,10 +23,8 @@ from click.testing import CliRunner
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from smartcache.cli import main
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import look
-from smartcache.hub import tree
+from tests.api import ModelFolder, look, main
+from tests.api import hub_tree as tree
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
 from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, World, content

@@ -15,7 +15,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from smartcache.hub.lent import Loans
+from tests.api import Loans
 from tests.hub_server import Hub
 from tests.processes.downloading import Starter, World, content
 from tests.processes.killing import Moment, in_turn

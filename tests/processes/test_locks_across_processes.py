@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 import smartcache
-from smartcache.errors import LeaseTimeoutError
-from smartcache.store.leases import Leases
-from smartcache.store.locks import claim, is_free, lock
+from tests.api import Leases, LeaseTimeoutError, claim, is_free, lock
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock, fork and SIGKILL")
 

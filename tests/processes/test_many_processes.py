@@ -25,12 +25,12 @@ from blake3 import blake3
 if sys.platform == "win32":
     pytest.skip("fork", allow_module_level=True)
 
-from smartcache.errors import BlobNotFoundError, FileSkippedError
-from smartcache.store import faults, links, proof, replace
-from smartcache.store.links import Kind
-from smartcache.store.records import Blob
-from smartcache.store.store import Store
-from smartcache.store.volume import Volume
+from tests.api import Blob, BlobNotFoundError, FileSkippedError, Store, Volume
+from tests.api import links_Kind as Kind
+from tests.api import store_faults as faults
+from tests.api import store_links as links
+from tests.api import store_proof as proof
+from tests.api import store_replace as replace
 from tests.processes.children import Child
 
 Seconds = Callable[[float], float]

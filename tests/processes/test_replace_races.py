@@ -26,11 +26,19 @@ from blake3 import blake3
 if sys.platform != "linux":
     pytest.skip("leases and RENAME_EXCHANGE", allow_module_level=True)
 
-from smartcache.errors import BlobNotFoundError, DamagedBlobError, FileBusyError, FileSkippedError
-from smartcache.store import faults, kernel, swap
-from smartcache.store.adopt import Adoption
-from smartcache.store.replace import Replacement, give_back
-from smartcache.store.store import Store
+from tests.api import (
+    Adoption,
+    BlobNotFoundError,
+    DamagedBlobError,
+    FileBusyError,
+    FileSkippedError,
+    Replacement,
+    Store,
+    give_back,
+)
+from tests.api import store_faults as faults
+from tests.api import store_kernel as kernel
+from tests.api import store_swap as swap
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.processes.races import HOWS, Breaks, File, How, Rounds, content, make, race
 

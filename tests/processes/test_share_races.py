@@ -20,8 +20,7 @@ from blake3 import blake3
 if sys.platform != "linux":
     pytest.skip("Linux system calls", allow_module_level=True)
 
-from smartcache.errors import FileSkippedError, NothingToUndoError
-from smartcache.store.store import Store
+from tests.api import FileSkippedError, NothingToUndoError, Store
 from tests.processes.children import NOBODY, Child
 from tests.processes.races import HOWS, File, How, content, make, race
 from tests.store.reflink_disks import DISKS, reflink_disk

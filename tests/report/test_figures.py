@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import scan
-from smartcache.report import unread
-from smartcache.report.figures import Report, make_report
-from smartcache.report.unread import Watch
-from smartcache.store.mounts import Mount
-from smartcache.store.store import Store
+from tests.api import ModelFolder, Mount, Report, Store, Watch, make_report, scan
+from tests.api import report_unread as unread
 from tests.folders.trees import SIZE, content, gguf, hf_repo, safetensors, write
 
 YEAR = timedelta(days=365)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from smartcache.cli._output import printable
-from smartcache.report.markdown import markdown
-from smartcache.report.text import Section
+from tests.api import Section, markdown, printable
 
 
 def lines(*sections: Section, title: str = "Models") -> list[str]:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.folders.records import ModelFolder
-from smartcache.report.naming import Known, Naming, from_home
+from tests.api import Known, ModelFolder, Naming, from_home
 from tests.folders.trees import gguf, hf_repo, safetensors, write
 from tests.report.values import PLAIN, copy, group
 

@@ -3,10 +3,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from smartcache.report.figures import Across, Report, SharedFile, Sums
-from smartcache.report.text import Section, sections
-from smartcache.report.unread import OldFile
-from smartcache.store.holder import Part
+from tests.api import Across, OldFile, Part, Report, Section, SharedFile, Sums, sections
 from tests.report.values import GB, report, unread
 
 

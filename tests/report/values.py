@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from smartcache.folders.records import Copy, Group, ModelFolder, Name
-from smartcache.report.figures import Report, Sums
-from smartcache.report.unread import Unread
+from tests.api import Copy, ModelFolder, Name, Report, Sums, Unread
+from tests.api import records_Group as Group
 
 COMFYUI = ModelFolder(path=Path("/c/models"), program="ComfyUI")
 PLAIN = ModelFolder(path=Path("/p"))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from smartcache.store import faults, kernel
+from tests.api import store_faults as faults
+from tests.api import store_kernel as kernel
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Self
 
 from blake3 import blake3
 
-from smartcache.progress import Job, Unit
+from tests.api import Job, Unit
 
 WEIGHTS = random.Random(1).randbytes(100_000)
 """Large enough to be linked when the name says that these are weights."""

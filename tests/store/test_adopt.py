@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import (
+from tests.api import (
+    Algorithm,
     BadDigestError,
     DamagedBlobError,
     DigestMismatchError,
@@ -20,13 +21,14 @@ from smartcache.errors import (
     FileChangedError,
     FileSkippedError,
     NoSpaceError,
+    Owner,
+    Store,
     StoreUnwritableError,
+    Trust,
+    probe,
 )
-from smartcache.store import digest, lanes
-from smartcache.store.digest import Algorithm
-from smartcache.store.filesystems import probe
-from smartcache.store.records import Owner, Trust
-from smartcache.store.store import Store
+from tests.api import store_digest as digest
+from tests.api import store_lanes as lanes
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -15,11 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smartcache.errors import FileSkippedError
-from smartcache.store.hold import Allowance
-from smartcache.store.journal import Change, Journal
-from smartcache.store.replace import Replacement
-from smartcache.store.store import Store
+from tests.api import Allowance, Change, FileSkippedError, Journal, Replacement, Store
 from tests.processes.children import NOBODY
 from tests.store.files import WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 

@@ -14,14 +14,20 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
-from smartcache.config import Settings
-from smartcache.store import contents
-from smartcache.store.contents import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
-from smartcache.store.duplicates import Candidate
-from smartcache.store.lanes import BUFFER_SIZE
-from smartcache.store.schema import signed
-from smartcache.store.statkey import RACY_NS
-from smartcache.store.store import Store
+from tests.api import (
+    BUFFER_SIZE,
+    HEAD_SIZE,
+    RACY_NS,
+    TAIL_SIZE,
+    Candidate,
+    Learned,
+    Settings,
+    Store,
+    What,
+    learn,
+    signed,
+)
+from tests.api import store_contents as contents
 from tests.processes.children import Child, folder_of
 from tests.store.files import OTHER, WEIGHTS, digest_of, edit, write
 

@@ -17,19 +17,20 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from smartcache.errors import (
+from tests.api import (
     BlobNotFoundError,
     DamagedBlobError,
     FileSkippedError,
     IndexDamagedError,
     PruneRefusedError,
     SmartcacheError,
+    Store,
+    Trust,
+    replace_damaged_index,
 )
-from smartcache.store import faults, hold
-from smartcache.store.links import Kind
-from smartcache.store.rebuild import replace_damaged_index
-from smartcache.store.records import Trust
-from smartcache.store.store import Store
+from tests.api import links_Kind as Kind
+from tests.api import store_faults as faults
+from tests.api import store_hold as hold
 
 if sys.platform == "win32":
     pytest.skip("modes and inodes", allow_module_level=True)

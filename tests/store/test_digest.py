@@ -25,26 +25,25 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartcache.errors import (
+from tests.api import (
+    AHEAD_MIN_SIZE,
+    BUFFER_SIZE,
+    Algorithm,
     BadDigestError,
     FileChangedError,
-    FileSkippedError,
-    SizeMismatchError,
-    StoreError,
-)
-from smartcache.progress import Unit
-from smartcache.store.digest import (
-    Algorithm,
     FilePath,
+    FileSkippedError,
     Hashed,
     Hasher,
     Hashes,
+    SizeMismatchError,
+    StatKey,
+    StoreError,
+    Unit,
     check_hex,
     hash_file,
     hash_many,
 )
-from smartcache.store.lanes import AHEAD_MIN_SIZE, BUFFER_SIZE
-from smartcache.store.statkey import StatKey
 
 ALL: tuple[Algorithm, ...] = get_args(Algorithm)
 STREAMED: tuple[Algorithm, ...] = ("blake3", "sha256", "git-sha1")

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store import kernel
-from smartcache.store.filesystems import mount_of
-from smartcache.store.kernel import Extent
+from tests.api import Extent, mount_of
+from tests.api import store_kernel as kernel
 from tests.store.reflink_disks import DISKS, reflink_disk
 
 if sys.platform != "linux":

@@ -21,16 +21,16 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from smartcache.errors import (
+from tests.api import (
     CannotLinkError,
     FileSkippedError,
     NoSpaceError,
+    Store,
     StoreError,
     StoreUnwritableError,
+    mount_of,
 )
-from smartcache.store.blobs import explained
-from smartcache.store.filesystems import mount_of
-from smartcache.store.store import Store
+from tests.api import blobs_explained as explained
 from tests.processes.children import Child
 from tests.store.reflink_disks import reflink_disk
 from tests.store.small_disks import PAGE, Disk, bind, in_own_namespace

@@ -11,16 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from smartcache.errors import NoSpaceError, StoreUnwritableError
-from smartcache.store import filesystems, kernel, mounts
-from smartcache.store.filesystems import (
+from tests.api import (
+    NoSpaceError,
+    StoreUnwritableError,
     filesystem_id,
-    free_bytes,
     mount_of,
+    parse_mountinfo,
     probe,
     same_filesystem,
 )
-from smartcache.store.mounts import parse_mountinfo
+from tests.api import filesystems_free_bytes as free_bytes
+from tests.api import store_filesystems as filesystems
+from tests.api import store_kernel as kernel
+from tests.api import store_mounts as mounts
 
 if sys.platform == "win32":
     pytest.skip("POSIX filesystems", allow_module_level=True)

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 import pytest
 
-from smartcache.errors import BlobNotFoundError, StoreError
-from smartcache.store import faults
-from smartcache.store.store import Store
+from tests.api import BlobNotFoundError, Store, StoreError
+from tests.api import store_faults as faults
 from tests.store.files import OTHER, WEIGHTS, digest_of, write
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

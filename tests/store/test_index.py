@@ -10,12 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import StoreError, StoreFormatError
-from smartcache.store.index import Index
-from smartcache.store.records import LinkKind, Memo, Owner, Sighting, Trust
-from smartcache.store.schema import MIGRATIONS, VERSION, connect, signed
-from smartcache.store.statkey import StatKey
-from smartcache.store.store import Store
+from tests.api import SCHEMA_MIGRATIONS as MIGRATIONS
+from tests.api import (
+    VERSION,
+    Index,
+    LinkKind,
+    Memo,
+    Owner,
+    Sighting,
+    StatKey,
+    Store,
+    StoreError,
+    StoreFormatError,
+    Trust,
+    connect,
+    signed,
+    store_schema,
+)
 from tests.store.files import WEIGHTS, write
 
 HUGE = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
@@ -81,8 +92,8 @@ class TestSchema:
         path = tmp_path / "index.sqlite3"
         Index(path, wal=True).close()
         broken = (*MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE extra (x)")
-        monkeypatch.setattr("smartcache.store.schema.MIGRATIONS", broken)
-        monkeypatch.setattr("smartcache.store.schema.VERSION", VERSION + 1)
+        monkeypatch.setattr(store_schema, "MIGRATIONS", broken)
+        monkeypatch.setattr(store_schema, "VERSION", VERSION + 1)
         with pytest.raises(StoreError):
             Index(path, wal=True)
         assert version_of(path) == VERSION

@@ -15,12 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import NoSpaceError, StoreUnwritableError
-from smartcache.store import volume
-from smartcache.store.journal import Batch, Change, Journal
-from smartcache.store.locks import claim
-from smartcache.store.store import Store
-from smartcache.store.swap import beside
+from tests.api import (
+    Batch,
+    Change,
+    Journal,
+    NoSpaceError,
+    Store,
+    StoreUnwritableError,
+    beside,
+    claim,
+)
+from tests.api import store_volume as volume
 from tests.processes.children import Child
 from tests.store.files import WEIGHTS, digest_of, mode_of, snapshot, write
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store import kernel
-from smartcache.store.filesystems import mount_of, same_filesystem
+from tests.api import mount_of, same_filesystem
+from tests.api import store_kernel as kernel
 
 if sys.platform == "win32":
     pytest.skip("POSIX system calls", allow_module_level=True)

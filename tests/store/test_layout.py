@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.config import load_settings
-from smartcache.errors import StoreFormatError, StoreUnwritableError
-from smartcache.store.layout import FORMAT, Layout, is_digest
-from smartcache.store.store import Store
-from smartcache.store.volume import Volume
+from tests.api import (
+    FORMAT,
+    Store,
+    StoreFormatError,
+    StoreUnwritableError,
+    Volume,
+    is_digest,
+    load_settings,
+)
+from tests.api import layout_Layout as Layout
 from tests.store.files import WEIGHTS, mode_of, snapshot, write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX modes")
@@ -33,7 +38,7 @@ class TestNew:
         assert tag.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 
     def test_every_path_is_named_in_the_docstring(self, store: Store) -> None:
-        import smartcache.store.layout as module
+        from tests.api import store_layout as module
 
         store.put_stream([WEIGHTS])
         for name in os.listdir(store.root):

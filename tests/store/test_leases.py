@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import LeaseTimeoutError, StoreError
-from smartcache.store.leases import Leases
+from tests.api import Leases, LeaseTimeoutError, StoreError
 
 GUARD = 60.0
 """Seconds after which a defect becomes a failure instead of a hang."""

@@ -18,9 +18,8 @@ from typing import TypeVar
 
 import pytest
 
-from smartcache.errors import LeaseTimeoutError, StoreError
-from smartcache.store import faults
-from smartcache.store.locks import claim, is_free, lock
+from tests.api import LeaseTimeoutError, StoreError, claim, is_free, lock
+from tests.api import store_faults as faults
 
 T = TypeVar("T")
 GUARD = 60.0

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import FileSkippedError
-from smartcache.store.filesystems import filesystem_id, probe
-from smartcache.store.records import Memo
-from smartcache.store.statkey import StatKey, judge
-from smartcache.store.store import Store
+from tests.api import FileSkippedError, Memo, StatKey, Store, filesystem_id, judge, probe
 from tests.store.files import OTHER, WEIGHTS, digest_of, edit, inode_of, write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store import filesystems
+from tests.api import store_filesystems as filesystems
 
 if sys.platform != "linux":
     pytest.skip("mount namespaces", allow_module_level=True)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store import mounts
-from smartcache.store.mounts import (
+from tests.api import (
     Family,
     Mount,
     family_of,
@@ -17,6 +16,7 @@ from smartcache.store.mounts import (
     nearest_existing,
     parse_mountinfo,
 )
+from tests.api import store_mounts as mounts
 
 if not hasattr(os, "makedev"):
     pytest.skip("no device numbers", allow_module_level=True)

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import (
+from tests.api import (
     DamagedBlobError,
     DestinationExistsError,
     NoSpaceError,
+    Store,
     StoreError,
     StoreMovedError,
+    store_move,
 )
-from smartcache.store.store import Store
 from tests.store.files import (
     OTHER,
     WEIGHTS,
@@ -262,7 +263,7 @@ class TestOtherFilesystem:
         self, store: Store, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.put_stream([WEIGHTS])
-        monkeypatch.setattr("smartcache.store.move.free_bytes", lambda _: len(WEIGHTS) - 1)
+        monkeypatch.setattr(store_move, "free_bytes", lambda _: len(WEIGHTS) - 1)
         with pytest.raises(NoSpaceError):
             store.plan_move(elsewhere / "new").execute()
         assert list(elsewhere.iterdir()) == []

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import (
+from tests.api import (
     BlobNotFoundError,
     DamagedBlobError,
     SmartcacheError,
+    Store,
     UnsafeFileError,
+    open_own,
+    read_own,
 )
-from smartcache.store.safety import open_own, read_own
-from smartcache.store.store import Store
 from tests.store.files import OTHER, WEIGHTS, digest_of, write
 
 DIGEST = digest_of(WEIGHTS)

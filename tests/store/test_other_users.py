@@ -17,14 +17,15 @@ from blake3 import blake3
 if sys.platform == "win32" or os.geteuid() != 0:
     pytest.skip("only root can become other users", allow_module_level=True)
 
-from smartcache.errors import (
+from tests.api import (
     FileSkippedError,
     SmartcacheError,
+    Store,
     UnsafeFileError,
     UnsafeStoreError,
+    volume_root,
 )
-from smartcache.store.layout import Layout, volume_root
-from smartcache.store.store import Store
+from tests.api import layout_Layout as Layout
 from tests.processes.children import Child, folder_of
 
 T = TypeVar("T")

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import BadDigestError, BlobInUseError, BlobNotFoundError
-from smartcache.store.owners import link_liveness, liveness
-from smartcache.store.records import Owner
-from smartcache.store.store import DEFAULT_PIN, Store
+from tests.api import (
+    DEFAULT_PIN,
+    BadDigestError,
+    BlobInUseError,
+    BlobNotFoundError,
+    Owner,
+    Store,
+    link_liveness,
+    liveness,
+)
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, edit, write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")

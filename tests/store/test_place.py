@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.config import load_settings
-from smartcache.errors import (
+from tests.api import (
+    KINDS,
     BadDigestError,
     BlobNotFoundError,
     CannotLinkError,
     DamagedBlobError,
     DestinationExistsError,
     NoSpaceError,
+    Owner,
+    Store,
     StoreError,
+    Trust,
+    load_settings,
+    probe,
 )
-from smartcache.store.filesystems import probe
-from smartcache.store.links import KINDS, Kind
-from smartcache.store.records import Owner, Trust
-from smartcache.store.store import Store
+from tests.api import links_Kind as Kind
 from tests.store.files import (
     OTHER,
     WEIGHTS,

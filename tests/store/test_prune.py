@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import BlobNotFoundError, PruneRefusedError
-from smartcache.store.prune import PrunePlan
-from smartcache.store.records import Owner
-from smartcache.store.store import Store
+from tests.api import BlobNotFoundError, Owner, PrunePlan, PruneRefusedError, Store
 from tests.store.files import OTHER, WEIGHTS, Watch, allocated, digest_of, edit, snapshot, write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")

@@ -20,12 +20,7 @@ from typing import TypeVar
 
 import pytest
 
-from smartcache.config import Settings
-from smartcache.errors import NoSpaceError, StoreError
-from smartcache.store.kernel import shares_blocks
-from smartcache.store.published import SharedStore
-from smartcache.store.records import Blob
-from smartcache.store.store import Store
+from tests.api import Blob, NoSpaceError, Settings, SharedStore, Store, StoreError, shares_blocks
 from tests.processes.children import Child, folder_of
 from tests.processes.killing import Moment, die_at, in_child, points_of, was_killed
 from tests.store.files import OTHER, WEIGHTS, digest_of, edit, inode_of, mode_of, write

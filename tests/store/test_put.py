@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import (
+from tests.api import (
+    DEFAULT_PIN,
+    Algorithm,
     BadDigestError,
     BlobNotFoundError,
     DamagedBlobError,
@@ -21,12 +23,11 @@ from smartcache.errors import (
     FileSkippedError,
     NoSpaceError,
     SizeMismatchError,
+    Store,
     StoreUnwritableError,
+    Trust,
 )
-from smartcache.store import kernel
-from smartcache.store.digest import Algorithm
-from smartcache.store.records import Trust
-from smartcache.store.store import DEFAULT_PIN, Store
+from tests.api import store_kernel as kernel
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import NothingToUndoError
-from smartcache.store import faults, recovery
-from smartcache.store.digest import hash_file
-from smartcache.store.store import Store
+from tests.api import NothingToUndoError, Store, hash_file
+from tests.api import store_faults as faults
+from tests.api import store_recovery as recovery
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import (
+from tests.api import (
     BadDigestError,
     BlobNotFoundError,
     DamagedBlobError,
     FileBusyError,
     FileChangedError,
     FileSkippedError,
+    Owner,
+    Store,
     StoreError,
+    Trust,
+    probe,
 )
-from smartcache.store.filesystems import probe
-from smartcache.store.records import Owner, Trust
-from smartcache.store.store import Store
 from tests.store.files import (
     OTHER,
     WEIGHTS,

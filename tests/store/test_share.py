@@ -10,13 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.config import load_settings
-from smartcache.errors import FileBusyError, FileSkippedError, NoSpaceError
-from smartcache.store import kernel
-from smartcache.store.filesystems import free_bytes, mount_of, probe
-from smartcache.store.journal import Batch, Change
-from smartcache.store.replace import Replacement
-from smartcache.store.store import Store
+from tests.api import (
+    Batch,
+    Change,
+    FileBusyError,
+    FileSkippedError,
+    NoSpaceError,
+    Replacement,
+    Store,
+    load_settings,
+    mount_of,
+    probe,
+    store_share,
+)
+from tests.api import filesystems_free_bytes as free_bytes
+from tests.api import store_kernel as kernel
 from tests.processes.children import NOBODY, Child
 from tests.store.files import (
     OTHER,
@@ -182,7 +190,7 @@ class TestShared:
     def test_many_in_several_steps_are_one_batch(
         self, store: Store, folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("smartcache.store.share.CHUNK_FILES", 3)
+        monkeypatch.setattr(store_share, "CHUNK_FILES", 3)
         paths = [write(folder / f"{n}.bin") for n in range(10)]
         bad = write(folder / "bad.bin", OTHER)
         triples = [(source, path, DIGEST) for path in [*paths[:5], bad, *paths[5:]]]
@@ -259,7 +267,7 @@ class TestShared:
                 raise PermissionError(1, "Operation not permitted")
             return kernel.dedupe_range(a, at, length, b, to)
 
-        monkeypatch.setattr("smartcache.store.share.dedupe_range", dedupe)
+        monkeypatch.setattr(store_share, "dedupe_range", dedupe)
         before = all_of(target)
         assert share(store, source, target).outcome == "replaced"
         assert all_of(target) == before

@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import scan
-from smartcache.store.duplicates import Candidate, FolderSums, Member, Scope
-from smartcache.store.index import Index
-from smartcache.store.records import Memo, Trust
-from smartcache.store.schema import MIGRATIONS, VERSION
-from smartcache.store.statkey import StatKey
-from smartcache.store.store import Store
+from tests.api import SCHEMA_MIGRATIONS as MIGRATIONS
+from tests.api import (
+    VERSION,
+    Candidate,
+    FolderSums,
+    Index,
+    Member,
+    Memo,
+    ModelFolder,
+    Scope,
+    StatKey,
+    Store,
+    Trust,
+    scan,
+)
 from tests.store.files import WEIGHTS, digest_of, write
 
 A, B = bytes([1]) * 32, bytes([2]) * 32

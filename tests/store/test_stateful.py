@@ -38,19 +38,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from smartcache.errors import (
+from tests.api import (
+    DEFAULT_PIN,
+    KINDS,
+    REBUILT,
     BlobNotFoundError,
     DamagedBlobError,
     NothingToUndoError,
+    Owner,
+    PrunePlan,
     PruneRefusedError,
     SmartcacheError,
+    Store,
+    Undone,
+    UndoPlan,
+    needs_hash,
 )
-from smartcache.store.links import KINDS, Kind
-from smartcache.store.proof import needs_hash
-from smartcache.store.prune import REBUILT, PrunePlan
-from smartcache.store.records import Owner
-from smartcache.store.store import DEFAULT_PIN, Store
-from smartcache.store.undo import Undone, UndoPlan
+from tests.api import links_Kind as Kind
 from tests.store.files import allocated, digest_of, edit, inode_of, mode_of, write
 
 if sys.platform == "win32":

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import NoSpaceError, NothingToUndoError
-from smartcache.store.links import Kind
-from smartcache.store.store import Store
-from smartcache.store.undo import Undone
+from tests.api import NoSpaceError, NothingToUndoError, Store, Undone, store_undo
+from tests.api import links_Kind as Kind
 from tests.store.files import (
     OTHER,
     WEIGHTS,
@@ -477,7 +475,7 @@ class TestPlan:
     ) -> None:
         adopt_and_replace(store, files)
         before = snapshot(files)
-        monkeypatch.setattr("smartcache.store.undo.free_bytes", lambda _: len(WEIGHTS) - 1)
+        monkeypatch.setattr(store_undo, "free_bytes", lambda _: len(WEIGHTS) - 1)
         plan = store.plan_undo()
         with pytest.raises(NoSpaceError) as caught:
             plan.execute()

@@ -17,12 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import StoreError
-from smartcache.store import measure, sums
-from smartcache.store.prune import REBUILT
-from smartcache.store.records import Owner, Trust
-from smartcache.store.store import Store
-from smartcache.store.usage import FolderUsage, folder_usage, store_usage
+from tests.api import (
+    REBUILT,
+    FolderUsage,
+    Owner,
+    Store,
+    StoreError,
+    Trust,
+    folder_usage,
+    store_usage,
+)
+from tests.api import store_measure as measure
+from tests.api import store_sums as sums
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import OTHER, WEIGHTS, Watch, allocated, edit, link_count, write
 from tests.store.small_disks import bind, in_own_namespace

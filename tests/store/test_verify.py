@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.errors import BlobNotFoundError, DamagedBlobError, IndexDamagedError
-from smartcache.store.rebuild import rebuild, replace_damaged_index
-from smartcache.store.records import Owner, Trust
-from smartcache.store.store import Store
-from smartcache.store.verify import VerifyReport
+from tests.api import (
+    BlobNotFoundError,
+    DamagedBlobError,
+    IndexDamagedError,
+    Owner,
+    Store,
+    Trust,
+    VerifyReport,
+    rebuild,
+    replace_damaged_index,
+)
 from tests.store.files import (
     OTHER,
     WEIGHTS,

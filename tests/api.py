@@ -1,0 +1,740 @@
+"""What tests use of the inner modules of smartcache: code that moves breaks this file only.
+
+A module has its package before its name (`store_kernel`), a name that several modules have has
+its module before it.
+"""
+
+from __future__ import annotations
+
+from smartcache import config, errors, functions, store
+from smartcache.artifacts import bounds as artifacts_bounds
+from smartcache.artifacts import copying as artifacts_copying
+from smartcache.artifacts import counting as artifacts_counting
+from smartcache.artifacts import registered as artifacts_registered
+from smartcache.artifacts import reserving as artifacts_reserving
+from smartcache.artifacts import writing as artifacts_writing
+from smartcache.artifacts.artifactset import ArtifactSet
+from smartcache.artifacts.codec import INLINE_BYTES, Encoded, TensorSpec
+from smartcache.artifacts.codec import Layout as codec_Layout
+from smartcache.artifacts.codec import encode as codec_encode
+from smartcache.artifacts.computing import Retry
+from smartcache.artifacts.dtypes import (
+    TORCH,
+    TORCH_ONLY,
+    numpy_dtype,
+    numpy_item_size,
+    numpy_name,
+    torch_dtype,
+    torch_item_size,
+    torch_name,
+)
+from smartcache.artifacts.engine import SetEngine
+from smartcache.artifacts.fingerprint import ABSENT, Difference, Fingerprint
+from smartcache.artifacts.flusher import Flusher, flusher
+from smartcache.artifacts.keys import check_key, compute_key, key_text, register_key_rule
+from smartcache.artifacts.lazy import Handle, Sample
+from smartcache.artifacts.located import Located
+from smartcache.artifacts.records import (
+    ARTIFACT,
+    CHUNK,
+    DELETE,
+    HEADER_BYTES,
+    LAYOUT,
+    PIN,
+    ArtifactPayload,
+    Header,
+    PackHeader,
+    header,
+    key_hash,
+    layout_digest,
+    padding,
+    parse_header,
+    position,
+    room,
+)
+from smartcache.artifacts.records import checksum as records_checksum
+from smartcache.artifacts.registered import register_codec
+from smartcache.artifacts.setfolder import Options, SetFolder
+from smartcache.artifacts.sets import ArtifactSets
+from smartcache.artifacts.setschema import MIGRATIONS as SETSCHEMA_MIGRATIONS
+from smartcache.artifacts.tensors import Kind as tensors_Kind
+from smartcache.artifacts.tensors import array_bytes
+from smartcache.cache import SmartCache
+from smartcache.cli import _failures as cli_failures
+from smartcache.cli import _progress as cli_progress
+from smartcache.cli import main
+from smartcache.cli import scan as cli_scan
+from smartcache.cli._command import Command
+from smartcache.cli._command import Group as command_Group
+from smartcache.cli._downloads import MOST_SHOWN
+from smartcache.cli._failures import conclude, explain
+from smartcache.cli._json import encoded, plain
+from smartcache.cli._output import out, printable
+from smartcache.cli._progress import Bars, Share
+from smartcache.cli._session import Session
+from smartcache.cli._tables import Column, cut, render, shortened, text_width
+from smartcache.config import Settings, config_file, load_settings, variable
+from smartcache.errors import (
+    ArtifactError,
+    ArtifactGoneError,
+    ArtifactNotFoundError,
+    BadDigestError,
+    BadKeyError,
+    BadSetNameError,
+    BatchShapeError,
+    BlobInUseError,
+    BlobNotFoundError,
+    BundleError,
+    CannotLinkError,
+    ConfigError,
+    DamagedArtifactError,
+    DamagedBlobError,
+    DestinationExistsError,
+    DeviceMemoryError,
+    DigestMismatchError,
+    FileBusyError,
+    FileChangedError,
+    FileSkippedError,
+    HubError,
+    IndexDamagedError,
+    LeaseTimeoutError,
+    MissingWeightsError,
+    NoSpaceError,
+    NothingToUndoError,
+    PretrainedError,
+    PruneRefusedError,
+    RememberedFailureError,
+    RepoNotCachedError,
+    SetFormatError,
+    SetIndexDamagedError,
+    SharedComponentError,
+    SizeMismatchError,
+    SmartcacheError,
+    StoreError,
+    StoreFormatError,
+    StoreMovedError,
+    StoreUnwritableError,
+    UnknownClassError,
+    UnreadableConfigError,
+    UnsafeFileError,
+    UnsafeNameError,
+    UnsafeStoreError,
+    UnsupportedValueError,
+    WrongVariantError,
+)
+from smartcache.folders import apps as folders_apps
+from smartcache.folders import comfyui as folders_comfyui
+from smartcache.folders import comparing as folders_comparing
+from smartcache.folders import names as folders_names
+from smartcache.folders import walk as folders_walk
+from smartcache.folders.apps import PROGRAMS, discover, identify, identify_names, places
+from smartcache.folders.comfyui import read_extra_paths
+from smartcache.folders.comparing import SAMPLE_MIN_SIZE, Compared, compare
+from smartcache.folders.dedup import DedupPlan, DedupResult, Skip, plan_dedup
+from smartcache.folders.eligible import is_write_once
+from smartcache.folders.grouping import World, gain, group_from, groups
+from smartcache.folders.names import Namer
+from smartcache.folders.programs import TABLE
+from smartcache.folders.records import Copy, Figures, ModelFolder, Name, Problem, Scan
+from smartcache.folders.records import Group as records_Group
+from smartcache.folders.scan import folders_to_scan, look, scan, survey
+from smartcache.folders.tally import KEPT, Tally
+from smartcache.folders.titles import (
+    LONGEST,
+    MOST_READ,
+    Title,
+    kind_of,
+    one_line,
+    read_title,
+    title_of,
+)
+from smartcache.folders.walk import MOST_NAMED, Walked, is_incomplete, walk
+from smartcache.functions import shared
+from smartcache.hub import bundle_writing as hub_bundle_writing
+from smartcache.hub import exporting as hub_exporting
+from smartcache.hub import mapping as hub_mapping
+from smartcache.hub import patches as hub_patches
+from smartcache.hub import remote as hub_remote
+from smartcache.hub import sharedstore as hub_sharedstore
+from smartcache.hub import tree as hub_tree
+from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.bars import StoppedError, bar_class
+from smartcache.hub.bundle import COMPLETE, MANIFEST, MOST_MANIFEST, Manifest, decode
+from smartcache.hub.bundle import Content as bundle_Content
+from smartcache.hub.bundle import checksum as bundle_checksum
+from smartcache.hub.bundle import encode as bundle_encode
+from smartcache.hub.bundle_reading import opened
+from smartcache.hub.bundle_writing import TarSink
+from smartcache.hub.dropin import Call, FileOptions, SnapshotOptions
+from smartcache.hub.exporting import ExportPlan, Wanted, plan_export
+from smartcache.hub.following import Followed, Follower
+from smartcache.hub.importing import ImportPlan, plan_import
+from smartcache.hub.lending import Purpose
+from smartcache.hub.lent import Loans
+from smartcache.hub.mapping import cache_mapping, import_mapping
+from smartcache.hub.plan import DownloadPlan
+from smartcache.hub.records import PlannedFile, RemoteFile, Repo, RepoType, announced_by
+from smartcache.hub.remote import Access
+from smartcache.hub.removal import RemovalPlan, plan_removal
+from smartcache.hub.removing import RemovalResult
+from smartcache.hub.repairing import plan_repair
+from smartcache.hub.repos import CachedRepo, find_repo, scan_caches
+from smartcache.hub.seed import plan_seed
+from smartcache.hub.sharing import Census
+from smartcache.hub.sources import MOST_UNKNOWN
+from smartcache.hub.targets import CacheTarget
+from smartcache.hub.verifying import Finding as verifying_Finding
+from smartcache.hub.verifying import RepoVerifyReport, verify_repos
+from smartcache.pretrained import registry as pretrained_registry
+from smartcache.pretrained.arguments import Asked
+from smartcache.pretrained.canonical import NotComparableError, canonical
+from smartcache.pretrained.devices import (
+    Placement,
+    accelerator,
+    is_on,
+    modules_of,
+    placement,
+    resolve_device,
+)
+from smartcache.pretrained.devices import free_bytes as devices_free_bytes
+from smartcache.pretrained.dtypes import dtype_arguments
+from smartcache.pretrained.encoders import load_encoders
+from smartcache.pretrained.failures import explained as failures_explained
+from smartcache.pretrained.gate import one_at_a_time
+from smartcache.pretrained.guards import Guard, guard, lift
+from smartcache.pretrained.identity import Content as identity_Content
+from smartcache.pretrained.identity import content_of
+from smartcache.pretrained.keeping import keep
+from smartcache.pretrained.kinds import class_of
+from smartcache.pretrained.loading import load
+from smartcache.pretrained.mapped import MappedFiles
+from smartcache.pretrained.parts import part_of
+from smartcache.pretrained.registry import Holder as registry_Holder
+from smartcache.pretrained.registry import Key, Registry, Request, components, registry
+from smartcache.pretrained.sharing import unshare
+from smartcache.pretrained.singlefile import RepoFile, repo_file
+from smartcache.pretrained.state import describe, have_equal_values, size_of
+from smartcache.pretrained.weights import is_weights, variant_of
+from smartcache.progress import Job, Progress, Unit, silent
+from smartcache.report import unread as report_unread
+from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
+from smartcache.report.markdown import markdown
+from smartcache.report.naming import Known, Naming, from_home
+from smartcache.report.roles import roles
+from smartcache.report.text import Section, sections
+from smartcache.report.unread import OldFile, Unread, Watch
+from smartcache.sizes import format_age, format_size, parse_age, parse_size
+from smartcache.store import contents as store_contents
+from smartcache.store import digest as store_digest
+from smartcache.store import doctor as store_doctor
+from smartcache.store import eject as store_eject
+from smartcache.store import faults as store_faults
+from smartcache.store import filesystems as store_filesystems
+from smartcache.store import hold as store_hold
+from smartcache.store import kernel as store_kernel
+from smartcache.store import lanes as store_lanes
+from smartcache.store import layout as store_layout
+from smartcache.store import links as store_links
+from smartcache.store import measure as store_measure
+from smartcache.store import memos as store_memos
+from smartcache.store import mounts as store_mounts
+from smartcache.store import move as store_move
+from smartcache.store import proof as store_proof
+from smartcache.store import recovery as store_recovery
+from smartcache.store import replace as store_replace
+from smartcache.store import schema as store_schema
+from smartcache.store import share as store_share
+from smartcache.store import sums as store_sums
+from smartcache.store import swap as store_swap
+from smartcache.store import undo as store_undo
+from smartcache.store import volume as store_volume
+from smartcache.store.adopt import Adoption
+from smartcache.store.blobs import explained as blobs_explained
+from smartcache.store.contents import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
+from smartcache.store.copies import rotate
+from smartcache.store.digest import (
+    Algorithm,
+    FilePath,
+    Hashed,
+    Hasher,
+    Hashes,
+    check_hex,
+    hash_file,
+    hash_many,
+)
+from smartcache.store.doctor import Diagnosis, Place, examine
+from smartcache.store.doctor import Finding as doctor_Finding
+from smartcache.store.duplicates import Candidate, FolderSums, Member, MemberRow, Scope
+from smartcache.store.filesystems import (
+    Family,
+    Mount,
+    filesystem_id,
+    mount_of,
+    probe,
+    same_filesystem,
+)
+from smartcache.store.filesystems import free_bytes as filesystems_free_bytes
+from smartcache.store.hold import Allowance
+from smartcache.store.holder import Holder as holder_Holder
+from smartcache.store.holder import Part
+from smartcache.store.index import Index
+from smartcache.store.journal import Batch, Change, Journal, Op, State
+from smartcache.store.kernel import Extent, boot_id, extents, shares_blocks
+from smartcache.store.lanes import AHEAD_MIN_SIZE, BUFFER_SIZE
+from smartcache.store.layout import FORMAT, is_digest, volume_root
+from smartcache.store.layout import Layout as layout_Layout
+from smartcache.store.leases import Leases
+from smartcache.store.links import KINDS
+from smartcache.store.links import Kind as links_Kind
+from smartcache.store.locks import claim, is_free, lock
+from smartcache.store.mounts import (
+    family_of,
+    find_mount,
+    is_network,
+    nearest_existing,
+    parse_mountinfo,
+)
+from smartcache.store.owners import link_liveness, liveness, pin
+from smartcache.store.proof import needs_hash
+from smartcache.store.prune import REBUILT, PrunePlan
+from smartcache.store.published import SharedStore
+from smartcache.store.rebuild import rebuild, replace_damaged_index
+from smartcache.store.records import Blob, LinkKind, Memo, Owner, Sighting, Trust
+from smartcache.store.replace import Replacement, give_back
+from smartcache.store.safety import open_own, read_own
+from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
+from smartcache.store.schema import VERSION, connect, signed
+from smartcache.store.statkey import RACY_NS, StatKey, judge
+from smartcache.store.store import DEFAULT_PIN, Store
+from smartcache.store.swap import beside
+from smartcache.store.undo import Undone, UndoPlan
+from smartcache.store.usage import FolderUsage, folder_usage, store_usage
+from smartcache.store.verify import VerifyReport
+from smartcache.store.volume import Volume
+
+__all__ = [
+    "ABSENT",
+    "AHEAD_MIN_SIZE",
+    "ARTIFACT",
+    "BUFFER_SIZE",
+    "CHUNK",
+    "COMPLETE",
+    "DEFAULT_PIN",
+    "DELETE",
+    "FORMAT",
+    "HEADER_BYTES",
+    "HEAD_SIZE",
+    "INLINE_BYTES",
+    "KEPT",
+    "KINDS",
+    "LAYOUT",
+    "LONGEST",
+    "MANIFEST",
+    "MOST_MANIFEST",
+    "MOST_NAMED",
+    "MOST_READ",
+    "MOST_SHOWN",
+    "MOST_UNKNOWN",
+    "PIN",
+    "PROGRAMS",
+    "RACY_NS",
+    "REBUILT",
+    "SAMPLE_MIN_SIZE",
+    "SCHEMA_MIGRATIONS",
+    "SETSCHEMA_MIGRATIONS",
+    "TABLE",
+    "TAIL_SIZE",
+    "TORCH",
+    "TORCH_ONLY",
+    "VERSION",
+    "Access",
+    "Across",
+    "Adoption",
+    "Algorithm",
+    "Allowance",
+    "Arrivals",
+    "ArtifactError",
+    "ArtifactGoneError",
+    "ArtifactNotFoundError",
+    "ArtifactPayload",
+    "ArtifactSet",
+    "ArtifactSets",
+    "Asked",
+    "BadDigestError",
+    "BadKeyError",
+    "BadSetNameError",
+    "Bars",
+    "Batch",
+    "BatchShapeError",
+    "Blob",
+    "BlobInUseError",
+    "BlobNotFoundError",
+    "BundleError",
+    "CacheTarget",
+    "CachedRepo",
+    "Call",
+    "Candidate",
+    "CannotLinkError",
+    "Census",
+    "Change",
+    "Column",
+    "Command",
+    "Compared",
+    "ConfigError",
+    "Copy",
+    "DamagedArtifactError",
+    "DamagedBlobError",
+    "DedupPlan",
+    "DedupResult",
+    "DestinationExistsError",
+    "DeviceMemoryError",
+    "Diagnosis",
+    "Difference",
+    "DigestMismatchError",
+    "DownloadPlan",
+    "Encoded",
+    "ExportPlan",
+    "Extent",
+    "Family",
+    "Figures",
+    "FileBusyError",
+    "FileChangedError",
+    "FileOptions",
+    "FilePath",
+    "FileSkippedError",
+    "Fingerprint",
+    "Flusher",
+    "FolderSums",
+    "FolderUsage",
+    "Followed",
+    "Follower",
+    "Guard",
+    "Handle",
+    "Hashed",
+    "Hasher",
+    "Hashes",
+    "Header",
+    "HubError",
+    "ImportPlan",
+    "Index",
+    "IndexDamagedError",
+    "Job",
+    "Journal",
+    "Key",
+    "Known",
+    "Learned",
+    "LeaseTimeoutError",
+    "Leases",
+    "LinkKind",
+    "Loans",
+    "Located",
+    "Manifest",
+    "MappedFiles",
+    "Member",
+    "MemberRow",
+    "Memo",
+    "MissingWeightsError",
+    "ModelFolder",
+    "Mount",
+    "Name",
+    "Namer",
+    "Naming",
+    "NoSpaceError",
+    "NotComparableError",
+    "NothingToUndoError",
+    "OldFile",
+    "Op",
+    "Options",
+    "Owner",
+    "PackHeader",
+    "Part",
+    "Place",
+    "Placement",
+    "PlannedFile",
+    "PretrainedError",
+    "Problem",
+    "Progress",
+    "PrunePlan",
+    "PruneRefusedError",
+    "Purpose",
+    "Registry",
+    "RememberedFailureError",
+    "RemoteFile",
+    "RemovalPlan",
+    "RemovalResult",
+    "Replacement",
+    "Repo",
+    "RepoFile",
+    "RepoNotCachedError",
+    "RepoType",
+    "RepoVerifyReport",
+    "Report",
+    "Request",
+    "Retry",
+    "Sample",
+    "Scan",
+    "Scope",
+    "Section",
+    "Session",
+    "SetEngine",
+    "SetFolder",
+    "SetFormatError",
+    "SetIndexDamagedError",
+    "Settings",
+    "Share",
+    "SharedComponentError",
+    "SharedFile",
+    "SharedStore",
+    "Sighting",
+    "SizeMismatchError",
+    "Skip",
+    "SmartCache",
+    "SmartcacheError",
+    "SnapshotOptions",
+    "StatKey",
+    "State",
+    "StoppedError",
+    "Store",
+    "StoreError",
+    "StoreFormatError",
+    "StoreMovedError",
+    "StoreUnwritableError",
+    "Sums",
+    "Tally",
+    "TarSink",
+    "TensorSpec",
+    "Title",
+    "Trust",
+    "UndoPlan",
+    "Undone",
+    "Unit",
+    "UnknownClassError",
+    "Unread",
+    "UnreadableConfigError",
+    "UnsafeFileError",
+    "UnsafeNameError",
+    "UnsafeStoreError",
+    "UnsupportedValueError",
+    "VerifyReport",
+    "Volume",
+    "Walked",
+    "Wanted",
+    "Watch",
+    "What",
+    "World",
+    "WrongVariantError",
+    "accelerator",
+    "announced_by",
+    "array_bytes",
+    "artifacts_bounds",
+    "artifacts_copying",
+    "artifacts_counting",
+    "artifacts_registered",
+    "artifacts_reserving",
+    "artifacts_writing",
+    "bar_class",
+    "beside",
+    "blobs_explained",
+    "boot_id",
+    "bundle_Content",
+    "bundle_checksum",
+    "bundle_encode",
+    "cache_mapping",
+    "canonical",
+    "check_hex",
+    "check_key",
+    "claim",
+    "class_of",
+    "cli_failures",
+    "cli_progress",
+    "cli_scan",
+    "codec_Layout",
+    "codec_encode",
+    "command_Group",
+    "compare",
+    "components",
+    "compute_key",
+    "conclude",
+    "config",
+    "config_file",
+    "connect",
+    "content_of",
+    "cut",
+    "decode",
+    "describe",
+    "devices_free_bytes",
+    "discover",
+    "doctor_Finding",
+    "dtype_arguments",
+    "encoded",
+    "errors",
+    "examine",
+    "explain",
+    "extents",
+    "failures_explained",
+    "family_of",
+    "filesystem_id",
+    "filesystems_free_bytes",
+    "find_mount",
+    "find_repo",
+    "flusher",
+    "folder_usage",
+    "folders_apps",
+    "folders_comfyui",
+    "folders_comparing",
+    "folders_names",
+    "folders_to_scan",
+    "folders_walk",
+    "format_age",
+    "format_size",
+    "from_home",
+    "functions",
+    "gain",
+    "give_back",
+    "group_from",
+    "groups",
+    "guard",
+    "hash_file",
+    "hash_many",
+    "have_equal_values",
+    "header",
+    "holder_Holder",
+    "hub_bundle_writing",
+    "hub_exporting",
+    "hub_mapping",
+    "hub_patches",
+    "hub_remote",
+    "hub_sharedstore",
+    "hub_tree",
+    "identify",
+    "identify_names",
+    "identity_Content",
+    "import_mapping",
+    "is_digest",
+    "is_free",
+    "is_incomplete",
+    "is_network",
+    "is_on",
+    "is_weights",
+    "is_write_once",
+    "judge",
+    "keep",
+    "key_hash",
+    "key_text",
+    "kind_of",
+    "layout_Layout",
+    "layout_digest",
+    "learn",
+    "lift",
+    "link_liveness",
+    "links_Kind",
+    "liveness",
+    "load",
+    "load_encoders",
+    "load_settings",
+    "lock",
+    "look",
+    "main",
+    "make_report",
+    "markdown",
+    "modules_of",
+    "mount_of",
+    "nearest_existing",
+    "needs_hash",
+    "numpy_dtype",
+    "numpy_item_size",
+    "numpy_name",
+    "one_at_a_time",
+    "one_line",
+    "open_own",
+    "opened",
+    "out",
+    "padding",
+    "parse_age",
+    "parse_header",
+    "parse_mountinfo",
+    "parse_size",
+    "part_of",
+    "pin",
+    "placement",
+    "places",
+    "plain",
+    "plan_dedup",
+    "plan_export",
+    "plan_import",
+    "plan_removal",
+    "plan_repair",
+    "plan_seed",
+    "position",
+    "pretrained_registry",
+    "printable",
+    "probe",
+    "read_extra_paths",
+    "read_own",
+    "read_title",
+    "rebuild",
+    "records_Group",
+    "records_checksum",
+    "register_codec",
+    "register_key_rule",
+    "registry",
+    "registry_Holder",
+    "render",
+    "replace_damaged_index",
+    "repo_file",
+    "report_unread",
+    "resolve_device",
+    "roles",
+    "room",
+    "rotate",
+    "same_filesystem",
+    "scan",
+    "scan_caches",
+    "sections",
+    "shared",
+    "shares_blocks",
+    "shortened",
+    "signed",
+    "silent",
+    "size_of",
+    "store",
+    "store_contents",
+    "store_digest",
+    "store_doctor",
+    "store_eject",
+    "store_faults",
+    "store_filesystems",
+    "store_hold",
+    "store_kernel",
+    "store_lanes",
+    "store_layout",
+    "store_links",
+    "store_measure",
+    "store_memos",
+    "store_mounts",
+    "store_move",
+    "store_proof",
+    "store_recovery",
+    "store_replace",
+    "store_schema",
+    "store_share",
+    "store_sums",
+    "store_swap",
+    "store_undo",
+    "store_usage",
+    "store_volume",
+    "survey",
+    "tensors_Kind",
+    "text_width",
+    "title_of",
+    "torch_dtype",
+    "torch_item_size",
+    "torch_name",
+    "unshare",
+    "variable",
+    "variant_of",
+    "verify_repos",
+    "verifying_Finding",
+    "volume_root",
+    "walk",
+]
