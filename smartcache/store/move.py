@@ -193,7 +193,8 @@ def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
     with progress("Copying blobs", volume.index.totals().size, "bytes") as job:
         _copy_blobs(volume, new, copied, job.advance)
     reached("move: blobs copied")
-    with held_still(volume.layout, volume.on_wait):
+    timeout = volume.settings.lock_timeout
+    with held_still(volume.layout, timeout=timeout, on_wait=volume.on_wait):
         with progress("Copying artifact sets", sets_size(volume.layout), "bytes") as job:
             copy_sets(volume.layout, new, job.advance)
         _switch(volume, new, copied)

@@ -19,6 +19,7 @@ from smartcache.errors import StoreError
 from smartcache.store.kernel import sync_directory
 from smartcache.store.layout import Layout
 from smartcache.store.locks import OnWait, is_free, lock
+from smartcache.store.safety import check_own
 from smartcache.store.statkey import allocated_bytes
 
 _INDEX = "index.sqlite3"
@@ -46,7 +47,9 @@ def sets_size(layout: Layout) -> int:
 
 
 @contextmanager
-def held_still(layout: Layout, on_wait: OnWait | None = None) -> Iterator[None]:
+def held_still(
+    layout: Layout, *, timeout: float | None = None, on_wait: OnWait | None = None
+) -> Iterator[None]:
     """Let nobody put anything into any set for the length of a block.
 
     StoreError if a process has a set open for writing: it would go on in files that are gone.
@@ -55,9 +58,11 @@ def held_still(layout: Layout, on_wait: OnWait | None = None) -> Iterator[None]:
         for folder in set_folders(layout):
             _refuse_what_is_no_file(folder)
             name = f"the set {folder.parent.name}"
-            stack.enter_context(
-                lock(folder / "lock", exclusive=True, what="moving", on_wait=on_wait, name=name)
-            )
+            held = lock(
+                folder / "lock", exclusive=True, timeout=timeout, what="moving", on_wait=on_wait,
+                name=name,
+            )  # fmt: skip
+            stack.enter_context(held)
             if not all(map(is_free, folder.glob("*.pack"))):
                 message = f"A program has the set {folder.parent.name} open for writing"
                 hint = "End it, or let it close the set; nothing was changed."
@@ -66,7 +71,9 @@ def held_still(layout: Layout, on_wait: OnWait | None = None) -> Iterator[None]:
 
 
 def _refuse_what_is_no_file(folder: Path) -> None:
-    """Refuse a set in which something would be waited for or followed: a FIFO, a symlink."""
+    """Refuse a set that is not ours alone, or with something to wait for or follow in it."""
+    for part in (folder.parent, folder):
+        check_own(part)
     with os.scandir(folder) as entries:
         for entry in entries:
             is_folder = entry.is_dir(follow_symlinks=False)
