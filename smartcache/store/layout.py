@@ -123,11 +123,11 @@ class Layout:
             check_own(self.root)
             if not self.format.exists():
                 self._refuse_foreign_directory()
-                self._write(self.format, f"{FORMAT}\n")
+                self._write(self.format, f"{FORMAT}\n", self.root)
             for name in _SUBDIRECTORIES:
                 self._make_directory(self.root / name)
             if not self.tag.exists():
-                self._write(self.tag, CACHEDIR_TAG)
+                self._write(self.tag, CACHEDIR_TAG, self.tmp)
             sync_directory(self.root)
         except StoreError:
             raise
@@ -202,8 +202,8 @@ class Layout:
             # An empty directory that was made for the store beforehand.
         path.chmod(mode)
 
-    def _write(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    def _write(self, path: Path, text: str, beside: Path) -> None:
+        temporary = beside / f".{path.name}-{secrets.token_hex(4)}"
         with open(create_own(temporary), "w", encoding="ascii") as file:
             file.write(text)
         temporary.replace(path)
