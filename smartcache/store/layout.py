@@ -56,6 +56,16 @@ def volume_root(folder: Path) -> Path:
     return folder / f".smartcache-{effective_user()}"
 
 
+def make_folders(path: Path) -> None:
+    """Make the folders above a store: this user can enter them, and nobody else write them."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o755)
+        path.chmod(path.stat().st_mode & 0o777 | 0o700)
+
+
 class Layout:
     """The paths of one store. Making an object touches nothing; `create` and `check` do."""
 
@@ -118,7 +128,7 @@ class Layout:
     def create(self) -> None:
         """Make the tree where it is missing. A directory with other contents is refused."""
         try:
-            self.root.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.root.parent)
             self._make_directory(self.root)
             check_own(self.root)
             if not self.format.exists():

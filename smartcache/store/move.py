@@ -30,7 +30,7 @@ from smartcache.store.filesystems import free_bytes, nearest_existing
 from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import exchange, sync_directory
-from smartcache.store.layout import Layout
+from smartcache.store.layout import Layout, make_folders
 from smartcache.store.records import Blob, Trust
 from smartcache.store.safety import check_own, create_own
 from smartcache.store.setfolders import copy_sets, has_sets, held_still, sets_size
@@ -125,7 +125,7 @@ def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
         )
         raise NoSpaceError(message, needed=plan.copied_size, free=plan.free_size)
     with explained(plan.new_root.parent):
-        plan.new_root.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(plan.new_root.parent)
         with volume.leases.hold("move", what="move the store", on_wait=volume.on_wait):
             if plan.is_rename:
                 _rename(volume, plan.new_root)
