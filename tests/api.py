@@ -306,7 +306,7 @@ from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
 from smartcache.store.schema import VERSION, connect, signed
 from smartcache.store.statkey import RACY_NS, StatKey, judge
 from smartcache.store.store import DEFAULT_PIN, Store
-from smartcache.store.swap import beside
+from smartcache.store.swap import Spot, beside
 from smartcache.store.undo import Undone, UndoPlan
 from smartcache.store.usage import FolderUsage, folder_usage, store_usage
 from smartcache.store.verify import VerifyReport
@@ -491,6 +491,7 @@ __all__ = [
     "SmartCache",
     "SmartcacheError",
     "SnapshotOptions",
+    "Spot",
     "StatKey",
     "State",
     "StoppedError",

@@ -49,7 +49,20 @@ def eject_command(
     Modes, times and places too, on every volume. Room is checked first. Blobs that nothing outside
     the store has go with it; pinned ones, and artifacts, are not lost unless that is allowed.
     """
-    with ctx.ensure_object(Session).store() as store:
+    session = ctx.ensure_object(Session)
+    if not dry_run and not session.has_store():
+        from smartcache.store.eject import clear_leftovers
+
+        if cleared := clear_leftovers(session.settings.home):
+            out.show(
+                human=lambda: out.line("Removed what an interrupted eject had left of the store."),
+                document=lambda: {
+                    "dry_run": False, "removed": True, "stores": [], "left_alone": [],
+                },
+                ids=lambda: cleared,
+            )  # fmt: skip
+            return
+    with session.store() as store:
         # The neighbours first: only the store itself knows of them.
         volumes = list(reversed(store.stores()))
         plans = [

@@ -84,23 +84,10 @@ class Replacing:
                 if store is not self._store:
                     self._lend_memory(store, chunk)
                     self._lend_sightings(store, chunk)
-                chunk = self._still_there(chunk)
                 self._share(store, [plan for plan in chunk if plan.kind == "reflink"], job)
                 self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
         if self._changes:
             self._batches.append(batch.id)
-
-    def _still_there(self, plans: list[GroupPlan]) -> list[GroupPlan]:
-        """Return the plans none of whose folders has become a symlink to another one since."""
-        folders = {path.parent for plan in plans for path in (plan.survivor, *plan.replaced)}
-        moved = {folder for folder in folders if os.path.realpath(folder) != str(folder)}
-        left = [
-            plan
-            for plan in plans
-            if moved and any(path.parent in moved for path in (plan.survivor, *plan.replaced))
-        ]
-        self._skip(left, "its folder was moved")
-        return [plan for plan in plans if plan not in left] if left else plans
 
     def _lend_memory(self, store: Store, plans: list[GroupPlan]) -> None:
         """Tell a volume on another filesystem the hashes that the scan has remembered here."""
@@ -165,7 +152,7 @@ class Replacing:
                 else:
                     job.advance(plan.group.size * len(plan.replaced))
             waiting = again
-        self._count(store.replace_many(pairs, allow=self._allow), plans, job)
+        self._count(store.replace_many(pairs, allow=self._allow, follow=False), plans, job)
 
     def _share(self, store: Store, plans: list[GroupPlan], job: Job) -> None:
         triples = [

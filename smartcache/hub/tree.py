@@ -11,11 +11,14 @@ Nothing here writes. Names are not believed: what leads out of its folder does n
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from smartcache.hub.records import RemoteFile, Repo, xet_of
 
@@ -99,11 +102,20 @@ def refs_of(folder: Path) -> dict[str, str]:
 def read_ref(path: Path) -> str | None:
     """Return the commit in a ref file, None if there is none."""
     try:
-        with open(path, "rb") as file:
+        with _open_file(path) as file:
             text = file.read(64).decode("ascii", "replace").strip()
     except OSError:
         return None
     return text if is_commit(text) else None
+
+
+def _open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; OSError if it is not a regular one: a FIFO would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def commits_of(folder: Path) -> list[str]:
@@ -120,7 +132,7 @@ def read_listing(folder: Path, commit: str) -> list[RemoteFile] | None:
     A listing that cannot be read, is of another format or has an unsafe name counts as none.
     """
     try:
-        with open(folder / "trees" / f"{commit}.json", "rb") as file:
+        with _open_file(folder / "trees" / f"{commit}.json") as file:
             # No more than there is: `read` makes room for all it is asked for.
             size = min(os.fstat(file.fileno()).st_size, _MOST_TREE)
             document = json.loads(file.read(size))

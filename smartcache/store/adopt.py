@@ -38,7 +38,7 @@ from smartcache.store.records import Trust
 from smartcache.store.schema import signed
 from smartcache.store.volume import Volume
 
-CHUNK_FILES = 512
+CHUNK_FILES = 256
 """Files per journal fsync and per transaction: a few milliseconds under the store's lock."""
 
 _REASONS = {
@@ -100,7 +100,7 @@ def adopt_many(  # noqa: PLR0913 - one for each option of the store's method
                     yield _elsewhere(volume, path)
                     continue
                 found = _examine(
-                    volume, path, wanted, announced, known.get(path), digests, progress
+                    volume, path, wanted, announced, known.get(path), digests, progress, follow
                 )
                 _let_own(volume, found, owner)
                 if isinstance(found, Adoption):
@@ -141,15 +141,16 @@ def _examine(
     known: Known | None,
     digests: set[str],
     progress: Progress,
+    follow: bool,  # noqa: FBT001
 ) -> Held | Adoption:
     """Hold a file that can be adopted; else say what it is. `digests` have a row already."""
     file: Held | None = None
     try:
         if known is None:
             with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
-                file = hold(volume, path, wanted, advance=job.advance)
+                file = hold(volume, path, wanted, advance=job.advance, follow=follow)
         else:
-            file = hold(volume, path, wanted, known=known)
+            file = hold(volume, path, wanted, known=known, follow=follow)
         check_expected(file.hashes, expected, what=str(path))
         present = None
         if known is None or file.hashes.digest in digests:
@@ -206,7 +207,13 @@ def _adopt_chunk(
     op: Op = "adopt" if moving_to is None else "move"
     changes = [
         Change.before(
-            op, f.path, f.hashes.digest, f.st, kind=moving_to, filesystem=volume.filesystem
+            op,
+            f.path,
+            f.hashes.digest,
+            f.st,
+            real=f.spot.path,
+            kind=moving_to,
+            filesystem=volume.filesystem,
         )
         for f in held
     ]
@@ -355,11 +362,12 @@ def _is_inode_of(file: Held, target: str) -> bool:
 
 
 def _link(volume: Volume, file: Held, target: str) -> None:
+    spot = file.spot
     try:
-        os.link(file.path, target)
+        os.link(spot.name, target, src_dir_fd=spot.fd, follow_symlinks=False)
     except FileNotFoundError:
         volume.layout.make_blob_directory(file.hashes.digest, sync=False)
-        os.link(file.path, target)
+        os.link(spot.name, target, src_dir_fd=spot.fd, follow_symlinks=False)
 
 
 def _write_rows(volume: Volume, works: list[_Work], owner: int | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from pathlib import Path
 from smartcache.errors import (
     BlobInUseError,
     FileChangedError,
+    LeaseTimeoutError,
     NoSpaceError,
     SmartcacheError,
     StoreError,
@@ -40,6 +42,7 @@ from smartcache.store.owners import link_liveness
 from smartcache.store.records import Blob, Link, Trust
 from smartcache.store.restored import is_our_link, is_restored, needed_bytes
 from smartcache.store.safety import check_own, open_own
+from smartcache.store.schema import signed
 from smartcache.store.setfolders import set_folders, sets_size
 from smartcache.store.swap import Spot
 from smartcache.store.undo import Undoing, Undone, new_undoing, undo_adopt, undo_one
@@ -263,6 +266,9 @@ def _make_ordinary(
         st = os.lstat(place)
     except FileNotFoundError:
         return []
+    is_ours = stat.S_ISLNK(st.st_mode) or signed(st.st_ino) == link.inode
+    if not is_ours or stat.S_ISLNK(st.st_mode) != (link.kind == "symlink"):
+        return []  # another file is there now, or another folder
     blob = volume.index.blob(link.digest)
     if blob is None:
         # Undo has already taken the blob back into the user's own file.
@@ -284,6 +290,8 @@ def _make_ordinary(
     except FileChangedError:
         # Somebody wrote into it: the bytes are the user's, and need the mode only.
         modes.append(change)
+    except LeaseTimeoutError:
+        raise  # somebody has the store: the next file would wait as long again
     except (SmartcacheError, OSError) as error:
         return [Undone(change=change, outcome="failed", note=str(error))]
     return []
@@ -328,12 +336,17 @@ def remove_store(volume: Volume, modes: Iterable[Change] = ()) -> None:
             doomed = volume.root
     reached("eject: renamed")
     remove_former_roots(former)
-    for leftover in {doomed, *leftovers(volume.root)}:
+    clear_leftovers(volume.root)
+    if doomed == volume.root:
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_leftovers(root: Path) -> list[Path]:
+    """Remove what an eject that was killed at the very end left beside the root; return it."""
+    found = []
+    for leftover in sorted(root.parent.glob(f"{root.name}.ejected-*")):
         with suppress(UnsafeStoreError):  # not ours
             if check_own(leftover) is not None:
-                shutil.rmtree(leftover, ignore_errors=leftover == volume.root)
-
-
-def leftovers(root: Path) -> list[Path]:
-    """Return what an eject that was killed at the very end left beside the root."""
-    return sorted(root.parent.glob(f"{root.name}.ejected-*"))
+                shutil.rmtree(leftover)
+                found.append(leftover)
+    return found

@@ -8,6 +8,7 @@ key showing it, so it is leased first and hashed under the lease.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -29,6 +30,7 @@ from smartcache.store.kernel import (
 from smartcache.store.memos import Known, hashes_of, is_being_written
 from smartcache.store.proof import Advance
 from smartcache.store.statkey import StatKey
+from smartcache.store.swap import Spot
 from smartcache.store.volume import Volume
 
 TICK_NS = 50_000_000
@@ -62,6 +64,8 @@ class Held:
     """
 
     path: Path
+    spot: Spot
+    """The folder it was found in: whatever becomes of the path, the file is taken there."""
     fd: int
     st: os.stat_result
     hashes: Hashes
@@ -91,6 +95,7 @@ class Held:
         if self.fd >= 0:
             self.drop_lease()
             os.close(self.fd)
+            self.spot.close()
             self.fd = -1
 
 
@@ -101,14 +106,32 @@ def hold(
     *,
     known: Known | None = None,
     advance: Advance | None = None,
+    follow: bool = True,
 ) -> Held:
     """Hold a file, or raise FileSkippedError (busy, changed, unsuitable); the caller releases.
 
     `known` are hashes the caller has just looked up with `hash_all`; else `advance` is told the
-    bytes that are hashed now.
+    bytes that are hashed now. Not `follow`: no folder above it may be a symlink.
     """
-    wanted = tuple(algorithms)
-    st = os.lstat(path)
+    spot = Spot(Path(os.path.realpath(path.parent), path.name) if follow else path)
+    try:
+        return _hold(volume, path, spot, tuple(algorithms), known, advance)
+    except BaseException:
+        spot.close()
+        raise
+
+
+def _hold(
+    volume: Volume,
+    path: Path,
+    spot: Spot,
+    wanted: tuple[Algorithm, ...],
+    known: Known | None,
+    advance: Advance | None,
+) -> Held:
+    st = spot.stat()
+    if st is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     refuse_unsuitable(path, st)
     is_young = StatKey.of(st).is_racy()
     if is_young:
@@ -117,8 +140,10 @@ def hold(
         raise FileBusyError(f"{path} is open for writing", path=path)
     else:
         hashes, key = known or hashes_of(volume, path, wanted, advance=advance)
-    descriptor = os.open(path, OPEN_FLAGS)
+    descriptor = spot.open()
     try:
+        # Another file may have come to the name: what counts is the one that was opened.
+        refuse_unsuitable(path, os.fstat(descriptor))
         lease = take_lease(descriptor)
         if lease == "busy":
             raise FileBusyError(f"{path} is open for writing", path=path)
@@ -137,7 +162,9 @@ def hold(
         os.close(descriptor)
         raise
     is_proven = not is_young or (lease == "held" and st.st_mtime_ns <= time.time_ns() - TICK_NS)
-    return Held(path=path, fd=descriptor, st=st, hashes=hashes, lease=lease, is_proven=is_proven)
+    return Held(
+        path=path, spot=spot, fd=descriptor, st=st, hashes=hashes, lease=lease, is_proven=is_proven
+    )  # fmt: skip
 
 
 def _sleep_ns(nanoseconds: int) -> None:

@@ -354,10 +354,10 @@ class Batch:
                 # A step of undo goes where the change was made.
                 if change.op not in ("pin", "unpin", "own"):
                     folder = change.path.parent
-                    if folder not in folders:
+                    if change.real is None and folder not in folders:
                         folders[folder] = Path(os.path.realpath(folder))
-                    is_real = folders[folder] == folder
-                    change.real = None if is_real else folders[folder] / change.path.name
+                    real = change.real or folders[folder] / change.path.name
+                    change.real = None if real == change.path else real
             self._journal.append([*lines, *map(_line, begun)], sync=sync)
             self._unsettled.update(change.n for change in begun)
         return begun

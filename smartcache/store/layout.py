@@ -56,6 +56,16 @@ def volume_root(folder: Path) -> Path:
     return folder / f".smartcache-{effective_user()}"
 
 
+def make_folders(path: Path) -> None:
+    """Make the folders above a store: this user can enter them, and nobody else write them."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o755)
+        path.chmod(path.stat().st_mode & 0o777 | 0o700)
+
+
 class Layout:
     """The paths of one store. Making an object touches nothing; `create` and `check` do."""
 
@@ -118,16 +128,17 @@ class Layout:
     def create(self) -> None:
         """Make the tree where it is missing. A directory with other contents is refused."""
         try:
-            self.root.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.root.parent)
             self._make_directory(self.root)
             check_own(self.root)
             if not self.format.exists():
                 self._refuse_foreign_directory()
-                self._write(self.format, f"{FORMAT}\n")
+                self._write(self.format, f"{FORMAT}\n", self.root)
             for name in _SUBDIRECTORIES:
                 self._make_directory(self.root / name)
-            if not self.tag.exists():
-                self._write(self.tag, CACHEDIR_TAG)
+            while not self.tag.exists():
+                with suppress(FileNotFoundError):  # another process has cleared `tmp/` up
+                    self._write(self.tag, CACHEDIR_TAG, self.tmp)
             sync_directory(self.root)
         except StoreError:
             raise
@@ -202,8 +213,8 @@ class Layout:
             # An empty directory that was made for the store beforehand.
         path.chmod(mode)
 
-    def _write(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    def _write(self, path: Path, text: str, beside: Path) -> None:
+        temporary = beside / f".{path.name}-{secrets.token_hex(4)}"
         with open(create_own(temporary), "w", encoding="ascii") as file:
             file.write(text)
         temporary.replace(path)

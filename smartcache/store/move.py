@@ -30,9 +30,9 @@ from smartcache.store.filesystems import free_bytes, nearest_existing
 from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Change
 from smartcache.store.kernel import exchange, sync_directory
-from smartcache.store.layout import Layout
+from smartcache.store.layout import Layout, make_folders
 from smartcache.store.records import Blob, Trust
-from smartcache.store.safety import check_own, create_own
+from smartcache.store.safety import check_own, create_own, make_own
 from smartcache.store.setfolders import copy_sets, has_sets, held_still, sets_size
 from smartcache.store.swap import Spot, beside
 from smartcache.store.volume import Volume, all_blobs, has_row
@@ -125,7 +125,7 @@ def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
         )
         raise NoSpaceError(message, needed=plan.copied_size, free=plan.free_size)
     with explained(plan.new_root.parent):
-        plan.new_root.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(plan.new_root.parent)
         with volume.leases.hold("move", what="move the store", on_wait=volume.on_wait):
             if plan.is_rename:
                 _rename(volume, plan.new_root)
@@ -158,8 +158,7 @@ def _rename(volume: Volume, new_root: Path) -> None:
 
 def _write_forwarding(where: Path, target: Path, *, with_sets: bool) -> None:
     """Make a directory into a former root that leads to `target`."""
-    where.mkdir(mode=0o700, exist_ok=True)
-    check_own(where)
+    make_own(where)
     for name in ("blobs", "sets") if with_sets else ("blobs",):
         link = where / name
         if link.is_symlink() and Path(os.readlink(link)) != target / name:
@@ -180,8 +179,7 @@ def _forward(where: Path, target: Path) -> None:
 
 def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
     new = Layout(new_root)
-    new_root.mkdir(mode=0o700, exist_ok=True)
-    check_own(new_root)
+    make_own(new_root)
     (new_root / "moved-to").unlink(missing_ok=True)
     _remove_symlinks(new_root)
     (new_root / _MOVING).write_bytes(os.fsencode(volume.root))

@@ -117,15 +117,8 @@ def prove(volume: Volume, digest: str, *, advance: Advance | None = None) -> Blo
     path = volume.layout.blob(digest)
     while True:
         started = time.time_ns()
-        descriptor = -1
         try:
             descriptor = open_own(path)
-            seen = os.fstat(descriptor)
-            if _hash_blob(descriptor, path, volume.settings.threads, advance) == digest:
-                blob = _renew_proven(volume, digest, descriptor, seen, started)
-                if blob is not None:
-                    return blob
-                continue
         except FileNotFoundError as error:
             raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest) from error
         except UnsafeFileError:
@@ -135,8 +128,15 @@ def prove(volume: Volume, digest: str, *, advance: Advance | None = None) -> Blo
                 continue
             if stat.S_ISREG(seen.st_mode) and seen.st_uid == effective_user():
                 continue  # another file has taken its place
-        finally:
-            if descriptor >= 0:
+        else:
+            try:
+                seen = os.fstat(descriptor)
+                if _hash_blob(descriptor, path, volume.settings.threads, advance) == digest:
+                    blob = _renew_proven(volume, digest, descriptor, seen, started)
+                    if blob is not None:
+                        return blob
+                    continue
+            finally:
                 os.close(descriptor)
         if condemn(volume, digest, seen):
             message = f"Blob {digest} is damaged; it was moved to {volume.layout.bad}"

@@ -147,12 +147,10 @@ def _settle(change: Change, spot: Spot, temporary: str, blob_inode: int) -> None
     try:
         hashes, key = hash_file(descriptor)
         proven = key if hashes.digest == change.digest else None
-        lease = begin_to_settle(
-            spot.name, temporary, blob_inode, proven, fd=descriptor, dir_fd=spot.fd
-        )
-        end_settling(spot.name, blob_inode, lease, fd=descriptor, dir_fd=spot.fd)
+        lease = begin_to_settle(spot, temporary, blob_inode, proven, fd=descriptor)
+        end_settling(spot, blob_inode, lease, fd=descriptor)
     except FileSkippedError as error:
-        take_back(spot.name, temporary, blob_inode, dir_fd=spot.fd)
+        take_back(spot, temporary, blob_inode)
         _log.warning("%s", error)
     finally:
         os.close(descriptor)

@@ -44,7 +44,7 @@ from smartcache.store.links import renew, unchanged
 from smartcache.store.memos import Known, hash_all
 from smartcache.store.proof import checked
 from smartcache.store.statkey import StatKey, allocated_bytes
-from smartcache.store.swap import beside, swap_in
+from smartcache.store.swap import Spot, beside
 from smartcache.store.volume import Volume
 
 MOST_LINKS = 60_000
@@ -75,7 +75,7 @@ class _Work:
     file: Held
     digest: str
     change: Change
-    temporary: Path
+    temporary: str
     blob_inode: int = -1
     swapped: StatKey | None = None
     lease: Lease = "unsupported"
@@ -86,6 +86,10 @@ class _Work:
     def path(self) -> Path:
         return self.file.path
 
+    @property
+    def spot(self) -> Spot:
+        return self.file.spot
+
 
 def replace_many(
     volume: Volume,
@@ -94,8 +98,12 @@ def replace_many(
     batch: Batch,
     owner: int | None = None,
     allow: frozenset[Allowance] = frozenset(),
+    follow: bool = True,
 ) -> Iterator[Replacement]:
-    """Replace (path, digest) pairs by hard links; what cannot be is returned with its reason."""
+    """Replace (path, digest) pairs by hard links; what cannot be is returned with its reason.
+
+    Not `follow`: a file is left alone when a folder above it is a symlink.
+    """
     remaining = ((Path(os.path.abspath(path)), digest) for path, digest in files)
     postponed: list[tuple[Path, str]] = []
     while chunk := postponed + list(islice(remaining, CHUNK_FILES - len(postponed))):
@@ -104,7 +112,7 @@ def replace_many(
         known = hash_all(volume, [path for path, _ in chunk])
         try:
             for path, digest in chunk:
-                found = _examine(volume, path, digest, known.get(path), allow)
+                found = _examine(volume, path, digest, known.get(path), allow, follow)
                 if isinstance(found, Replacement):
                     _let_own(volume, found, owner)
                     yield found
@@ -126,7 +134,12 @@ def replace_many(
 
 
 def _examine(
-    volume: Volume, path: Path, digest: str, known: Known | None, allow: frozenset[Allowance]
+    volume: Volume,
+    path: Path,
+    digest: str,
+    known: Known | None,
+    allow: frozenset[Allowance],
+    follow: bool,  # noqa: FBT001
 ) -> Held | Replacement:
     """Prove that a file has a blob's bytes and that nobody writes it; else say why not."""
     try:
@@ -142,7 +155,7 @@ def _examine(
         refuse_visible_change(path, st, blob_st, allow)
         if blob_st.st_nlink >= MOST_LINKS:
             rotate(volume, digest)
-        file = hold(volume, path, known=known)
+        file = hold(volume, path, known=known, follow=follow)
     except (SmartcacheError, OSError) as error:
         return Replacement(path=path, outcome="skipped", digest=digest, error=error)
     try:
@@ -191,11 +204,13 @@ def _replace_chunk(
 ) -> list[Replacement]:
     changes = [
         Change.before("replace", file.path, digest, file.st, temporary=beside(file.path),
-                      kind="hardlink", filesystem=volume.filesystem)
+                      real=file.spot.path, kind="hardlink", filesystem=volume.filesystem)
         for file, digest in held
     ]  # fmt: skip
     works = [
-        _Work(file=file, digest=digest, change=change, temporary=change.temporary or file.path)
+        _Work(
+            file=file, digest=digest, change=change, temporary=(change.temporary or file.path).name
+        )
         for (file, digest), change in zip(held, batch.begin(changes), strict=True)
     ]
     reached("replace: journaled")
@@ -223,13 +238,13 @@ def _replace_chunk(
 def _is_over(work: _Work) -> bool:
     """Finish or take back a replacement that was interrupted; say whether the file is a link."""
     is_swapped = work.swapped is not None and work.error is None
-    if is_swapped and not os.path.lexists(work.temporary):
+    if is_swapped and work.spot.inode(work.temporary) is None:
         # The old file is gone already: all that is left is the last look for its writers.
         with suppress(FileSkippedError):
-            end_settling(work.path, work.blob_inode, work.lease, fd=work.file.fd)
+            end_settling(work.spot, work.blob_inode, work.lease, fd=work.file.fd)
             return True
         return False
-    take_back(work.path, work.temporary, work.blob_inode)
+    take_back(work.spot, work.temporary, work.blob_inode)
     return False
 
 
@@ -249,13 +264,14 @@ def _swap(volume: Volume, work: _Work, owner: int | None) -> None:
             f"Blob {work.digest[:12]} changed; nothing was replaced", path=work.path
         )
     work.blob_inode = before.st_ino
-    os.link(volume.layout.blob(work.digest), work.temporary)
+    os.link(volume.layout.blob(work.digest), work.temporary, dst_dir_fd=work.spot.fd)
     reached("replace: temporary linked")
     _exchange(work)
     reached("replace: exchanged")
     renew(volume, blob, before)
-    if not work.file.is_untouched(os.lstat(work.temporary)):
-        give_back(work.path, work.temporary, work.blob_inode)
+    old = work.spot.stat(work.temporary)
+    if old is None or not work.file.is_untouched(old):
+        give_back(work.spot, work.temporary, work.blob_inode)
         raise FileChangedError(f"{work.path} was written to; it was left as it is", path=work.path)
     work.swapped = StatKey.of(os.fstat(work.file.fd))
     work.file.drop_lease()
@@ -263,21 +279,21 @@ def _swap(volume: Volume, work: _Work, owner: int | None) -> None:
 
 
 def _exchange(work: _Work) -> None:
-    """Let `path` and the temporary name change places; the name `path` exists at every moment."""
-    if exchange(work.temporary, work.path):
+    """Let the name and the temporary one change places; the name exists at every moment."""
+    spot = work.spot
+    if exchange(work.temporary, spot.name, dir_fd=spot.fd):
         return
     # No RENAME_EXCHANGE here: keep the old file under a third name, rename over, rename that.
-    spare = work.temporary.with_name(work.temporary.name + "-old")
-    os.link(work.path, spare)
+    spare, here = f"{work.temporary}-old", {"src_dir_fd": spot.fd, "dst_dir_fd": spot.fd}
+    os.link(spot.name, spare, **here, follow_symlinks=False)
     try:
-        same = os.path.samestat(os.lstat(spare), work.file.st)
-        if not same:
+        if spot.inode(spare) != work.file.st.st_ino:
             raise FileChangedError(f"{work.path} was replaced meanwhile", path=work.path)
-        os.rename(work.temporary, work.path)
-        os.rename(spare, work.temporary)
+        os.rename(work.temporary, spot.name, **here)
+        os.rename(spare, work.temporary, **here)
     except BaseException:
-        spare.unlink(missing_ok=True)
-        work.temporary.unlink(missing_ok=True)
+        spot.unlink(spare)
+        spot.unlink(work.temporary)
         raise
 
 
@@ -286,7 +302,7 @@ def _begin_to_settle(work: _Work) -> None:
         return
     try:
         work.lease = begin_to_settle(
-            work.path, work.temporary, work.blob_inode, work.swapped, fd=work.file.fd
+            work.spot, work.temporary, work.blob_inode, work.swapped, fd=work.file.fd
         )
     except (FileSkippedError, OSError) as error:
         work.error = error
@@ -299,68 +315,57 @@ def _finish(volume: Volume, work: _Work, batch: Batch) -> Replacement:
     """Say that a file is replaced, once it is certain that nobody wrote to the old one."""
     if work.error is None:
         try:
-            freed = end_settling(work.path, work.blob_inode, work.lease, fd=work.file.fd)
+            freed = end_settling(work.spot, work.blob_inode, work.lease, fd=work.file.fd)
             batch.end(work.change, "done")
             return Replacement(path=work.path, outcome="replaced", digest=work.digest, freed=freed)
         except (FileSkippedError, OSError) as error:
             work.error = error
             work.is_given_back = True
-    take_back(work.path, work.temporary, work.blob_inode)
+    take_back(work.spot, work.temporary, work.blob_inode)
     batch.end(work.change, "back")
-    if not work.is_given_back and _is_link_of(work.path, work.blob_inode):
+    if not work.is_given_back and work.spot.inode() == work.blob_inode:
         # Another process has replaced it in the meantime.
         return Replacement(path=work.path, outcome="present", digest=work.digest)
     volume.index.drop_link(work.path)
     return Replacement(path=work.path, outcome="skipped", digest=work.digest, error=work.error)
 
 
-def _is_link_of(path: Path, inode: int) -> bool:
-    try:
-        return os.lstat(path).st_ino == inode
-    except FileNotFoundError:
-        return False
-
-
 def begin_to_settle(
-    path: str | Path,
-    temporary: str | Path,
-    blob_inode: int,
-    swapped: StatKey | None,
-    *,
-    fd: int,
-    dir_fd: int | None = None,
+    spot: Spot, temporary: str, blob_inode: int, swapped: StatKey | None, *, fd: int
 ) -> Lease:
     """Unlink the old file under its temporary name, or give it back and raise.
 
     `swapped` is the old file's stat key right after the exchange, or None if it is not known. The
     lease that is returned goes on watching for writers who looked the old name up and are late.
-    With `dir_fd` both names are in that directory, here and below.
     """
     lease = take_lease(fd)
     if lease == "busy" or StatKey.of(os.fstat(fd)) != swapped:
         if lease == "held":
             drop_lease(fd)
-        give_back(path, temporary, blob_inode, dir_fd=dir_fd)
-        raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
-    os.unlink(temporary, dir_fd=dir_fd)
+        give_back(spot, temporary, blob_inode)
+        raise _written(spot)
+    os.unlink(temporary, dir_fd=spot.fd)
     return lease
 
 
-def end_settling(
-    path: str | Path, blob_inode: int, lease: Lease, *, fd: int, dir_fd: int | None = None
-) -> int:
+def _written(spot: Spot) -> FileBusyError:
+    message = f"{spot.path} was opened for writing; it was left as it is"
+    return FileBusyError(message, path=spot.path)
+
+
+def end_settling(spot: Spot, blob_inode: int, lease: Lease, *, fd: int) -> int:
     """Look a last time for writers of the old file; return the bytes that it freed."""
     is_broken = lease == "held" and not lease_intact(fd)
     if lease == "held":
         drop_lease(fd)
     if is_broken:
-        _rescue(fd, path, blob_inode, dir_fd)
-        raise FileBusyError(f"{path} was opened for writing; it was left as it is", path=path)
+        _rescue(fd, spot, blob_inode)
+        raise _written(spot)
     st = os.fstat(fd)
     return allocated_bytes(st) if st.st_nlink == 0 else 0
 
 
-def _rescue(fd: int, path: str | Path, blob_inode: int, dir_fd: int | None) -> None:
+def _rescue(fd: int, spot: Spot, blob_inode: int) -> None:
     """Give a file back whose last name is gone: what its late writer writes is copied.
 
     A nameless inode cannot be linked again (only O_TMPFILE ones can), so its bytes get a new one.
@@ -369,8 +374,8 @@ def _rescue(fd: int, path: str | Path, blob_inode: int, dir_fd: int | None) -> N
     while take_lease(fd) == "busy" and time.monotonic() < deadline:
         time.sleep(0.001)
     drop_lease(fd)
-    rescued = beside(Path(path))
-    target = os.open(rescued, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd)
+    rescued = beside(spot.path).name
+    target = spot.create(rescued)
     try:
         with open(fd, "rb", closefd=False) as source:
             source.seek(0)
@@ -384,30 +389,22 @@ def _rescue(fd: int, path: str | Path, blob_inode: int, dir_fd: int | None) -> N
         os.fsync(target)
     finally:
         os.close(target)
-    give_back(path, rescued, blob_inode, dir_fd=dir_fd)
+    give_back(spot, rescued, blob_inode)
 
 
-def give_back(
-    path: str | Path, temporary: str | Path, blob_inode: int, *, dir_fd: int | None = None
-) -> None:
+def give_back(spot: Spot, temporary: str, blob_inode: int) -> None:
     """Put the old file back under its name and remove our link; what others put there stays.
 
     Where the name was deleted or renamed over meanwhile, the old file is superseded and goes.
     """
-    if not swap_in(temporary, path, blob_inode, dir_fd=dir_fd):
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=dir_fd)
+    if not spot.swap_in(temporary, blob_inode):
+        spot.unlink(temporary)
 
 
-def take_back(
-    path: str | Path, temporary: str | Path, blob_inode: int, *, dir_fd: int | None = None
-) -> None:
+def take_back(spot: Spot, temporary: str, blob_inode: int) -> None:
     """Take a replacement back that got no further than the two names: as it was before."""
-    try:
-        st = os.stat(temporary, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return
-    if st.st_ino == blob_inode:
-        os.unlink(temporary, dir_fd=dir_fd)
-    else:
-        give_back(path, temporary, blob_inode, dir_fd=dir_fd)
+    found = spot.inode(temporary)
+    if found == blob_inode:
+        spot.unlink(temporary)
+    elif found is not None:
+        give_back(spot, temporary, blob_inode)

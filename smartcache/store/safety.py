@@ -16,6 +16,7 @@ import os
 import stat
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from smartcache.errors import UnsafeFileError, UnsafeStoreError
 from smartcache.store.kernel import effective_user
@@ -100,6 +101,14 @@ def make_or_open_own(path: str | os.PathLike[str], flags: int) -> tuple[int, boo
         except FileNotFoundError:
             with suppress(FileExistsError):
                 return create_own(path, flags), True
+
+
+def make_own(path: Path) -> None:
+    """Make a directory of the store, mode 0700, or raise if one is there that is not ours alone."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)  # an umask may take even that away
+    check_own(path)
 
 
 def create_own(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:

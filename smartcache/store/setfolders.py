@@ -19,7 +19,7 @@ from smartcache.errors import StoreError
 from smartcache.store.kernel import sync_directory
 from smartcache.store.layout import Layout
 from smartcache.store.locks import OnWait, is_free, lock
-from smartcache.store.safety import check_own
+from smartcache.store.safety import check_own, open_own
 from smartcache.store.statkey import allocated_bytes
 
 _INDEX = "index.sqlite3"
@@ -109,7 +109,7 @@ def _ignored(_: str, names: list[str]) -> set[str]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    with open(source, "rb") as reading, open(target, "wb") as writing:
+    with open(open_own(source), "rb") as reading, open(target, "wb") as writing:
         shutil.copyfileobj(reading, writing, _PIECE)
         writing.flush()
         os.fsync(writing.fileno())

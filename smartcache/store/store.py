@@ -269,12 +269,15 @@ class Store(StoreReader):
         *,
         owner: Owner | None = None,
         allow: frozenset[Allowance] = frozenset(),
+        follow: bool = True,
     ) -> Iterator[Replacement]:
         """Replace (path, digest) pairs; what cannot be replaced is yielded with its reason."""
         owner_id = None if owner is None else self.record_owner(owner)
         pairs = ((Path(path), check_hex("blake3", digest)) for path, digest in files)
         with self.batch("replace") as batch:
-            yield from replace_many(self.volume, pairs, batch=batch, owner=owner_id, allow=allow)
+            yield from replace_many(
+                self.volume, pairs, batch=batch, owner=owner_id, allow=allow, follow=follow
+            )
 
     def share_many(
         self, pairs: Iterable[tuple[str | Path, str | Path, str]], *, progress: Progress = silent

@@ -53,6 +53,10 @@ class Spot:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder."""
         os.close(self.fd)
 
     def stat(self, name: str | None = None) -> os.stat_result | None:
@@ -140,7 +144,7 @@ def _open_directory(path: Path) -> int:
         os.close(descriptor)
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             message = f"{path}: a folder above it is a symlink now, or a file; left as it is"
-            raise FileSkippedError(message, reason="moved", path=path) from error
+            raise FileSkippedError(message, reason="its folder was moved", path=path) from error
         error.filename = str(path.parent)
         raise
     return descriptor

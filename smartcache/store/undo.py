@@ -19,6 +19,7 @@ from typing import Literal
 
 from smartcache.errors import (
     FileChangedError,
+    LeaseTimeoutError,
     NoSpaceError,
     NothingToUndoError,
     SmartcacheError,
@@ -214,6 +215,8 @@ def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
                 note = verbs[change.op]()
         if note:
             outcome = "failed" if note == _AWAY else "left"
+    except LeaseTimeoutError:
+        raise  # somebody has the store: the next file would wait as long again
     except (SmartcacheError, OSError) as error:
         note = str(error)
         outcome = "left" if isinstance(error, FileChangedError) else "failed"

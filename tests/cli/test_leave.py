@@ -91,6 +91,16 @@ class TestEject:
     def test_without_a_store_is_an_error(self, sc: Here, home: Path) -> None:
         assert f"There is no store at {home} yet" in sc("eject", "-y", code=1).error
 
+    def test_what_a_killed_eject_left_goes_when_it_is_run_again(
+        self, sc: Here, models: Path, home: Path
+    ) -> None:
+        """The store has lost its name, which was the last step, but not all of its bytes."""
+        sc("add", "--adopt", "-r", models)
+        leftover = home.rename(home.with_name(f"{home.name}.ejected-0123abcd"))
+        assert "interrupted eject" in sc("eject", "-y").stdout
+        assert not leftover.exists()
+        sc("eject", "-y", code=1)
+
     def test_every_volume_goes(self, sc: Here, models: Path, home: Path, elsewhere: Path) -> None:
         sc("add", "--adopt", "-r", models)
         with Store(home) as store:

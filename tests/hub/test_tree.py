@@ -187,3 +187,12 @@ def test_names_of_blobs_that_are_hashes() -> None:
     assert announced_by("a" * 40) == {"git-sha1": "a" * 40}
     for name in ("", "A" * 64, "a" * 63, "g" * 40, "a" * 64 + ".incomplete"):
         assert announced_by(name) == {}
+
+
+@pytest.mark.timeout(30)
+def test_a_fifo_in_the_place_of_a_ref_or_listing_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("refs/main", f"trees/{'a' * 40}.json"):
+        (tmp_path / name).parent.mkdir()
+        os.mkfifo(tmp_path / name)
+    assert tree.refs_of(tmp_path) == {}
+    assert tree.read_listing(tmp_path, "a" * 40) is None

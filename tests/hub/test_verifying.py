@@ -266,6 +266,19 @@ class TestRepair:
         assert self.repair(store, cache) == 0
         assert snapshot(cache) == before
 
+    def test_a_file_that_a_name_of_the_cache_was_led_to_stays_where_it_is(
+        self, cache: Path, store: Store, tmp_path: Path
+    ) -> None:
+        private = write(tmp_path / "private" / "key.bin", OTHER).parent
+        folder = make_repo(cache, FILES)
+        blob = blob_of(folder, "unet/m.safetensors")
+        blob.unlink()
+        blob.symlink_to(private / "key.bin")
+        before = snapshot(private)
+        assert self.repair(store, cache) == 0
+        assert snapshot(private) == before
+        assert not os.path.lexists(blob)
+
     def test_a_file_that_changed_since_stays(self, cache: Path, store: Store) -> None:
         blob = blob_of(make_repo(cache, FILES), "unet/m.safetensors")
         edit(blob)

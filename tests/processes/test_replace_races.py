@@ -33,6 +33,7 @@ from tests.api import (
     FileBusyError,
     FileSkippedError,
     Replacement,
+    Spot,
     Store,
     give_back,
 )
@@ -317,14 +318,15 @@ def test_giving_back_leaves_what_others_did_to_the_name_last(
         else:
             path.unlink()
 
-    def exchange(a: Path, b: Path, *, dir_fd: None) -> bool:
+    def exchange(a: str, b: str, *, dir_fd: int) -> bool:
         come()
         is_done = kernel.exchange(a, b, dir_fd=dir_fd)
         come()
         return is_done
 
     monkeypatch.setattr(swap, "exchange", exchange)
-    give_back(path, temporary, path.stat().st_ino)
+    with Spot(path) as spot:
+        give_back(spot, temporary.name, path.stat().st_ino)
     while coming:
         come()
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == left

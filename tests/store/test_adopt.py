@@ -488,10 +488,10 @@ class TestMode:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return read(fd, buffers, offset)
 
-        def link_but_one(*arguments: Path) -> None:
-            if arguments[0] == bad:
+        def link_but_one(source: str, target: str, **more: int) -> None:
+            if source == bad.name:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            link(*arguments)
+            link(source, target, **more)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             if fails == "read":
@@ -527,10 +527,10 @@ class TestMode:
         paths = [write(folder / f"{n}.bin", WEIGHTS + bytes([n])) for n in range(4)]
         real = os.link
 
-        def fail_third(*arguments: Path) -> None:
-            if arguments[0] == paths[2]:
+        def fail_third(source: str, target: str, **more: int) -> None:
+            if source == paths[2].name:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            real(*arguments)
+            real(source, target, **more)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "link", fail_third)

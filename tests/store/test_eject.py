@@ -389,3 +389,23 @@ class TestRefused:
             plan.execute()
         with store.open(DIGEST) as file:
             assert file.read() == WEIGHTS
+
+
+def test_a_folder_that_was_swapped_since_the_plan_leads_eject_to_no_other_file(
+    store: Store, folder: Path
+) -> None:
+    store.put_stream([WEIGHTS])
+    shared = folder / "shared"
+    shared.mkdir()
+    names = [f"{kind}.bin" for kind in ("hardlink", "symlink")]
+    for kind in ("hardlink", "symlink"):
+        store.place(DIGEST, shared / f"{kind}.bin", kind=kind)
+    private = folder / "private"
+    for name in names:
+        write(private / name, OTHER, mode=0o400)
+    before = snapshot(private)
+    plan = store.plan_eject()
+    shared.rename(folder / "away")
+    shared.symlink_to(private)
+    plan.execute()
+    assert snapshot(private) == before

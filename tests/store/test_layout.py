@@ -215,3 +215,14 @@ class TestNames:
         assert not layout.exists()
         assert layout.forwarding() is None
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
+def test_nobody_else_can_write_the_folders_above_a_new_store(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        Layout(tmp_path / "share" / "models" / "store").create()
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "share", tmp_path / "share" / "models"):
+        assert folder.stat().st_mode & 0o777 == (0o755 & ~umask) | 0o700

@@ -354,3 +354,12 @@ class TestRefused:
         store.plan_move(target)
         assert snapshot(store.root) == before
         assert not target.parent.exists()
+
+
+@pytest.mark.timeout(30)
+def test_a_fifo_among_the_sets_is_named_not_waited_for(store: Store, elsewhere: Path) -> None:
+    (store.root / "sets" / "latents").mkdir()
+    os.mkfifo(store.root / "sets" / "latents" / "pipe")
+    with pytest.raises(StoreError, match="pipe is not a regular file"):
+        store.plan_move(elsewhere / "new").execute()
+    assert not (store.root / "moved-to").exists()

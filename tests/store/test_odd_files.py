@@ -154,3 +154,13 @@ class TestInPlaceOfOtherFiles:
         place = put_in_place(store.volume.layout.bad / f"{DIGEST}.0", make)
         store.plan_prune(with_bad=True).execute()
         assert not os.path.lexists(place) or place.is_dir()
+
+
+@odd_files
+def test_a_blob_that_has_to_be_hashed_is_not_hashed_for_ever(store: Store, make: Make) -> None:
+    os.utime(store.volume.layout.blob(DIGEST))
+    lock = store.root / "lock"
+    lock.unlink(missing_ok=True)
+    make(lock)
+    with pytest.raises(UnsafeFileError):
+        store.verify()

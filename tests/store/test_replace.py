@@ -422,3 +422,41 @@ class TestRaced:
                 store.replace(path, digest)
         assert snapshot(folder) == before
         self.left_alone(store, path, digest, folder)
+
+
+def lead_elsewhere(folder: Path, private: Path) -> None:
+    """Do what whoever can write above a folder can: put a symlink to another one in its place."""
+    folder.rename(folder.with_name("away"))
+    folder.symlink_to(private)
+
+
+class TestFolderThatIsSwapped:
+    @pytest.mark.parametrize(
+        "point",
+        ["replace: journaled", "replace: temporary linked", "replace: exchanged",
+         "replace: old removed"],
+    )  # fmt: skip
+    def test_no_file_of_another_folder_is_touched(
+        self, store: Store, folder: Path, digest: str, at_point: AtPoint, point: str
+    ) -> None:
+        shared = folder / "shared"
+        path = write(shared / "a.safetensors")
+        private = write(folder / "private" / path.name, OTHER).parent
+        before = snapshot(private)
+        at_point(point, lambda: lead_elsewhere(shared, private))
+        list(store.replace_many([(path, digest)]))
+        assert snapshot(private) == before
+        assert os.listdir(folder / "away") == [path.name]
+        assert (folder / "away" / path.name).read_bytes() == WEIGHTS
+
+    def test_what_is_not_to_be_followed_is_left_alone(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        private = write(folder / "private" / "a.safetensors").parent
+        (folder / "shared").symlink_to(private)
+        before = snapshot(private)
+        path = folder / "shared" / "a.safetensors"
+        (replaced,) = store.replace_many([(path, digest)], follow=False)
+        (adopted,) = store.adopt_many([path], follow=False)
+        assert (replaced.outcome, adopted.outcome) == ("skipped", "skipped")
+        assert snapshot(private) == before
