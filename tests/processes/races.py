@@ -285,7 +285,9 @@ def race(
             check(store, files)
             counts["rounds"] += 1
             counts["leases broken"] = breaks.seen
-            is_seen = all(counts[name] for name in wanted) or counts["rounds"] > MOST_EXTRA_ROUNDS
+            counts["rounds written in"] += any(map(board.writes, range(len(files))))
+            is_seen = all(counts[name] for name in ("rounds written in", *wanted))
+            is_seen |= counts["rounds"] > MOST_EXTRA_ROUNDS
             if number + 1 == most_rounds or (time.monotonic() > end and is_seen):
                 break
     counts["writes"] = writer.stop()
