@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import clock
 from smartcache.folders.scan import folders_to_scan
-from smartcache.report import html as page
 from smartcache.report.figures import Report, make_report
 from smartcache.report.markdown import markdown
 from smartcache.report.text import Section, sections
 from smartcache.report.unread import Unread
 from smartcache.sizes import parse_size
+from smartcache.store.store import Store
 
 _STDOUT = Path("-")
 
@@ -78,25 +79,23 @@ def report_command(
         raise BadUsageError("--open needs a file", hint="Write --html FILE in place of --html -.")
     given = existing(folders)
     if html is not None and html != _STDOUT:
-        page.check_target(html, force=force)
+        from smartcache.report.html import check_target
+
+        check_target(html, force=force)
     with session.store() as store:
         chosen, warnings = folders_to_scan(store, given, only)
         report = make_report(
             store, chosen, min_size=min_size, older_than=older_than, is_detailed=html is not None,
             progress=bars,
         )  # fmt: skip
-        beside = None if html is None else page.look_beside(store, report)
+        if html is not None:
+            words = [f"--only={name}" for name in only]
+            if min_size != parse_size(MIN_SIZE):
+                words.append(f"--min-size={min_size}")
+            page = _page(session, store, report, options=words, folders=[*map(str, given)])
     warn_of([*warnings, *report.warnings], report.problems)
-    if html is not None and beside is not None:
-        program = ["smartcache", *(["--home", session.home] if session.home else [])]
-        options = [f"--only={name}" for name in only]
-        if min_size != parse_size(MIN_SIZE):
-            options.append(f"--min-size={min_size}")
-        data = page.document(
-            report, beside, program=program, options=options, folders=[*map(str, given)],
-            clean=printable,
-        )  # fmt: skip
-        _write_page(page.render(data), html, to_open=to_open)
+    if html is not None:
+        _write_page(page, html, to_open=to_open)
         return
     out.show(
         human=lambda: _show_markdown(report) if as_markdown else _show(report),
@@ -105,11 +104,27 @@ def report_command(
     )
 
 
+def _page(
+    session: Session, store: Store, report: Report, *, options: list[str], folders: list[str]
+) -> str:
+    from smartcache.report.html import document, look_beside, render
+
+    # From wherever the command is pasted.
+    home = ["--home", os.path.abspath(session.home)] if session.home else []
+    data = document(
+        report, look_beside(store, report), program=["smartcache", *home], options=options,
+        folders=folders, clean=printable,
+    )  # fmt: skip
+    return render(data)
+
+
 def _write_page(text: str, path: Path, *, to_open: bool) -> None:
     if path == _STDOUT:
         out.document(text)
         return
-    written = page.write(text, path)
+    from smartcache.report.html import write
+
+    written = write(text, path)
     out.line(str(written))
     if to_open:
         import webbrowser

@@ -16,7 +16,7 @@ import os
 import secrets
 import shlex
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -259,11 +259,9 @@ class _Map:
         self._clean = clean
         self._namer = Namer()
         self._folders = {folder.path: folder for folder in report.folders}
-        self._several = {
-            program
-            for program in {folder.program for folder in report.folders}
-            if sum(folder.program == program for folder in report.folders) > 1
-        }
+        self._shown = {folder.path: from_home(folder.path) for folder in report.folders}
+        programs = Counter(folder.program for folder in report.folders)
+        self._several = {program for program, count in programs.items() if program and count > 1}
         self._duplicates = {
             (copy.filesystem, copy.inode)
             for group in report.groups
@@ -281,7 +279,8 @@ class _Map:
             allocated, count = same[0].allocated, len(same)
             for position, name in enumerate(same):
                 share = allocated // count + (position < allocated % count)
-                *above, label = self._place(name)
+                below = str(name.path)[len(str(name.folder)) :].lstrip("/")
+                *above, label = self._place(name, below)
                 branch = root
                 for part in above:
                     branch = branch.children.setdefault(part, _Branch())
@@ -293,7 +292,7 @@ class _Map:
                 branch.leaves.append({
                     "name": self._clean(label),
                     "bytes": share,
-                    "path": self._clean(from_home(name.path)),
+                    "path": self._clean(f"{self._shown[name.folder]}/{below}"),
                     "size": name.size,
                     "disk": name.allocated,
                     "state": self._state(name),
@@ -306,16 +305,17 @@ class _Map:
             return "duplicate"
         return "shared" if name.links > 1 else "own"
 
-    def _place(self, name: Seen) -> list[str]:
+    def _place(self, name: Seen, below: str) -> list[str]:
         """Return where a file stands in the tree: program, model or folders, its own name."""
         folder = self._folders[name.folder]
-        top = [folder.program or from_home(folder.path)]
-        if folder.program in self._several and folder.program:
-            top.append(from_home(folder.path))
+        top = [folder.program or self._shown[name.folder]]
+        if folder.program in self._several:
+            top.append(self._shown[name.folder])
+        parts = below.split("/")
         if repo := self._namer.repo_of(name.path, folder):
             called = self._namer.name(name.path, folder).partition(" \N{MIDDLE DOT} ")[2]
-            return [*top, repo, called or (repo if is_hash(name.path.name) else name.path.name)]
-        return [*top, *name.path.relative_to(folder.path).parts]
+            return [*top, repo, called or (repo if is_hash(parts[-1]) else parts[-1])]
+        return [*top, *parts]
 
 
 def _of_store(report: Report, beside: Beside, clean: Clean) -> Iterator[Node]:

@@ -133,7 +133,10 @@
       node.states[node.state] = node.bytes;
       if (node.path) {
         files.push(node);
-        if (node.file !== undefined) names.set(node.file, [...(names.get(node.file) || []), node]);
+        if (node.file !== undefined) {
+          if (!names.has(node.file)) names.set(node.file, []);
+          names.get(node.file).push(node);
+        }
       }
       return node.bytes;
     }
@@ -231,12 +234,14 @@
   /** The state of most of the bytes in it: how a group looks that is too small to be opened. */
   const mostly = ({ states }) => Object.keys(states).reduce((a, b) => (states[b] > states[a] ? b : a));
 
+  const little = (width, height) => (Math.min(width, height) < 18 ? " tiny" : "");
+
   const draw = (node, x, y, width, height, depth) => {
     if (width < LEAST || height < LEAST || boxes.length >= MOST_BOXES) return;
     if (node.children) {
       const opens = depth < DEEPEST && width >= 70 && height >= 60;
-      const box = add(node, x, y, width, height, opens ? `group${depth ? " deep" : ""}` : `group ${mostly(node)}`);
-      if (width >= 44 && height >= 20) {
+      const box = add(node, x, y, width, height, opens ? `group${depth ? " deep" : ""}` : `group ${mostly(node)}${little(width, height)}`);
+      if (width >= 54 && height >= 20) {
         box.append(make("span", { class: "name" },
           make("span", { text: node.name }), width >= 130 ? make("b", { text: size(node.bytes) }) : null));
       }
@@ -247,10 +252,10 @@
         (child, ...rect) => draw(child, ...rect, depth + 1));
       return;
     }
-    const box = add(node, x, y, width, height, node.state);
-    if (width >= 44 && height >= 22) {
+    const box = add(node, x, y, width, height, `${node.state}${little(width, height)}`);
+    if (width >= 54 && height >= 22) {
       box.append(make("span", { class: "name", text: node.name }));
-      if (height >= 40) box.append(make("span", { class: "bytes", text: size(node.bytes) }));
+      if (height >= 40 && width >= 66) box.append(make("span", { class: "bytes", text: size(node.bytes) }));
     }
   };
 
@@ -289,7 +294,7 @@
 
   const detail = (node) => {
     const others = node.file === undefined ? [] : names.get(node.file).filter((each) => each !== node);
-    $("detail").replaceChildren(
+    $("detail").replaceChildren(make("div", {},
       make("h3", { text: node.name }),
       node.path ? make("p", { class: "path", text: node.path }) : null,
       make("p", { class: "muted", text: node.disk === undefined
@@ -297,7 +302,7 @@
         : `Apparent size ${size(node.size)}, on disk ${size(node.disk)}. ${STATES[node.state]}` }),
       others.length ? make("p", { text: "The same file is also at:" }) : null,
       others.length ? make("ul", {}, ...others.slice(0, 50).map((each) => make("li", { class: "path", text: each.path }))) : null,
-    );
+    ));
   };
 
   const choose = (node) => {
@@ -393,7 +398,8 @@
 
   // tables: rows are made when they come into sight, because a page may have 50,000 of them
 
-  const PAGE = 100;
+  const ROWS = 100;
+  const GROUPS = 12;
   const filters = [];
   const navigation = [["map", "Map"], ["free", "Free up"]];
 
@@ -410,7 +416,7 @@
   };
 
   /** Rows in order, filtered, made a page at a time; `build` makes one. */
-  const list = ({ rows, text, build, holder, frame, foot, noun }) => {
+  const list = ({ rows, text, build, holder, frame, foot, noun, page }) => {
     const texts = new Map();
     const textOf = (row) => {
       if (!texts.has(row)) texts.set(row, text(row).toLowerCase());
@@ -423,8 +429,8 @@
     const button = make("button", { type: "button", text: "Show more", onclick: () => more() });
     foot.append(label, button);
     const more = () => {
-      holder.append(...chosen.slice(made, made + PAGE).map(build));
-      made = Math.min(chosen.length, made + PAGE);
+      holder.append(...chosen.slice(made, made + page).map(build));
+      made = Math.min(chosen.length, made + page);
       button.hidden = made >= chosen.length;
       const which = words.length ? `${number(chosen.length)} of ${counted(rows.length, noun)} match` : counted(rows.length, noun);
       label.textContent = made < chosen.length ? `${which}, the first ${number(made)} shown` : which;
@@ -450,7 +456,7 @@
     const frame = make("div", { class: "frame", tabindex: "0", role: "region", "aria-label": title },
       make("table", {}, make("thead", {}, make("tr", {}, ...heads)), body), foot);
     const sort = list({
-      rows, holder: body, frame, foot, noun,
+      rows, holder: body, frame, foot, noun, page: ROWS,
       text: (row) => columns.map((column) => (column.text ? column.text(row) : "")).join("\n"),
       build: (row) => make("tr", {}, ...columns.map((column) => {
         const cell = make("td", { class: `${column.number ? "number" : ""} ${column.class || ""}` });
@@ -542,7 +548,7 @@
     const holder = make("div", { class: "groups" });
     const foot = make("div", { class: "foot" });
     const sort = list({
-      rows: data.groups, holder, frame: null, foot, noun: "group", build: duplicate,
+      rows: data.groups, holder, frame: null, foot, noun: "group", page: GROUPS, build: duplicate,
       text: (each) => [each.name, ...each.copies.map((one) => `${one.path} ${one.program}`)].join("\n"),
     });
     const ORDERS = [

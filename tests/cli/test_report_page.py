@@ -53,7 +53,7 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:  # noqa: ANN401
         page.on("dialog", lambda dialog: heard.append(f"dialog: {dialog.message}"))
         page.on("request", lambda each: heard.append(each.url))
         page.goto(path.as_uri())
-        page.wait_for_selector(".box")
+        page.wait_for_selector("#nav a")
         return page
 
     yield open_page
@@ -121,7 +121,8 @@ class TestMap:
         assert page.evaluate("document.activeElement.node.name") != "0.pt"
         assert page.locator("#tip").is_visible()
         page.keyboard.press("Enter")
-        assert "/c/models/" in page.locator("#detail").inner_text()
+        name, path, figures = page.locator("#detail").inner_text().split("\n\n")
+        assert (path, figures[:13]) == (f"/c/models/{name}", "Apparent size")
         page.keyboard.press("Escape")
         assert page.evaluate("document.activeElement.node.name") == "ComfyUI"
 
@@ -131,6 +132,11 @@ class TestMap:
         text = page.locator("#tip").inner_text()
         assert "3 MB, 75 % of Everything" in text
         assert "/c/models/0.pt" in text
+
+    def test_without_any_file_it_says_so(self, opened: Open) -> None:
+        page = opened(page_of())
+        assert page.locator("#treemap").inner_text() == "There is nothing here that takes room."
+        assert page.locator("#actions").inner_text().startswith("Nothing: no file is here twice")
 
 
 class TestTables:
