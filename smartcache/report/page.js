@@ -585,7 +585,7 @@
     runs("Remove it", (row) => row.command),
   ], "repo", 2);
 
-  table("tensors", "Tensors", "Computed tensors", "Sets of artifacts. Live is what is wanted; the rest of a set is room that prune gives back.", data.sets, [
+  table("tensors", "Tensors", "Computed tensors", "Sets of artifacts. Live is what is wanted, and prune frees what is past its time or dead.", data.sets, [
     words("Set", (row) => (row.problem ? `${row.name}: ${row.problem}` : row.name), { class: "text" }),
     count("Artifacts", (row) => row.artifacts),
     bytes("On disk", (row) => row.on_disk),
