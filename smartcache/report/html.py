@@ -95,7 +95,8 @@ def look_beside(store: Store, report: Report) -> Beside:
     stores = list(store.stores())
     caches = [folder.path for folder in report.folders if folder.program == _HUGGING_FACE]
     census = Census(scan_caches(caches), stores)
-    usages = [each.usage(by_owner=False) for each in stores]
+    # By the links there are now: what was deleted since the last look is only in the store.
+    usages = [each.usage(check=True, by_owner=False) for each in stores]
     infos = sets_of(store).infos() if has_sets(store.volume.layout) else []
     return Beside(
         repos=tuple(_repos(census)),

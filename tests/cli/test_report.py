@@ -120,6 +120,12 @@ def test_one_program(scanned: Here) -> None:
     assert [row["label"] for row in document["programs"]] == ["Ollama"]
 
 
+def page_data(sc: Here) -> Any:  # noqa: ANN401 - whatever the page holds
+    text = sc("report", *SMALL, "--html", "-").stdout
+    (found,) = re.findall(r'id="data">(.*?)</script>', text)
+    return json.loads(found)
+
+
 class TestPage:
     def test_is_written_whole_and_its_path_is_printed(self, scanned: Here, tmp_path: Path) -> None:
         done = scanned("report", *SMALL, "--html", "a.html")
@@ -136,21 +142,28 @@ class TestPage:
         assert set(os.listdir(tmp_path)) == before
 
     def test_its_commands_do_what_they_promise(self, scanned: Here) -> None:
-        def data() -> Any:  # noqa: ANN401 - whatever the page holds
-            text = scanned("report", *SMALL, "--html", "-").stdout
-            (found,) = re.findall(r'id="data">(.*?)</script>', text)
-            return json.loads(found)
-
         def freed_by(command: str) -> int:
             size: int = scanned(*shlex.split(command)[1:], "-y", "--json").json["freed_size"]
             return size
 
-        page = data()
+        page = page_data(scanned)
         group, action = page["groups"][-1], page["actions"][0]
         freed = freed_by(group["command"])
         assert freed >= group["freeable"] > 0
         assert freed + freed_by(action["command"]) == action["size"] == page["total"]["freeable"]
-        assert data()["groups"] == []
+        assert page_data(scanned)["groups"] == []
+
+    def test_what_was_deleted_since_the_last_look_can_be_freed(
+        self, scanned: Here, machine: Machine
+    ) -> None:
+        scanned("dedup", *SMALL, "-y")
+        for path in machine.shared["sdxl"].paths:
+            path.unlink()
+        page = page_data(scanned)
+        assert page["total"]["store"] == SIZE
+        (action,) = [each for each in page["actions"] if each["command"] == "smartcache prune"]
+        assert action["size"] == SIZE
+        assert scanned("prune", "-y", "--json").json["freed_size"] == SIZE
 
     def test_replaces_an_older_page_and_nothing_else(self, scanned: Here, tmp_path: Path) -> None:
         page, other = tmp_path / "a.html", write(tmp_path / "b.html", b"<!doctype html>mine")
