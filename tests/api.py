@@ -216,6 +216,7 @@ from smartcache.pretrained.singlefile import RepoFile, repo_file
 from smartcache.pretrained.state import describe, have_equal_values, size_of
 from smartcache.pretrained.weights import is_weights, variant_of
 from smartcache.progress import Job, Progress, Unit, silent
+from smartcache.report import html as report_html
 from smartcache.report import unread as report_unread
 from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
 from smartcache.report.markdown import markdown
@@ -299,7 +300,7 @@ from smartcache.store.proof import needs_hash
 from smartcache.store.prune import REBUILT, PrunePlan
 from smartcache.store.published import SharedStore
 from smartcache.store.rebuild import rebuild, replace_damaged_index
-from smartcache.store.records import Blob, LinkKind, Memo, Owner, Sighting, Trust
+from smartcache.store.records import Blob, LinkKind, Memo, Owner, Seen, Sighting, Trust
 from smartcache.store.replace import Replacement, give_back
 from smartcache.store.safety import open_own, read_own
 from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
@@ -475,6 +476,7 @@ __all__ = [
     "Scan",
     "Scope",
     "Section",
+    "Seen",
     "Session",
     "SetEngine",
     "SetFolder",
@@ -683,6 +685,7 @@ __all__ = [
     "render",
     "replace_damaged_index",
     "repo_file",
+    "report_html",
     "report_unread",
     "resolve_device",
     "roles",

@@ -58,6 +58,7 @@ hypothesis_settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long rounds too")
+    parser.addoption("--browser", action="store_true", help="run the tests in a browser too")
     parser.addoption("--tally", type=Path, help="a file for the numbers passed, failed, skipped")
 
 
@@ -74,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.torch)
         if not soaking and item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.skip(reason="long rounds: scripts/test --soak"))
+        if not config.getoption("--browser") and item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.skip(reason="a real browser: scripts/test --browser"))
         if soaking and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT))
     # Once torch is loaded, every fork of the process takes three times as long.

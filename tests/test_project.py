@@ -188,6 +188,7 @@ class TestPackaging:
         assert {name.split("/")[0] for name in names} == {"smartcache", metadata}
         assert {relative(path) for path in MODULES} < set(names)
         assert "smartcache/py.typed" in names
+        assert {f"smartcache/report/page.{kind}" for kind in ("html", "css", "js")} < set(names)
         assert f"{metadata}/licenses/LICENSE" in names
         assert headers["License-Expression"] == "Apache-2.0"
         assert headers["Requires-Python"] == ">=3.11"

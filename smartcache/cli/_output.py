@@ -63,6 +63,12 @@ class Output:
         """Print a line of data for people; `as_talk`: shown before a question."""
         self._write(sys.stderr if as_talk else sys.stdout, f"{printable(text)}\n")
 
+    def document(self, text: str) -> None:
+        """Print a whole document as it is; a stream that knows no Unicode gets UTF-8 too."""
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+
     def heading(self, text: str, *, as_talk: bool = False) -> None:
         """Print a line above others, cut to the terminal."""
         from smartcache.cli._tables import cut

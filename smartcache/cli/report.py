@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
 import click
 
-from smartcache.cli._command import age, command
+from smartcache.cli._command import FILE, age, command
 from smartcache.cli._failures import BadUsageError
-from smartcache.cli._folders import chooses_folders, existing, folder_document, warn_of
+from smartcache.cli._folders import MIN_SIZE, chooses_folders, existing, folder_document, warn_of
 from smartcache.cli._holders import part_document
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars
@@ -21,12 +22,17 @@ from smartcache.report.figures import Report, make_report
 from smartcache.report.markdown import markdown
 from smartcache.report.text import Section, sections
 from smartcache.report.unread import Unread
+from smartcache.sizes import parse_size
+from smartcache.store.store import Store
+
+_STDOUT = Path("-")
 
 
 @command(
     "report",
     examples=(
         ("smartcache report", "what sharing saves, by program, kind of file and repo"),
+        ("smartcache report --html report.html --open", "as a page: a map of the disk, tables"),
         ("smartcache report --markdown > report.md", "for a wiki or an issue"),
         ("smartcache report --older-than 1y -q", "the files nobody has read for a year"),
         ("smartcache report --json", "all repos, integer bytes, full paths"),
@@ -38,6 +44,12 @@ from smartcache.report.unread import Unread
     help="Name the files that nobody has read for so long.",
 )  # fmt: skip
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
+@click.option(
+    "--html", type=FILE, metavar="FILE",
+    help="Write one self-contained page with a map of the disk; - writes it to stdout.",
+)  # fmt: skip
+@click.option("--open", "to_open", is_flag=True, help="Open that page in the browser.")
+@click.option("--force", is_flag=True, help="Let --html replace a file that is not a report.")
 @click.pass_obj
 def report_command(
     session: Session,
@@ -47,25 +59,78 @@ def report_command(
     only: tuple[str, ...],
     older_than: timedelta,
     as_markdown: bool,
+    html: Path | None,
+    to_open: bool,
+    force: bool,
 ) -> None:
     """Report what sharing saves, and what could still be freed.
 
     Looks at every file again, but reads none: what was never compared is counted, and 'smartcache
     scan' compares it. SAVED is the room that further names of a file do not take, DUPLICATE what
-    'smartcache dedup' would free. With -q, prints the paths of files that nobody has read for long.
+    'smartcache dedup' would free. --html writes a page with a map of the disk, and prints its path.
+    With -q, prints the paths of files that nobody has read for long.
     """
-    if as_markdown and out.mode != "human":
-        raise BadUsageError("--markdown, --json and -q exclude each other", hint="Give one.")
+    if as_markdown + (html is not None) + (out.mode != "human") > 1:
+        forms = "--html, --markdown, --json and -q"
+        raise BadUsageError(f"{forms} exclude each other", hint="Give one.")
+    if html is None and (to_open or force):
+        raise BadUsageError("--open and --force need --html", hint="Add --html FILE.")
+    if html == _STDOUT and to_open:
+        raise BadUsageError("--open needs a file", hint="Write --html FILE in place of --html -.")
     given = existing(folders)
+    if html is not None and html != _STDOUT:
+        from smartcache.report.html import check_target
+
+        check_target(html, force=force)
     with session.store() as store:
         chosen, warnings = folders_to_scan(store, given, only)
-        report = make_report(store, chosen, min_size=min_size, older_than=older_than, progress=bars)
+        report = make_report(
+            store, chosen, min_size=min_size, older_than=older_than, is_detailed=html is not None,
+            progress=bars,
+        )  # fmt: skip
+        if html is not None:
+            words = [f"--only={name}" for name in only]
+            if min_size != parse_size(MIN_SIZE):
+                words.append(f"--min-size={min_size}")
+            page = _page(session, store, report, options=words, folders=[*map(str, given)])
     warn_of([*warnings, *report.warnings], report.problems)
+    if html is not None:
+        _write_page(page, html, to_open=to_open)
+        return
     out.show(
         human=lambda: _show_markdown(report) if as_markdown else _show(report),
         document=lambda: _document(report, warnings),
         ids=lambda: (each.path for each in report.unread.files),
     )
+
+
+def _page(
+    session: Session, store: Store, report: Report, *, options: list[str], folders: list[str]
+) -> str:
+    from smartcache.report.html import document, look_beside, render
+
+    # From wherever the command is pasted.
+    home = ["--home", os.path.abspath(session.home)] if session.home else []
+    data = document(
+        report, look_beside(store, report), program=["smartcache", *home], options=options,
+        folders=folders, clean=printable,
+    )  # fmt: skip
+    return render(data)
+
+
+def _write_page(text: str, path: Path, *, to_open: bool) -> None:
+    if path == _STDOUT:
+        out.document(text)
+        return
+    from smartcache.report.html import write
+
+    written = write(text, path)
+    out.line(str(written))
+    if to_open:
+        import webbrowser
+
+        if not webbrowser.open(written.as_uri()):
+            out.warn("No browser was found; open the file yourself")
 
 
 def _show(report: Report) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smartcache.cache import holders_of
-from smartcache.folders.records import Group, ModelFolder, Problem, Scan
+from smartcache.folders.records import Figures, Group, ModelFolder, Problem, Scan
 from smartcache.folders.scan import survey
 from smartcache.folders.titles import kind_of
 from smartcache.progress import Progress, silent
@@ -92,6 +92,12 @@ class Report:
     warnings: tuple[str, ...]
     artifact_sets: tuple[Part, ...] = ()
     """Sets of computed tensors, the largest first."""
+    figures: tuple[Figures, ...] = ()
+    """The sums of each folder, the largest first."""
+    groups: tuple[Group, ...] = ()
+    """Every group of copies, by size of file; only of a detailed report, as the next."""
+    files: tuple[tuple[Seen, ...], ...] = ()
+    """Every file, given by all its names."""
 
 
 def make_report(
@@ -100,24 +106,37 @@ def make_report(
     *,
     min_size: int,
     older_than: timedelta,
+    is_detailed: bool = False,
     progress: Progress = silent,
 ) -> Report:
-    """Walk the folders again and say what is there; costs a stat or two per file, no hash."""
+    """Walk the folders again and say what is there; costs a stat or two per file, no hash.
+
+    A detailed report keeps every file and every group; else they only stream by.
+    """
     found = survey(store, folders, min_size=min_size, progress=progress)
     now = datetime.now(UTC)
     walked = [each.folder for each in found.folders if each.folder is not None]
     counting = _Counting(walked, min_size, Watch(now, older_than))
+    files: list[tuple[Seen, ...]] = []
+    groups: list[Group] = []
     with progress("Counting", found.total.files) as job:
         rows = store.sighted([folder.path for folder in walked])
         for _, names in groupby(rows, key=lambda seen: (seen.filesystem, seen.inode)):
             same = list(names)
             counting.add(same)
+            if is_detailed:
+                files.append(tuple(same))
             job.advance(len(same))
     for group in found.largest():
         counting.add_group(group)
+        if is_detailed:
+            groups.append(group)
     parts = [part for holder in holders_of(store) for part in holder.usage().parts]
     parts.sort(key=lambda part: (-part.on_disk, part.name))
-    return replace(counting.report(found, now), artifact_sets=tuple(parts))
+    return replace(
+        counting.report(found, now), artifact_sets=tuple(parts), figures=found.folders,
+        groups=tuple(groups), files=tuple(files),
+    )  # fmt: skip
 
 
 class _Table:

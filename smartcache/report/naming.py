@@ -14,7 +14,6 @@ from smartcache.folders.titles import title_of
 _OURS = "smartcache"
 """What scans call the store, whose blobs have no names of their own."""
 _HASH = re.compile(r"(sha256-)?[0-9a-f]{32,}")
-"""File names that are hashes tell nobody anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +52,17 @@ class Naming:
         return Known(
             title="" if title is None else title.title,
             name=next(filter(None, called), ""),
-            file=next((file for file in files if not _HASH.fullmatch(file)), files[0]),
+            file=next((file for file in files if not is_hash(file)), files[0]),
         )
 
     def repo_of(self, path: Path, folder: ModelFolder) -> str:
         """Return the repo or model a file belongs to; empty if none is known."""
         return self._namer.repo_of(path, folder)
+
+
+def is_hash(name: str) -> bool:
+    """Say whether the name of a file is a hash, which tells nobody anything."""
+    return _HASH.fullmatch(name) is not None
 
 
 def from_home(path: Path) -> str:

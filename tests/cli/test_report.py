@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +104,7 @@ def test_markdown(scanned: Here) -> None:
 @pytest.mark.parametrize("mode", ["--json", "-q"])
 def test_one_form_at_a_time(mode: str, sc: Here) -> None:
     assert "exclude each other" in sc("report", "--markdown", mode, code=2).error
+    assert "exclude each other" in sc("report", "--html", "a.html", mode, code=2).error
 
 
 def test_an_age_that_cannot_be_read(sc: Here) -> None:
@@ -114,3 +118,88 @@ def test_a_folder_that_does_not_exist(sc: Here) -> None:
 def test_one_program(scanned: Here) -> None:
     document = scanned("report", *SMALL, "--only", "ollama", "--json").json
     assert [row["label"] for row in document["programs"]] == ["Ollama"]
+
+
+def page_data(sc: Here) -> Any:  # noqa: ANN401 - whatever the page holds
+    text = sc("report", *SMALL, "--html", "-").stdout
+    (found,) = re.findall(r'id="data">(.*?)</script>', text)
+    return json.loads(found)
+
+
+class TestPage:
+    def test_is_written_whole_and_its_path_is_printed(self, scanned: Here, tmp_path: Path) -> None:
+        done = scanned("report", *SMALL, "--html", "a.html")
+        assert done.stdout == f"{tmp_path / 'a.html'}\n"
+        text = (tmp_path / "a.html").read_text("utf-8")
+        assert text.startswith("<!doctype html>")
+        assert text.endswith("</html>\n")
+        assert "smartcache dedup --min-size=4096" in text
+        assert [each.name for each in tmp_path.glob(".*")] == []
+
+    def test_to_stdout(self, scanned: Here, tmp_path: Path) -> None:
+        before = set(os.listdir(tmp_path))
+        assert scanned("report", *SMALL, "--html", "-").stdout.startswith("<!doctype html>")
+        assert set(os.listdir(tmp_path)) == before
+
+    def test_its_commands_do_what_they_promise(self, scanned: Here) -> None:
+        def freed_by(command: str) -> int:
+            size: int = scanned(*shlex.split(command)[1:], "-y", "--json").json["freed_size"]
+            return size
+
+        page = page_data(scanned)
+        group, action = page["groups"][-1], page["actions"][0]
+        freed = freed_by(group["command"])
+        assert freed >= group["freeable"] > 0
+        assert freed + freed_by(action["command"]) == action["size"] == page["total"]["freeable"]
+        assert page_data(scanned)["groups"] == []
+
+    def test_what_was_deleted_since_the_last_look_can_be_freed(
+        self, scanned: Here, machine: Machine
+    ) -> None:
+        scanned("dedup", *SMALL, "-y")
+        for path in machine.shared["sdxl"].paths:
+            path.unlink()
+        page = page_data(scanned)
+        assert page["total"]["store"] == SIZE
+        (action,) = [each for each in page["actions"] if each["command"] == "smartcache prune"]
+        assert action["size"] == SIZE
+        assert scanned("prune", "-y", "--json").json["freed_size"] == SIZE
+
+    def test_replaces_an_older_page_and_nothing_else(self, scanned: Here, tmp_path: Path) -> None:
+        page, other = tmp_path / "a.html", write(tmp_path / "b.html", b"<!doctype html>mine")
+        link = tmp_path / "link.html"
+        link.symlink_to(page)
+        scanned("report", *SMALL, "--html", page)
+        inode = page.stat().st_ino
+        scanned("report", *SMALL, "--html", link)
+        assert link.is_symlink()
+        assert page.stat().st_ino != inode
+        done = scanned("report", *SMALL, "--html", other, code=1)
+        assert done.error == f"{other} exists and is not a report"
+        assert "--force" in done.hint
+        assert other.read_bytes() == b"<!doctype html>mine"
+        scanned("report", *SMALL, "--html", other, "--force")
+        assert b"smartcache report" in other.read_bytes()
+
+    def test_a_place_where_it_cannot_be(self, scanned: Here, tmp_path: Path) -> None:
+        """Said before anything is looked at, also with --force."""
+        os.mkfifo(tmp_path / "fifo")
+        for place, message in (
+            (tmp_path, f"{tmp_path} is a folder"),
+            (tmp_path / "no/a.html", f"There is no folder {tmp_path / 'no'}"),
+            (tmp_path / "fifo", f"{tmp_path / 'fifo'} is not a file"),
+        ):
+            assert scanned("report", "--html", place, "--force", code=1).error == message
+        assert "--html FILE" in scanned("report", "--open", code=2).hint
+        assert "needs a file" in scanned("report", "--html", "-", "--open", code=2).error
+
+    def test_opens_in_the_browser(self, program: Smartcache, tmp_path: Path) -> None:
+        (tmp_path / "m").mkdir()
+        program("scan", tmp_path / "m")
+        browser = tmp_path / "browser"
+        browser.write_text('#!/bin/sh\necho "$1" > opened\n')
+        browser.chmod(0o755)
+        words = ("report", tmp_path / "m", "--html", "a b.html", "--open")
+        done = program(*words, env={"BROWSER": str(browser)})
+        assert done.stdout == f"{tmp_path / 'a b.html'}\n"
+        assert (tmp_path / "opened").read_text() == f"file://{tmp_path}/a%20b.html\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tests.api import Copy, ModelFolder, Name, Report, Sums, Unread
+from tests.api import Copy, ModelFolder, Name, Report, Seen, Sums, Unread
 from tests.api import records_Group as Group
 
 COMFYUI = ModelFolder(path=Path("/c/models"), program="ComfyUI")
@@ -70,3 +70,36 @@ def unread(**parts: object) -> Unread:
         "unknown_files": 0,
     }
     return Unread(**(empty | parts))  # type: ignore[arg-type]
+
+
+HOSTILE = (
+    "</script><img src=x onerror=document.title='owned'>",
+    "</title></style><script>document.title='owned'</script>.gguf",
+    "\"quotes' & <b>tags</b> &lt;.pt",
+    "right to left\u202egpj.bin",
+    "line\nbreak \x1b[31m\u2028\u2029.ckpt",
+    "no utf-8 \udcff\udcfe.pt",
+    "{{script}} {{data}} $& $' $(id) `id`",
+)
+"""Names of files that would like to be more than that; the slash in some makes folders of them."""
+
+
+def seen(
+    path: str,
+    size: int,
+    *,
+    inode: int,
+    folder: ModelFolder = COMFYUI,
+    links: int = 1,
+    allocated: int | None = None,
+) -> Seen:
+    """A name of a file in a folder."""
+    return Seen(
+        path=folder.path / path,
+        folder=folder.path,
+        size=size,
+        allocated=size if allocated is None else allocated,
+        links=links,
+        filesystem="uuid:1",
+        inode=inode,
+    )
