@@ -95,9 +95,12 @@ _install() { # EXTRA PYTHON
     rm -f "$stamp"
     # --upgrade: "the newest 1.x" is not what an older one, asked for before, has left there.
     (cd -- "$root" && PIP_USER=0 "$python" -m pip install ${requirements[@]+--upgrade} --disable-pip-version-check --no-input \
-        --progress-bar off -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) |
-        _show_progress
-    if ((PIPESTATUS[0])); then return 1; fi
+        --progress-bar off -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) 2>&1 |
+        tee "$root/$venv/.pip.log" | _show_progress
+    if ((PIPESTATUS[0])); then
+        tail -n 30 "$root/$venv/.pip.log" >&2
+        return 1
+    fi
     # Under its own name only when complete: others look at it without the lock.
     printf '%s\n' "$wanted" >"$stamp.new" && mv -f "$stamp.new" "$stamp"
 }
