@@ -125,7 +125,7 @@ def _content_part(content: object) -> bytes:
     if out[0][:1] != b"A":
         name = type(content).__qualname__
         hint = "Content is bytes, an array, a tensor, a pathlib.Path, or a list of these."
-        raise RefusedError(f"a {name} is no content", hint=hint)
+        raise RefusedError(f"a {name} cannot be content", hint=hint)
     return out[0]
 
 

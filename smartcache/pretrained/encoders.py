@@ -311,6 +311,6 @@ def _release(module: torch.nn.Module, what: str) -> None:
 
 def _released(what: str) -> PretrainedError:
     return PretrainedError(
-        f"{what} cannot be used any more: load_encoders has ended and freed the memory",
-        hint="Use encoders inside of the `with` block that loads them.",
+        f"{what} can no longer be used: load_encoders has ended and freed the memory",
+        hint="Use encoders inside the `with` block that loads them.",
     )

@@ -161,7 +161,7 @@ class _Case:
                 each.endswith((".safetensors", ".safetensors.index.json")) for each in files
             )
             if safe is True and not is_safe:
-                hint = "Leave use_safetensors out: its weights are pickles, which can run code."
+                hint = "Leave out use_safetensors: its weights are pickles, which can run code."
                 return self._lacking(name, "has no weights in safetensors", hint=hint)
         return None
 

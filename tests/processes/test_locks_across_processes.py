@@ -165,7 +165,7 @@ def test_who_waits_for_another_process_hears_which(
     with lock(path, exclusive=exclusive, timeout=timeout, on_wait=hear):
         pass
     (sentence,) = heard
-    expected = rf"process {child.pid} \(prune\) holds the store since \d\d:\d\d"
+    expected = rf"process {child.pid} \(prune\) has held the store since \d\d:\d\d"
     assert re.fullmatch(expected, sentence)
 
 
@@ -190,7 +190,7 @@ def test_who_waits_for_a_lease_of_another_process_hears_which(
     with leases.hold("key", timeout=timeout, on_wait=hear):
         pass
     (sentence,) = heard
-    assert sentence.startswith(f"{who} holds the lease on 'key' since ")
+    assert sentence.startswith(f"{who} has held the lease on 'key' since ")
 
 
 INTERRUPTED = """
