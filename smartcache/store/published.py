@@ -300,7 +300,7 @@ class SharedStore:
             owner = os.fstat(root).st_uid
             if owner not in self._owners:
                 message = f"it belongs to {user_name(owner)}, who is not in shared_store_owners"
-                hint = "If you trust them, add them to shared_store_owners."
+                hint = "If you trust them, add them to it."
                 raise StoreError(message, hint=hint, owner=owner)
             try:
                 opened = _open(self._layout.catalog, root, owner)
