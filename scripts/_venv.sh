@@ -70,6 +70,7 @@ _is_ours() { # made for this path, and with an interpreter that still runs
 
 _show_progress() { # what pip is at, in one line that is gone at the end; nothing where nobody watches
     local line text begun=$SECONDS
+    if [[ -t 2 ]]; then printf '    0 s  Preparing' >&2; fi
     while IFS= read -r line; do
         case $line in
         *Collecting\ * | *Downloading\ *) text=${line#"${line%%[! ]*}"} text=${text%% (*} ;;

@@ -67,7 +67,7 @@ class Added:
 @click.option("--move", "how", flag_value="move", help="Move the file into the store.")
 @click.option(
     "--make-volume", is_flag=True,
-    help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache).",
+    help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache-UID).",
 )  # fmt: skip
 @click.option("-r", "--recursive", is_flag=True, help="Also add the files in folders.")
 @click.option(

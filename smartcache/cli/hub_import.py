@@ -34,11 +34,11 @@ _STREAM = Path("-")
 @click.option("--cache-dir", type=FILE, metavar="DIR", help="The HF cache.  [default: the Hub's]")
 @click.option(
     "--update-refs", is_flag=True,
-    help="Move branches and tags that exist here at another commit.  [default: keep them]",
+    help="Move branches and tags that are at another commit here, instead of keeping them.",
 )  # fmt: skip
 @click.option(
     "--force", is_flag=True,
-    help="Replace files of the HF cache that are damaged or edited.  [default: stop]",
+    help="Replace damaged or edited files of the HF cache, instead of stopping.",
 )  # fmt: skip
 @never_asks
 @click.pass_obj

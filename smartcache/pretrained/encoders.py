@@ -92,7 +92,7 @@ class Encoders:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._components:
-            raise AttributeError(f"{self._source} has no encoder {name!r}, but {self._names()}")
+            raise AttributeError(f"{self._source} has no encoder {name!r}; it has {self._names()}")
         return self[name]
 
     def __getitem__(self, name: str) -> object:
