@@ -305,7 +305,7 @@ def test_a_child_forked_inside_a_block_starts_with_nothing_and_takes_nothing_awa
     start: Start, path: Path, leases: Leases, tmp_path: Path
 ) -> None:
     parent = start(FORK_INSIDE)
-    assert parent.hear().startswith(f"refused: Gave up after 0 s: process {parent.pid} holds")
+    assert parent.hear().startswith(f"refused: Gave up after 0 s: process {parent.pid} has held")
     assert parent.hear().startswith("refused: Gave up after 0 s: the lease on 'key' is held by")
     assert parent.hear().endswith("is not claimed by this process any more")
     assert parent.hear() == "child left"
