@@ -1,6 +1,6 @@
-"""What smartcache does with downloads, pipelines, computed tensors and the folders of programs.
+"""What smartcache does with the folders of programs, downloads and computed tensors.
 
-Run by scripts/demo; `--without-pipelines` leaves diffusers out. Everything lies in one temporary
+Run by scripts/demo; `--full` shows pipelines of diffusers too. Everything lies in one temporary
 folder. Folders in it play the home directory, so that smartcache finds what is there and nothing
 else; the Hub of the tests plays the Hub.
 """
@@ -91,14 +91,16 @@ State = dict[str, tuple[object, ...]]
 
 
 def main() -> None:
-    """Show downloads, pipelines, computed tensors and the folders of programs; clean up."""
+    """Show the folders of programs, downloads, computed tensors and pipelines; clean up."""
     room = Path(tempfile.mkdtemp(prefix="smartcache-demo-"))
     try:
-        show_downloads(room / "downloads")
-        if "--without-pipelines" not in sys.argv[1:]:
-            show_pipelines(room / "pipelines")
-        show_artifacts(room / "artifacts")
         show_folders(room / "folders")
+        show_downloads(room / "downloads")
+        show_artifacts(room / "artifacts")
+        if "--full" in sys.argv[1:]:
+            show_pipelines(room / "pipelines")
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         shutil.rmtree(room)
         say(f"Removed {room}: nothing of this demo is left.")
@@ -119,10 +121,10 @@ def show_downloads(room: Path) -> None:
             hub.add(name, files)
         environment = environment_of(home, room / "store") | hub.environment
         first, second = PIPELINES
-        say("A Hub on this machine has two pipelines with one text encoder and one VAE.")
+        say("A Hub on this machine has two models that share a text encoder and a VAE.")
         run(environment, "download", first)
         hub.clear()
-        say("The second one: what the first has brought is not fetched again.")
+        say("Of the second one, only what the first has not brought is fetched:")
         run(environment, "download", second)
         show_log(hub, second)
     run(environment, "hub", "ls")
@@ -130,12 +132,12 @@ def show_downloads(room: Path) -> None:
 
 def show_log(hub: Hub, name: str) -> None:
     """Show what the Hub has sent of the weights of a repo, which must be the UNet alone."""
-    say("The Hub's log of that download, bytes of weights:")
+    say("The Hub's log of that download, in bytes of weights sent:")
     for path in (*SHARED, "unet/diffusion_pytorch_model.safetensors"):
         print(f"  {hub.fetched_bytes(f'{name}/{path}'):>10,}  {path}")
     print(flush=True)
     if any(hub.gets(f"{name}/{path}") for path in SHARED):
-        sys.exit("A file that is here was fetched: please report this.")
+        sys.exit("A file that was here already was fetched: please report this.")
 
 
 def show_pipelines(room: Path) -> None:
@@ -143,7 +145,7 @@ def show_pipelines(room: Path) -> None:
     home = room / "home"
     home.mkdir(parents=True)
     environment = environment_of(home, room / "store") | {"TMPDIR": str(room)}
-    say("Two tiny pipelines of diffusers, with one text encoder and one VAE. In Python:")
+    say("Two tiny pipelines of diffusers share a text encoder and a VAE. In Python:")
     script = ROOT / "scripts" / "_demo_pipelines.py"
     subprocess.run([sys.executable, str(script)], check=True, env=environment, cwd=home)
 
@@ -174,13 +176,13 @@ def show_artifacts(room: Path) -> None:
     home = room / "home"
     home.mkdir(parents=True)
     environment = environment_of(home, room / "store")
-    say("Latents are computed once, and read back in batches. In Python:")
+    say("Latents are computed once and read back in batches. In Python:")
     print("".join(f"  {line}\n" for line in LATENTS.splitlines()), flush=True)
     path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     command = [sys.executable, "-c", LATENTS]
     subprocess.run(command, check=True, env=environment | {"PYTHONPATH": path}, cwd=home)
     print(flush=True)
-    say("Two sets, and what tells them apart; the caption that all have is kept once:")
+    say("Two sets, and how they differ. The caption, which all have in common, is kept once:")
     run(environment, "artifacts", "ls")
 
 
@@ -191,15 +193,15 @@ def show_folders(room: Path) -> None:
     before = state(home)
     environment = environment_of(home, room / "store")
     folders = folders_of(home, environment)
-    say("Five programs keep their models in one home. What is there twice?")
+    say("Five programs keep their models in one home. What is there more than once?")
     run(environment, "scan", *folders)
-    say("Duplicates become one copy, without asking:")
+    say("Make the duplicates one copy (without --yes it shows a plan and asks):")
     run(environment, "dedup", "--yes", *folders)
     if contents(state(home)) != contents(before):
         sys.exit("A file has other bytes than before: please report this.")
-    say("Every path is still there, with the same bytes:")
+    say("Every path is still there, with the same bytes. What that saves:")
     run(environment, "report", *folders)
-    say("And everything is taken back: each file gets its own bytes, its mode and its time.")
+    say("Take it all back: each file gets its own bytes, mode and time again.")
     run(environment, "undo", "--all", "--yes")
     if state(home) != before:
         sys.exit("The files are not what they were: please report this.")
@@ -218,7 +220,7 @@ def run(environment: dict[str, str], *words: str) -> None:
 def folders_of(home: Path, environment: dict[str, str]) -> list[str]:
     """Return the folders to name: none, unless programs of the whole machine are found too.
 
-    A service of Ollama, or a ComfyUI in /opt, is no business of this demo.
+    An Ollama service or a ComfyUI in /opt is none of this demo's business.
     """
     command = [*SMARTCACHE, "folders", "ls", "-q"]
     output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE).stdout
@@ -231,7 +233,7 @@ def make(home: Path) -> None:
     """Write the folders of five programs."""
     for number, (name, model) in enumerate(FILES.items()):
         write(home / name, model.data(), age=400 - 20 * number)
-    # Two names of one file, as ComfyUI's users have them: no duplicate.
+    # Two names of one file, as ComfyUI's users have them: not a duplicate.
     link = home / "ComfyUI/models/clip/clip-l.safetensors"
     link.parent.mkdir(parents=True)
     os.link(home / "ComfyUI/models/text_encoders/clip-l.safetensors", link)

@@ -25,9 +25,9 @@ SHARED = ("text_encoder", "vae")
 
 
 def main() -> None:
-    """Serve the pipelines, load both, and prove what is claimed."""
+    """Serve the pipelines, load both, and prove what is promised."""
     if importlib.util.find_spec("diffusers") is None:
-        print("diffusers is not installed here: its pipelines are not shown.\n", flush=True)
+        print("diffusers is not installed here, so its pipelines are not shown.\n", flush=True)
         return
     sys.path.insert(0, str(ROOT))
     from tests.hub_server import Hub
@@ -88,7 +88,7 @@ def load(hub: Hub, variable: str, name: str) -> StableDiffusionPipeline:
     print(f"    # {requests} requests; the Hub sent {size:,} bytes of weights: {parts}")
     gc.collect()
     if not isinstance(loaded, StableDiffusionPipeline):
-        sys.exit(f"{name} is no pipeline: please report this.")
+        sys.exit(f"{name} is not a pipeline: please report this.")
     return loaded
 
 

@@ -68,6 +68,20 @@ _is_ours() { # made for this path, and with an interpreter that still runs
         "$python" -m pip --version >/dev/null 2>&1
 }
 
+_show_progress() { # what pip is at, in one line that is gone at the end; nothing where nobody watches
+    local line text begun=$SECONDS
+    if [[ -t 2 ]]; then printf '    0 s  Preparing' >&2; fi
+    while IFS= read -r line; do
+        case $line in
+        *Collecting\ * | *Downloading\ *) text=${line#"${line%%[! ]*}"} text=${text%% (*} ;;
+        Installing\ collected*) text='Unpacking' ;;
+        *) continue ;;
+        esac
+        if [[ -t 2 ]]; then printf '\r\033[K  %3d s  %.60s' "$((SECONDS - begun))" "$text" >&2; fi
+    done
+    if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
+}
+
 _install() { # EXTRA PYTHON
     local extra=$1 base=$2 stamp=$root/$venv/.installed-$1 wanted
     wanted=$(_wanted)
@@ -81,8 +95,13 @@ _install() { # EXTRA PYTHON
     echo "Installing smartcache${extra:+ with its $extra tools} into $venv ..." >&2
     rm -f "$stamp"
     # --upgrade: "the newest 1.x" is not what an older one, asked for before, has left there.
-    (cd -- "$root" && PIP_USER=0 "$python" -m pip install -qq ${requirements[@]+--upgrade} --disable-pip-version-check \
-        -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) || return
+    (cd -- "$root" && PIP_USER=0 "$python" -m pip install ${requirements[@]+--upgrade} --disable-pip-version-check --no-input \
+        --progress-bar off -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) 2>&1 |
+        tee "$root/$venv/.pip.log" | _show_progress
+    if ((PIPESTATUS[0])); then
+        tail -n 30 "$root/$venv/.pip.log" >&2
+        return 1
+    fi
     # Under its own name only when complete: others look at it without the lock.
     printf '%s\n' "$wanted" >"$stamp.new" && mv -f "$stamp.new" "$stamp"
 }

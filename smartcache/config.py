@@ -156,7 +156,7 @@ def _refuse_unknown(names: Iterable[str], source: str) -> None:
         near = get_close_matches(name.casefold().replace("-", "_"), known, n=1, cutoff=0)
         raise ConfigError(
             f"{source}: unknown setting {name!r}",
-            hint=f"Did you mean {near[0]!r}? Known are {', '.join(known)}.",
+            hint=f"Did you mean {near[0]!r}? The settings are {', '.join(known)}.",
         )
 
 
@@ -246,7 +246,7 @@ def _size(value: object, _base: Path) -> int:
 
 
 def _timeout(value: object, _base: Path) -> float | None:
-    hint = 'Write seconds, a time like "5m", or "none" to wait for ever.'
+    hint = 'Write seconds, a time like "5m", or "none" to wait forever.'
     if isinstance(value, str):
         value = _seconds(value.strip().casefold(), hint)
     if isinstance(value, bool) or not isinstance(value, int | float):

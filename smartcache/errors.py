@@ -16,7 +16,7 @@
     │   └── SetIndexDamagedError            the index of a set is no readable SQLite file
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
     ├── HubError
-    │   ├── UnsafeNameError(ValueError)     the name of a file of a repo leads out of its folder
+    │   ├── UnsafeNameError(ValueError)     the name of a file of a repo leads outside its folder
     │   ├── RepoNotCachedError(LookupError) no HF cache here has this repo or revision
     │   └── BundleError(ValueError)         an exported bundle is damaged or not one of ours
     ├── PretrainedError
@@ -117,7 +117,7 @@ class ArtifactError(SmartcacheError):
 class ArtifactNotFoundError(ArtifactError, KeyError):
     """The set has no artifact of that key."""
 
-    default_hint = "Compute it: get_or_compute(key, fn) does both."
+    default_hint = "Compute it: get_or_compute(key, fn) looks it up and computes it if needed."
     keys: tuple[str, ...] = ()
 
 
@@ -172,7 +172,7 @@ class BatchShapeError(ArtifactError, ValueError):
 class RememberedFailureError(ArtifactError, RuntimeError):
     """Computing the artifact failed before, and it is not time to try again."""
 
-    default_hint = "Cure the cause and call forget_failure(key), or wait for the next try."
+    default_hint = "Fix the cause and call forget_failure(key), or wait until it is tried again."
     reason: str = ""
     count: int = 0
 
@@ -196,7 +196,7 @@ class HubError(SmartcacheError):
 class UnsafeNameError(HubError, ValueError):
     """The name of a file of a repo would lead out of its folder; nothing was written."""
 
-    default_hint = "Do not use this repo; its owner or the server means harm, or is broken."
+    default_hint = "Do not use this repo: its owner or the server is malicious or broken."
 
 
 class RepoNotCachedError(HubError, LookupError):
@@ -218,14 +218,14 @@ class PretrainedError(SmartcacheError):
 class MissingWeightsError(PretrainedError, ValueError, FileNotFoundError):
     """There is no such model, or it or a component has no weights that its library can load."""
 
-    default_hint = "Check the name, the subfolder and the revision; was the download whole?"
+    default_hint = "Check the name, the subfolder, the revision, and that the download is complete."
     default_errno = _errno.ENOENT
 
 
 class WrongVariantError(PretrainedError, ValueError, OSError):
     """There are weights, but none of the variant that was asked for."""
 
-    default_hint = "Leave `variant` out, or name one that is there."
+    default_hint = "Leave out `variant`, or choose one that exists."
 
 
 class UnreadableConfigError(PretrainedError, ValueError, OSError):
@@ -286,16 +286,15 @@ class UnsafeStoreError(StoreUnwritableError):
 class IndexDamagedError(StoreError):
     """The index is no SQLite database any more."""
 
-    default_hint = (
-        "Run 'smartcache verify --rebuild': the blobs are the truth, the index is a memory."
-    )
+    default_hint = "Run 'smartcache verify --rebuild': it makes the index again from the blobs."
 
 
 class BadDigestError(StoreError, ValueError):
-    """The text is no digest, or is a prefix of several."""
+    """The text is not a digest, or is a prefix of several."""
 
     default_hint = (
-        "A digest is 64 hexadecimal characters; 'smartcache ls' shows them. 8 are enough if unique."
+        "A digest is 64 hexadecimal characters; 'smartcache ls' shows them. The first 8 are"
+        " enough if no other digest begins with them."
     )
 
 
@@ -309,13 +308,13 @@ class BlobNotFoundError(StoreError, FileNotFoundError):
 class BlobInUseError(StoreError):
     """A live owner or a symlink still holds the blob."""
 
-    default_hint = "Unpin it or remove its owner first; 'smartcache ls -v' shows who holds it."
+    default_hint = "Unpin it or remove its owner first; 'smartcache ls -v' shows what holds it."
 
 
 class DigestMismatchError(StoreError, OSError):
     """The bytes that arrived are not the bytes that were announced."""
 
-    default_hint = "Get the file again; if it repeats, the source is damaged."
+    default_hint = "Get the file again; if this happens again, the source is damaged."
 
 
 class SizeMismatchError(StoreError, OSError):
@@ -333,7 +332,7 @@ class DamagedBlobError(StoreError, OSError):
 class UnsafeFileError(StoreError, OSError):
     """Where a file of the store should be there is a symlink, a FIFO, a device or a directory."""
 
-    default_hint = "Look what it is and remove it. 'smartcache verify --repair' moves it aside."
+    default_hint = "Look at what it is and remove it. 'smartcache verify --repair' moves it aside."
 
 
 class FileSkippedError(StoreError, OSError):
@@ -346,14 +345,14 @@ class FileSkippedError(StoreError, OSError):
 class FileBusyError(FileSkippedError):
     """Somebody has the file open for writing."""
 
-    default_hint = "Try again when the program that writes it is done."
+    default_hint = "Try again when the program that is writing it has finished."
     reason = "busy"
 
 
 class FileChangedError(FileSkippedError):
     """The file changed while it was read; nothing was done to it."""
 
-    default_hint = "Try again when nobody writes it."
+    default_hint = "Try again when no program is writing it."
     reason = "changed"
 
 

@@ -139,10 +139,10 @@ def test_the_python_of_a_page_runs(
 
 @pytest.fixture(scope="module")
 def demo_output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What scripts/demo prints, run where nothing else is."""
+    """What scripts/demo --full prints, run where nothing else is."""
     room = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/_demo.py")],
+        [sys.executable, str(ROOT / "scripts/_demo.py"), "--full"],
         env={**os.environ, "TMPDIR": str(room)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -170,12 +170,15 @@ def test_the_demo_loads_two_pipelines_that_share_what_is_equal(demo_output: str)
 
 @needs_cli
 def test_the_output_in_the_readme_is_that_of_the_demo(demo_output: str) -> None:
-    """Line by line; `...` stands for lines that are left out."""
+    """Line by line and in this order; `...` stands for lines that are left out."""
     if "freed at most" in demo_output:
         pytest.skip("root shares blocks on this filesystem instead of files")
-    _, text = next(blocks(ROOT / "README.md", "console"))
-    shown = [line for line in text.splitlines() if line != "..."]
-    assert not [line for line in shown if line not in demo_output.splitlines()]
+    rest = iter(demo_output.splitlines())
+    texts = [text.splitlines() for _, text in blocks(ROOT / "README.md", "console")]
+    with_output = [text for text in texts if not all(line.startswith("$") for line in text)]
+    shown = [line for text in with_output for line in text if line != "..."]
+    assert shown
+    assert not [line for line in shown if line not in rest]
 
 
 def terminal_commands(page: Path) -> Iterator[tuple[int, list[str]]]:

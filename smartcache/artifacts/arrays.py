@@ -69,7 +69,7 @@ def as_array(value: object) -> Array:
         array = convert(value)
     except Exception as error:  # whatever a foreign library raises
         reason = f"a {type(value).__qualname__} that does not become an array: {error}"
-        raise RefusedError(reason, hint="Make a numpy array of it first.") from error
+        raise RefusedError(reason, hint="Convert it to a numpy array first.") from error
     return array.view(np.ndarray)
 
 
@@ -107,7 +107,7 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 def _torch_node(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, str, bool]:
     name = torch_name(dtype)
     if name is None:
-        reason = f"a tensor of {dtype} cannot be kept: its scale is no part of its values"
+        reason = f"a tensor of {dtype} cannot be kept: its scale is not part of its values"
         raise RefusedError(reason, hint="Put tensor.dequantize(), or its int_repr() and scale.")
     spec = _spec("torch", name, tuple(shape))
     if len(_torch_nodes) >= CACHED:

@@ -290,8 +290,8 @@ class ArtifactSet:
             if is_there:
                 return value
             self.delete(key)
-            message = f"What was computed for {key} of {self.name} is not valid by its own rule"
-            raise ArtifactError(message, hint="Look at `validate` and at the computation.")
+            message = f"What was computed for {key} of {self.name} was refused by `validate`"
+            raise ArtifactError(message, hint="Check `validate` and the computation.")
 
     def _look(self, key: bytes, validate: Callable[[Sample], object] | None) -> tuple[bool, object]:
         """Return whether there is a valid artifact, and its value."""

@@ -95,7 +95,7 @@ class _Batch:
             rows = spec.rows(batch)
             if len(rows) < len(found):
                 message = f"The buffer for {name!r} has room for {len(rows)} of {len(found)}"
-                raise BatchShapeError(message, hint="Give a larger one, or none.")
+                raise BatchShapeError(message, hint="Pass a larger one, or none.")
             self.stacked[name] = _Field(spec, rows)
             self.result[name] = batch if len(rows) == len(found) else batch[: len(found)]  # type: ignore[index]
 
@@ -297,7 +297,7 @@ def _names(kinds: Sequence[Located]) -> list[Hashable]:
     first = kinds[0].layout
     for each in kinds:
         if each.layout.fields is None:
-            message = f"Artifact {key_text(each.key)} is no dict"
+            message = f"Artifact {key_text(each.key)} is not a dict"
             raise BatchShapeError(message, hint="Read it with get(key).")
         if each.layout is not first and each.layout.fields.keys() != (first.fields or {}).keys():
             odd = set(each.layout.fields) ^ set(first.fields or {})
@@ -305,7 +305,7 @@ def _names(kinds: Sequence[Located]) -> list[Hashable]:
                 f"Artifacts {key_text(kinds[0].key)} and {key_text(each.key)} have different"
                 f" fields: {', '.join(sorted(map(repr, odd)))}"
             )
-            raise BatchShapeError(message, hint="Read those of one kind in one batch.")
+            raise BatchShapeError(message, hint="Read artifacts with the same fields in one batch.")
     return list(first.fields or {})
 
 
@@ -344,7 +344,7 @@ def read_batch(
             found = engine.need(keys)
             return _read(_Batch(engine, found, out, pinned=pinned), threads)
     message = f"Artifacts of {engine.folder.name} are replaced faster than they can be read"
-    raise BatchShapeError(message, hint="Try again, or put all of one shape.")
+    raise BatchShapeError(message, hint="Try again, or give all of them one shape.")
 
 
 def _read(batch: _Batch, threads: int) -> dict[Any, object]:

@@ -221,7 +221,7 @@ class Counting(Locating):
             self._forget()
             writer.close()
             message = f"A pack of {self.folder.name} was removed while it was written"
-            hint = "What was put last is lost: put it again."
+            hint = "What was put last is lost. Put it again."
             raise ArtifactError(message, hint=hint, path=self.path) from error
         read_own(self.index, pack, group.end)
 

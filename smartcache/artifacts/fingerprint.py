@@ -92,7 +92,7 @@ class Fingerprint:
         except (ValueError, RecursionError) as error:
             raise SetFormatError(f"the fingerprint is malformed: {error}") from None
         if not isinstance(values, dict):
-            raise SetFormatError("the fingerprint is no dict")
+            raise SetFormatError("the fingerprint is not a dict")
         return cls(values)
 
     def differences(self, other: Fingerprint) -> list[Difference]:
@@ -138,7 +138,7 @@ def _copied(value: object, depth: int) -> object:
         return str(value)
     raise RefusedError(
         f"a {cls.__qualname__} cannot be part of a fingerprint",
-        hint="Put plain values; of an object those that the artifacts depend on.",
+        hint="Put plain values: those that the artifacts depend on.",
     )
 
 

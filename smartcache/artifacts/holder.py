@@ -27,7 +27,7 @@ from smartcache.store.holder import (
 )
 
 REBUILD: Final = "'smartcache artifacts verify --rebuild' makes an index again from the packs."
-COMPUTE: Final = "What is damaged counts as missing, and is computed again when it is asked for."
+COMPUTE: Final = "What is damaged counts as missing and is computed again when needed."
 
 
 def name_of(info: SetInfo) -> str:
@@ -151,7 +151,7 @@ def told(info: SetInfo, report: SetVerifyReport) -> PartReport:
     damage = []
     if not report.is_index_sound:
         damage.append(info.problem or "its index is damaged")
-    damage += [f"pack {number} is missing or no pack" for number in report.missing_packs]
+    damage += [f"pack {number} is missing or not a pack" for number in report.missing_packs]
     if report.damaged:
         some = "artifact is" if len(report.damaged) == 1 else "artifacts are"
         damage.append(f"{len(report.damaged):,} {some} damaged")

@@ -74,7 +74,7 @@ def check_key(key: object) -> bytes:
                 return b"\x01" + raw
     data = str.encode(key, "utf-8", "surrogatepass")
     if not 0 < len(data) <= LONGEST_KEY:
-        raise BadKeyError(f"a key of {len(data)} bytes: it has 1 to {LONGEST_KEY}", hint=_HINT)
+        raise BadKeyError(f"a key has 1 to {LONGEST_KEY} bytes, not {len(data)}", hint=_HINT)
     return b"\x02" + data
 
 
@@ -125,7 +125,7 @@ def _content_part(content: object) -> bytes:
     if out[0][:1] != b"A":
         name = type(content).__qualname__
         hint = "Content is bytes, an array, a tensor, a pathlib.Path, or a list of these."
-        raise RefusedError(f"a {name} is no content", hint=hint)
+        raise RefusedError(f"a {name} cannot be content", hint=hint)
     return out[0]
 
 

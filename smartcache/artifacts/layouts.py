@@ -158,7 +158,7 @@ class Cursor:
         try:
             return str(self.take(self.count()), "utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise LayoutError("a layout with a name that is no text") from None
+            raise LayoutError("a layout with a name that is not text") from None
 
     def number(self, fmt: str) -> int:
         """Take a place in the fixed part; return which."""

@@ -114,7 +114,7 @@ class Sample(Mapping[Any, object]):
         """Return a handle of a tensor: its shape and dtype are known, nothing is read."""
         node = self._fields()[name]
         if node.tensor is None:
-            message = f"{name!r} of artifact {self.key} is no tensor"
+            message = f"{name!r} of artifact {self.key} is not a tensor"
             raise ArtifactError(message, hint="Read it: sample[name].")
         return Handle(self, node.slot, name)
 
@@ -132,7 +132,7 @@ class Sample(Mapping[Any, object]):
     def _fields(self) -> Mapping[Hashable, Any]:
         fields = self._need().layout.fields
         if fields is None:
-            message = f"Artifact {self.key} is no dict"
+            message = f"Artifact {self.key} is not a dict"
             raise ArtifactError(message, hint="Read it: sample.value().")
         return fields
 

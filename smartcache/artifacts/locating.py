@@ -140,7 +140,7 @@ class Locating(ABC):
         try:
             digest, layout = self.layout(row.layout)
             if len(row.uids) != len(layout.tensors):
-                raise LayoutError(f"An artifact of {self.folder.name} has not the tensors it needs")
+                raise LayoutError(f"An artifact of {self.folder.name} lacks tensors it needs")
         except LayoutError as error:  # damage is a miss
             if row.seq not in self.damage:
                 self.damage.add(row.seq)

@@ -259,7 +259,7 @@ class ArtifactSets:
         found = _cut(found, over)
         left = over - sum(victim.size for _, victim in found)
         if max_size is not None and left > 0:
-            warnings.append("What may not be evicted is more than that: the bound is not reached")
+            warnings.append("What must not be evicted is larger than that: the limit is exceeded")
         return SetPlan(
             victims=tuple(self._set_victims(chosen, found)), warnings=tuple(warnings),
             _execute=lambda plan, progress: self._prune(found, plan, progress),

@@ -20,7 +20,7 @@ from smartcache.errors import BadSetNameError
 from smartcache.sizes import format_size
 from smartcache.store.layout import Layout
 
-MORE = "More comes back once more of a pack is dead: 'artifacts compact --force' does not wait."
+MORE = "More is freed once more of a pack is dead: 'artifacts compact --force' does not wait."
 _MOST_NAMED = 5
 _COLUMNS = (
     Column(title="SET", gives_way=True),
@@ -34,7 +34,7 @@ _REASONS = {
     "expired": "past their time",
     "unused": "not used for long",
     "over size": "over the size",
-    "dead": "room of what is gone",
+    "dead": "space of what is gone",
 }
 
 

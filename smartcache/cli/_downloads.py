@@ -37,7 +37,7 @@ _SUMS = (
 _MEANING: dict[Source, str] = {
     "present": "there already",
     "link": "in the store: linked, no time and no space",
-    "claim": "same size on this disk: taken if the hash is right",
+    "reuse": "same size on this disk: taken if the hash is right",
     "copy": "copied: from another disk or user, or where a link is not safe",
     "fetch": "not on this machine: comes from the Hub",
 }

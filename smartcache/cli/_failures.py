@@ -92,7 +92,7 @@ def _of_others(error: BaseException) -> tuple[str, str]:
         return "Out of memory", "Close other programs, or set SMARTCACHE_THREADS=1."
     if type(error).__module__ == "sqlite3":
         return f"The index cannot be used: {error}", "Run 'smartcache verify'."
-    hint = "This is a fault in smartcache: run it again with --debug and report what it prints."
+    hint = "This is a bug in smartcache: run it again with --debug and report what it prints."
     return f"{type(error).__name__}: {error}", hint
 
 
@@ -115,7 +115,7 @@ _SEE_WHERE = "Run it again with --debug to see where it happened."
 _PERMISSIONS = "Check the owner and mode of the file and its directory."
 _FULL = ("No space left", "'smartcache prune' frees what only smartcache holds.")
 _SYSTEM: dict[int, tuple[str, str]] = {
-    errno.ENOENT: ("No such file", "Check the path; a relative one counts from here."),
+    errno.ENOENT: ("No such file", "Check the path; relative paths start in the current folder."),
     errno.EACCES: ("Permission denied", _PERMISSIONS),
     errno.EPERM: ("Operation not permitted", _PERMISSIONS),
     errno.ENOTDIR: ("Not a directory", "A part of this path is a file: choose another place."),
@@ -130,8 +130,8 @@ _SYSTEM: dict[int, tuple[str, str]] = {
 def _interrupted(session: Session) -> None:
     try:
         done = session.set_right()
-        out.interrupted("Interrupted; what was finished stays, nothing is left half done.")
+        out.interrupted("Interrupted; what was finished stays, and nothing is left half done.")
         if done:
             out.talk(done)
     except (KeyboardInterrupt, SmartcacheError, OSError):
-        out.interrupted("Interrupted; the next run sets right what was left half done.")
+        out.interrupted("Interrupted; the next run cleans up what was left half done.")

@@ -36,7 +36,7 @@ def program(text: str) -> str:
     known = {_letters(each): each for each in PROGRAMS}
     if _letters(text) not in known:
         raise BadValueError(
-            f"no program is called {text!r}", hint=f"Known are {', '.join(PROGRAMS)}."
+            f"no program is called {text!r}", hint=f"The programs are {', '.join(PROGRAMS)}."
         )
     return known[_letters(text)]
 

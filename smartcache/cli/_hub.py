@@ -26,7 +26,7 @@ def cache_dirs_option(function: _F) -> _F:
     """Add --cache-dir: the HF caches to look at, in place of all that are known."""
     return click.option(
         "--cache-dir", "cache_dirs", type=FILE, multiple=True, metavar="DIR",
-        help="An HF cache to look at, in place of all that are known. Repeatable.",
+        help="Look at this HF cache instead of all known ones. Repeatable.",
     )(function)  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def words_for(error: BaseException) -> tuple[str, str] | None:
         if _library(kind) and kind.__name__ in _WORDS:
             return _WORDS[kind.__name__](error)
     if type(error) is OSError and str(error).startswith(_WRONG_SIZE):
-        hint = "Run it again; if it repeats, the server is wrong about the size of this file."
+        hint = "Run it again; if this happens again, the server has a wrong size for this file."
         return first_line(error), hint
     return None
 
@@ -90,7 +90,7 @@ def _address(error: BaseException) -> str:
 
 
 def _gated(error: BaseException) -> tuple[str, str]:
-    message = f"{_which(error)} is gated: the Hub gives it only to those who were granted access"
+    message = f"{_which(error)} is gated: the Hub gives it only to people with access"
     return message, f"Ask for access on the page of the repo, then log in: {_LOG_IN}."
 
 
@@ -124,7 +124,7 @@ def _not_here(error: BaseException) -> tuple[str, str]:
             "Unset HF_HUB_OFFLINE to ask the Hub; 'smartcache hub ls' shows what is here.",
         )
     reason = "" if cause is None else f" ({_reason(cause)})"
-    message = f"The Hub cannot be asked{reason}, and not all of the files are in the HF cache"
+    message = f"Cannot reach the Hub{reason}, and not all of the files are in the HF cache"
     return message, f"Check the connection, the proxy and HF_ENDPOINT. {_AGAIN}"
 
 
@@ -143,7 +143,7 @@ def _no_dry_run(error: BaseException) -> tuple[str, str]:
     known = None if cause is None else words_for(cause)
     if known is not None:
         return known
-    return "The Hub cannot be asked what it has", "Check the connection and HF_ENDPOINT."
+    return "Cannot reach the Hub", "Check the connection and HF_ENDPOINT."
 
 
 def _answer(error: BaseException) -> tuple[str, str]:
@@ -156,9 +156,9 @@ def _answer(error: BaseException) -> tuple[str, str]:
     if status in _REFUSED:
         return message, f"The token is wrong or lacks a permission: {_LOG_IN}."
     if status == _BUSY:
-        return message, f"Wait some minutes: the Hub limits requests. {_AGAIN}"
+        return message, f"Wait a few minutes: the Hub limits requests. {_AGAIN}"
     if status >= _BROKEN:
-        return message, f"The Hub has trouble; wait a while. {_AGAIN}"
+        return message, f"The Hub has a problem; wait a while. {_AGAIN}"
     return message, "Run it again with --debug to see what was asked."
 
 
@@ -168,12 +168,12 @@ def _no_answer(error: BaseException) -> tuple[str, str]:
 
 
 def _odd_metadata(error: BaseException) -> tuple[str, str]:
-    message = f"The Hub does not say what it has: {first_line(error)}"
-    return message, "Check HF_ENDPOINT and the proxy: the server is no Hub, or is broken."
+    message = f"The Hub did not say what it has: {first_line(error)}"
+    return message, "Check HF_ENDPOINT and the proxy: the server is broken or not a Hub."
 
 
 def _no_token(error: BaseException) -> tuple[str, str]:
-    return f"There is no token: {first_line(error)}", f"Log in: {_LOG_IN}."
+    return f"No token: {first_line(error)}", f"Log in: {_LOG_IN}."
 
 
 _WORDS: dict[str, Callable[[BaseException], tuple[str, str]]] = {

@@ -66,7 +66,7 @@ def stopping_soon() -> Iterator[None]:
     def hear(number: int, frame: FrameType | None) -> None:
         del number, frame
         signal.signal(signal.SIGINT, _end_at_once)
-        out.interrupted("Stopping; this may take some seconds. Ctrl-C again ends it at once.")
+        out.interrupted("Stopping; this may take a few seconds. Ctrl-C again stops at once.")
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, hear)
@@ -79,7 +79,7 @@ def stopping_soon() -> Iterator[None]:
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     del number, frame
-    out.interrupted("Interrupted; the next run sets right what was left half done.", at_once=True)
+    out.interrupted("Interrupted; the next run cleans up what was left half done.", at_once=True)
     os._exit(INTERRUPTED)
 
 

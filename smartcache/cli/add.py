@@ -52,7 +52,7 @@ class Added:
     examples=(
         ("smartcache add model.safetensors", "a copy of it, pinned"),
         ("smartcache add --adopt -r ~/ComfyUI/models", "the files become the blobs, in place"),
-        ("smartcache add --move big.ckpt", "it leaves its place; 'smartcache undo' brings it back"),
+        ("smartcache add --move big.ckpt", "the file moves; 'smartcache undo' brings it back"),
         ("smartcache link $(smartcache add -q a.gguf) b.gguf", "the digest for another command"),
     ),
 )
@@ -62,14 +62,14 @@ class Added:
 )
 @click.option(
     "--adopt", "how", flag_value="adopt",
-    help="Let the file itself be the blob: no room is needed, it stays in its place, read-only.",
+    help="Let the file itself be the blob: it needs no space and stays where it is, read-only.",
 )  # fmt: skip
-@click.option("--move", "how", flag_value="move", help="Take the file away from its place.")
+@click.option("--move", "how", flag_value="move", help="Move the file into the store.")
 @click.option(
     "--make-volume", is_flag=True,
-    help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache).",
+    help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache-UID).",
 )  # fmt: skip
-@click.option("-r", "--recursive", is_flag=True, help="Take the files in folders too.")
+@click.option("-r", "--recursive", is_flag=True, help="Also add the files in folders.")
 @click.option(
     "--pin", "pin", metavar="NAME", help=f'Keep it under this name; for copies "{DEFAULT_PIN}".'
 )
@@ -89,8 +89,8 @@ def add_command(
 ) -> None:
     """Bring files into the store.
 
-    What the store has already takes no room again. Copies are pinned, so that prune leaves them
-    alone; an adopted file needs no pin, it holds its bytes itself.
+    What the store already has takes no more space. Copies are pinned, so that prune leaves them
+    alone; an adopted file needs no pin, because it holds its bytes itself.
     """
     session = ctx.ensure_object(Session)
     _refuse_bad_pins(how, pin, no_pin=no_pin)
@@ -118,7 +118,7 @@ def add_command(
 
 def _refuse_bad_pins(how: How, pin: str | None, *, no_pin: bool) -> None:
     if pin is not None and no_pin:
-        raise BadUsageError("--pin and --no-pin exclude each other", hint="Leave one out.")
+        raise BadUsageError("--pin and --no-pin cannot be used together", hint="Leave one out.")
     if how == "move" and no_pin:
         message = "--no-pin cannot be used with --move"
         raise BadUsageError(

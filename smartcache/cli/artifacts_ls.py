@@ -46,7 +46,7 @@ _LONG_AGO = datetime.fromtimestamp(0, UTC)
 @command(
     "ls",
     examples=(
-        ("smartcache artifacts ls", "all sets by name, and what tells those of one name apart"),
+        ("smartcache artifacts ls", "all sets by name, and how those of one name differ"),
         ("smartcache artifacts ls sdxl-latents", "those of one name"),
         ("smartcache artifacts ls --sort size --limit 5", "the largest"),
         ('smartcache artifacts rm $(smartcache artifacts ls -q --filter "used>90d")', "ids for rm"),
@@ -55,13 +55,13 @@ _LONG_AGO = datetime.fromtimestamp(0, UTC)
 @click.argument("words", nargs=-1, metavar="[NAME]...")
 @click.option(
     "--filter", "tests", type=_FIELDS.condition, multiple=True, metavar="EXPR",
-    help="Only those for which it holds: name, size, live, artifacts, used, created.",
+    help="Only those that match: name, size, live, artifacts, used, created.",
 )  # fmt: skip
 @click.option(
     "--sort", type=_FIELDS.order, default="name", metavar="KEY[:DIR]", show_default=True,
     help="By name, size, live, artifacts, used or created; :asc or :desc.",
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many.")
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most N.")
 @click.pass_obj
 def ls_command(
     session: Session,
@@ -71,11 +71,11 @@ def ls_command(
     sort: tuple[str, bool],
     limit: int | None,
 ) -> None:
-    """List the sets of artifacts, and what tells sets of one name apart.
+    """List the sets of artifacts, and how sets of one name differ.
 
-    A set belongs to a name and a fingerprint: what its artifacts depend on. LIVE are the records
-    that are wanted, ON DISK all packs, with what is dead in them. Of sets of one name, each is
-    compared with the one that was used last.
+    A set belongs to a name and a fingerprint: what its artifacts depend on. LIVE is what can
+    still be read, ON DISK all packs, with what is dead in them. Sets of one name are each compared
+    with the one that was used last.
     """
     with all_sets(session) as sets:
         infos = chosen(sets, words)
@@ -96,7 +96,7 @@ def ls_command(
 
 def _show(rows: Sequence[SetInfo], *, is_any: bool) -> None:
     if not rows:
-        out.line("No set is like that." if is_any else "There are no artifacts.")
+        out.line("No set matches." if is_any else "There are no artifacts.")
         return
     out.table(_COLUMNS, map(_cells, rows))
     for info, other, differences in _compared(rows):

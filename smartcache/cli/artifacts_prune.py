@@ -39,7 +39,7 @@ from smartcache.sizes import format_size
     "--max-size", type=size, metavar="SIZE",
     help="Evict the least recently used until all that is live fits.",
 )  # fmt: skip
-@click.option("--unused-for", type=age, metavar="AGE", help="Evict what was not used since.")
+@click.option("--unused-for", type=age, metavar="AGE", help="Evict what was not used for so long.")
 @asks
 @click.pass_context
 def prune_command(
@@ -53,8 +53,8 @@ def prune_command(
 ) -> None:
     """Evict old artifacts, and free what is expired or dead.
 
-    Of these sets, or of all. Without options nothing goes that anybody could still ask for. Pinned
-    artifacts, those being computed, and sets that are not evictable stay in any case.
+    In these sets, or in all. Without options, only what nobody can ask for any more is removed.
+    Pinned artifacts, those being computed, and sets that are not evictable always stay.
     """
     with all_sets(ctx.ensure_object(Session)) as sets:
         infos = chosen(sets, words)
@@ -83,23 +83,23 @@ def prune_command(
     ),
 )
 @click.argument("words", nargs=-1, metavar="[SET]...")
-@click.option("--force", is_flag=True, help="Also packs of which little is dead.")
+@click.option("--force", is_flag=True, help="Also packs with little to free.")
 @never_asks
 @click.pass_context
 def compact_command(
     ctx: click.Context, *, words: tuple[str, ...], force: bool, dry_run: bool
 ) -> None:
-    """Give back the room of artifacts that are gone.
+    """Free the space of artifacts that are gone.
 
-    What is wanted is copied to a new pack, then the old one goes: that needs room for the copy, and
-    disturbs nobody who reads or writes meanwhile. No artifact is lost by it.
+    What is still needed is copied to a new pack, then the old one is removed. That needs space for
+    the copy and does not disturb programs that read or write meanwhile. No artifact is lost.
     """
     with all_sets(ctx.ensure_object(Session)) as sets:
         plan = plan_compact(chosen(sets, words), force=force)
         for warning in plan.warnings:
             out.warn(warning)
         result = plan.execute(bars) if plan.victims and not dry_run else None
-        more = "" if force else " (--force: also packs of which little is dead)"
+        more = "" if force else " (--force: also packs with little to free)"
         _show(plan, result, dry_run=dry_run, nothing=f"Nothing is worth compacting{more}.")
     if plan.warnings or (result is not None and result.problems):
         ctx.exit(FAILED)

@@ -41,8 +41,8 @@ def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes
     """Remove whole sets, or artifacts of one.
 
     A NAME stands for all sets of that name; an ID or NAME/ID (at least 4 characters of it) for one.
-    Words behind it are keys of its artifacts; further sets are written whole, NAME/ID as 'artifacts
-    ls -q' prints them. What is removed can only be computed again.
+    Words after it are keys of its artifacts; further sets are written in full, NAME/ID as
+    'artifacts ls -q' prints them. What is removed can only be computed again.
     """
     with all_sets(ctx.ensure_object(Session)) as sets:
         plan, keys_of = _plan(sets, words)
@@ -80,7 +80,7 @@ def _plan(sets: ArtifactSets, words: tuple[str, ...]) -> tuple[SetPlan, SetInfo 
         return sets.plan_remove(chosen(sets, words)), None
     if any(are_sets):
         word = rest[are_sets.index(True)]
-        message = f"{word!r} is a set, but not all words behind {first!r} are"
+        message = f"{word!r} is a set, but not all words after {first!r} are"
         raise BadUsageError(message, hint="Name one set and keys, or sets whole: NAME/ID.")
     info = one(sets, first)
     return plan_delete(info, rest), info

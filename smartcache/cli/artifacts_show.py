@@ -131,12 +131,12 @@ def _about(info: SetInfo) -> Iterator[list[str]]:
     yield ["  bound", bound if options.evictable else f"{bound}; nothing is evicted"]
     ttl = None if options.ttl is None else format_age(timedelta(seconds=options.ttl))
     yield ["  time to live", ttl or "for ever"]
-    yield ["  a put survives", "power loss" if options.durable else "the death of its process"]
+    yield ["  a put survives", "power loss" if options.durable else "a crash of its process"]
 
 
 def _figures(stats: SetStats) -> Iterator[list[str]]:
     yield ["  artifacts", f"{stats.artifacts:,}", f"{stats.pinned:,} of them pinned"]
-    yield ["  live", format_size(stats.live), "records that are wanted"]
+    yield ["  live", format_size(stats.live), "what can still be read"]
     yield ["  on disk", format_size(stats.on_disk), f"in {counted(stats.packs, 'pack')}"]
     yield ["  dead", format_size(stats.dead), "what is gone, and layouts"]
     yield ["  saved", format_size(stats.saved), "by keeping equal tensors once"]

@@ -28,11 +28,11 @@ from smartcache.store.holder import HolderReport
     examples=(
         ("smartcache artifacts verify", "reads every artifact of every set"),
         ("smartcache artifacts verify sdxl-latents", "of these sets only"),
-        ("smartcache artifacts verify --rebuild", "an index is damaged: make it from the packs"),
+        ("smartcache artifacts verify --rebuild", "an index is damaged: rebuild it from the packs"),
     ),
 )
 @click.argument("words", nargs=-1, metavar="[SET]...")
-@click.option("--rebuild", is_flag=True, help="Make the index again from the packs first.")
+@click.option("--rebuild", is_flag=True, help="Rebuild the index from the packs first.")
 @asks
 @click.pass_context
 def verify_command(
@@ -40,8 +40,8 @@ def verify_command(
 ) -> None:
     """Read everything again and compare it with its checksums.
 
-    A damaged artifact counts as missing from then on, and is named: it is computed again when it is
-    asked for. Exits with 3 if damage was found. --rebuild forgets when artifacts were last used;
+    A damaged artifact is named and counts as missing from then on: it is computed again when it is
+    needed. Exits with 3 if damage was found. --rebuild forgets when artifacts were last used;
     it brings back nothing that was deleted or replaced, and asks first.
     """
     if dry_run and not rebuild:
@@ -85,7 +85,7 @@ def _rebuild(
             out.warn(f"{label(info)}: its index was not made again: {error}")
             continue
         for number in found.unreadable:
-            out.warn(f"{label(info)}: {number:08}.pack is no pack of this set, and is left alone")
+            out.warn(f"{label(info)}: {number:08}.pack is not a pack of this set and is left alone")
     return rebuilt, failed
 
 

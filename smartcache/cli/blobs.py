@@ -47,7 +47,7 @@ _DIGESTS = click.argument("digests", metavar="DIGEST...", nargs=-1, required=Tru
 @click.argument("path", type=FILE)
 @click.option(
     "--kind", type=click.Choice(KINDS), default="auto", show_default=True,
-    help="auto: a hard link or reflink where that works, else a copy.",
+    help="auto: a hard link or reflink where possible, else a copy.",
 )  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Replace the file at PATH.")
 @never_asks
@@ -58,8 +58,8 @@ def link_command(
     """Put a blob at a path.
 
     Small files and those that programs edit in place (json, txt, yaml, ...) are copied, unless a
-    kind is asked for. A hard link is read-only, like the blob it is. What only a shared store has
-    is copied from there into yours first; give its whole digest or sha256.
+    kind is asked for. A hard link is read-only, like the blob. What only a shared store has is
+    first copied from there into yours; give its whole digest or sha256.
     """
     with session.store() as store:
         blob, origin = _wanted(store, digest, dry_run=dry_run)
@@ -149,20 +149,20 @@ def pin_command(session: Session, *, digests: tuple[str, ...], name: str, dry_ru
 @command(
     "unpin",
     examples=(
-        ("smartcache unpin 3fa9c41be27d", "end all pins of a blob"),
+        ("smartcache unpin 3fa9c41be27d", "remove all pins of a blob"),
         ("smartcache unpin $(smartcache ls -q --filter pin=favourites) --name favourites", "a pin"),
     ),
 )
 @_DIGESTS
-@click.option("--name", help="End only the pin of this name.")
+@click.option("--name", help="Remove only the pin of this name.")
 @never_asks
 @click.pass_obj
 def unpin_command(
     session: Session, *, digests: tuple[str, ...], name: str | None, dry_run: bool
 ) -> None:
-    """End pins.
+    """Unpin blobs.
 
-    The blobs stay until `smartcache prune` frees what nobody holds.
+    The blobs stay until `smartcache prune` frees what nothing holds.
     """
     with session.store() as store:
         found = [pair for text in digests for pair in holders(store, text)]
@@ -207,15 +207,15 @@ def _show_pins(
     ),
 )
 @_DIGESTS
-@click.option("--now", is_flag=True, help="For good: not to the trash, and not to be undone.")
+@click.option("--now", is_flag=True, help="Remove for good, without the trash: no undo.")
 @asks
 @click.pass_obj
 def rm_command(
     session: Session, *, digests: tuple[str, ...], now: bool, dry_run: bool, yes: bool
 ) -> None:
-    """Remove blobs that nobody holds.
+    """Remove blobs that nothing holds.
 
-    They go to the trash, from where `smartcache undo` brings them back; `smartcache prune` empties
+    They go to the trash, and `smartcache undo` brings them back; `smartcache prune` empties
     it. Files outside the store that share the bytes stay as they are.
     """
     with session.store() as store:
@@ -246,7 +246,7 @@ def _refuse_held(store: Store, blob: Blob) -> None:
     if not names:
         return
     is_pin = any(owner.kind == "pin" for owner, _ in store.holders_of(blob))
-    hint = f"End the pin with 'smartcache unpin {short(blob.digest)}' first." if is_pin else None
+    hint = f"Unpin it first with 'smartcache unpin {short(blob.digest)}' first." if is_pin else None
     message = f"{short(blob.digest)} is held by {', '.join(names)}; nothing was removed"
     raise BlobInUseError(message, hint=hint, digest=blob.digest, holders=names)
 
@@ -316,7 +316,7 @@ def publish_command(session: Session, *, off: bool, dry_run: bool, yes: bool) ->
 
     Nobody else can write, and nothing but blobs can be read. Others name the store in their
     settings (shared_stores) and get verified copies of what they need instead of downloads. A file
-    that was closed to others stays so. What comes later is published too.
+    that others cannot read stays private. What is added later is published too.
     """
     with session.store() as store:
         if off:

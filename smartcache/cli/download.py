@@ -106,7 +106,7 @@ def download_command(
 
     First the plan is shown. A file is "present" if it is where it is wanted. Else it is taken from
     the store ("link"), or from a file anywhere on this machine that has its size, once the hash of
-    that file is known to be right ("claim"; "copy" if it lies on another disk). Only the rest comes
+    that file is known to be right ("reuse"; "copy" if it lies on another disk). Only the rest comes
     from the Hub ("fetch"). Every large file is compared with the hash that the Hub announces.
     """
     session = ctx.ensure_object(Session)

@@ -37,7 +37,7 @@ _STREAM = Path("-")
 @click.argument("words", metavar="REPO[@REV]...", nargs=-1, required=True)
 @click.argument("destination", metavar="DIR|FILE.tar", type=FILE)
 @click.option("--repo-type", help="What REPO is if it does not say: model, dataset, space.")
-@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @cache_dirs_option
 @never_asks
 @click.pass_context
@@ -55,8 +55,8 @@ def export_command(
 
     For a machine without network: 'smartcache hub import' brings them into its HF cache. REV is a
     branch, a tag, a commit or the beginning of one; without it, all revisions are exported. Every
-    byte is hashed on the way; a damaged file ends the export, and nothing is left. A name that ends
-    in .tar becomes a tar file, any other a folder; - is the standard output.
+    byte is hashed on the way; a damaged file ends the export, and nothing is left behind. A name
+    that ends in .tar becomes a tar file, any other a folder; - is the standard output.
     """
     from smartcache.hub.exporting import Wanted, plan_export
 
@@ -94,7 +94,7 @@ def _refuse_stream() -> None:
         raise BadUsageError("The bundle and the report cannot both go to stdout.", hint=hint)
     if sys.stdout.isatty():
         hint = "Pipe it into another program, or name a file."
-        raise BadUsageError("A bundle is nothing for a terminal.", hint=hint)
+        raise BadUsageError("A bundle cannot be written to a terminal.", hint=hint)
 
 
 def _write(plan: ExportPlan, path: Path | None, *, force: bool) -> None:

@@ -27,18 +27,18 @@ _STREAM = Path("-")
         ("smartcache hub import bundle", "a folder"),
         ("smartcache hub import /media/usb/bundle.tar", "a tar file"),
         ("smartcache hub import --dry-run bundle", "what is new in it"),
-        ("smartcache hub import --update-refs bundle.tar", "branches say what the bundle says"),
+        ("smartcache hub import --update-refs bundle.tar", "move branches to the bundle's commits"),
     ),
 )
 @click.argument("bundle", metavar="DIR|FILE.tar", type=FILE)
 @click.option("--cache-dir", type=FILE, metavar="DIR", help="The HF cache.  [default: the Hub's]")
 @click.option(
     "--update-refs", is_flag=True,
-    help="Move branches and tags that are here at another commit; else they stay.",
+    help="Move branches and tags that are at another commit here, instead of keeping them.",
 )  # fmt: skip
 @click.option(
     "--force", is_flag=True,
-    help="Replace files of the HF cache that are damaged or were edited; else nothing is done.",
+    help="Replace damaged or edited files of the HF cache, instead of stopping.",
 )  # fmt: skip
 @never_asks
 @click.pass_obj
@@ -53,16 +53,16 @@ def import_command(
 ) -> None:
     """Bring exported repos into the HF cache, verified.
 
-    What the cache or the store has already is not read again. Every byte is hashed before it gets
-    its name, and branches move last: programs see whole repos or none. Interrupted, the same
-    command goes on. - is the standard input.
+    What the cache or the store already has is not read again. Every byte is hashed before a file
+    gets its name, and branches move last: programs see whole repos or none. If it is interrupted,
+    run the same command again to continue. - is the standard input.
     """
     from smartcache.hub.importing import plan_import
     from smartcache.hub.tree import default_cache_dir
 
     place = sys.stdin.buffer if bundle == _STREAM else bundle
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    session.how_far = lambda _: "What has arrived is kept; the same command goes on."
+    session.how_far = lambda _: "What has arrived is kept; run the same command again to continue."
     with (
         session.store(create=True) as store,
         plan_import(

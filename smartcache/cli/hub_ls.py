@@ -90,7 +90,7 @@ def order(text: str) -> tuple[str, bool]:
     key, _, direction = text.partition(":")
     if key not in (*_SIZES, *_TIMES, _NAME) or direction not in ("", "asc", "desc"):
         keys = ", ".join((*_SIZES, *_TIMES, _NAME))
-        hint = f"Write {keys}, with :asc or :desc behind it if you like."
+        hint = f"Write {keys}, with :asc or :desc after it if you like."
         raise BadValueError(f"not a sort key: {text!r}", hint=hint)
     return key, direction == "desc" if direction else key != _NAME
 
@@ -99,21 +99,21 @@ def order(text: str) -> tuple[str, bool]:
     "ls",
     examples=(
         ("smartcache hub ls", "all repos by name, and what each shares"),
-        ("smartcache hub ls --sort own --limit 10", "those that take most room for themselves"),
-        ('smartcache hub ls --filter "accessed>90d" --filter type=model', "long unused models"),
+        ("smartcache hub ls --sort own --limit 10", "those that take the most space of their own"),
+        ('smartcache hub ls --filter "accessed>90d" --filter type=model', "models unused for long"),
         ('smartcache hub rm $(smartcache hub ls -q --filter "own>50GB")', "ids for rm"),
     ),
 )
 @click.option("--revisions", is_flag=True, help="Show every revision of every repo.")
 @click.option(
     "--filter", "tests", type=condition, multiple=True, metavar="EXPR",
-    help="Only those for which it holds: size, own, shared, accessed, modified, type, refs.",
+    help="Only those that match: size, own, shared, accessed, modified, type, refs.",
 )  # fmt: skip
 @click.option(
     "--sort", type=order, default=_NAME, metavar="KEY[:DIR]", show_default=True,
     help="By name, size, own, shared, accessed or modified; :asc or :desc.",
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many.")
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most N.")
 @cache_dirs_option
 @click.pass_obj
 def ls_command(
@@ -127,9 +127,9 @@ def ls_command(
 ) -> None:
     """List the repos in HF caches with their own and shared bytes.
 
-    SIZE counts every file by its name, as 'hf cache ls' does. OWN are the disk blocks that only
-    this repo (and smartcache) has: they come back with 'hub rm'. SHARED has other names too:
-    another repo, a folder, another program.
+    SIZE counts every file by its name, as 'hf cache ls' does. OWN is the disk space that only
+    this repo (and smartcache) has: 'hub rm' frees it. SHARED has other names too: another repo,
+    a folder, another program.
     """
     with stores_if_any(session) as stores:
         repos = scan_caches(hf_caches(cache_dirs, stores))
@@ -183,7 +183,7 @@ def _ids(repos: list[CachedRepo], rows: list[Row]) -> list[str]:
 
 def _show(census: Census, rows: list[Row], *, revisions: bool) -> None:
     if not rows:
-        out.line("No repo is cached." if not census.repos else "No repo is like that.")
+        out.line("No repo is cached." if not census.repos else "No repo matches.")
         return
     several = len({row.repo.cache_dir for row in rows}) > 1
     columns = [
@@ -218,8 +218,8 @@ def _say_totals(census: Census, rows: list[Row]) -> None:
     if total.in_store:
         blobs = format_size(total.in_store)
         out.talk(
-            f"{blobs} of that are blobs of the store too: 'hub rm' lets go of what nobody else "
-            "has; removed otherwise, it comes back with 'smartcache prune'."
+            f"{blobs} of that is in the store too, and 'hub rm' removes it from both; if you "
+            "delete repos another way, run 'smartcache prune' afterwards."
         )
     unfinished = [repo.names[name].size for repo in chosen for name in repo.incomplete]
     if unfinished:

@@ -47,11 +47,11 @@ _COLUMNS = (
 def mapping_command(ctx: click.Context, *, output: Path | None, source: Path | None) -> None:
     """Print or read {sha256: path} of everything known.
 
-    That is every blob and every file of a known folder whose sha256 was computed and which has not
-    changed since. Files that are imported are read, never changed, and downloads know them then.
+    That is every blob and every file of a known folder whose sha256 was computed and that has not
+    changed since. Imported files are read, never changed; downloads can then use them.
     """
     if output is not None and source is not None:
-        raise BadUsageError("--output and --import exclude each other", hint="Give one.")
+        raise BadUsageError("--output and --import cannot be used together", hint="Give one.")
     session = ctx.ensure_object(Session)
     if source is not None:
         with session.store(create=True) as store:

@@ -52,11 +52,11 @@ def rm_command(
     dry_run: bool,
     yes: bool,
 ) -> None:
-    """Remove repos or revisions, and say what that truly frees.
+    """Remove repos or revisions, and say what that really frees.
 
-    Freed are the disk blocks of files whose last name goes: what another repo, a folder or a pin
-    has too, stays. Blobs that the store held for these revisions alone go with them. With its last
-    revision a repo goes as a whole. This cannot be undone, only downloaded again.
+    Only files whose last name is removed free their disk space: what another repo, a folder or a
+    pin also has stays. Blobs that the store held only for these revisions are removed too. A repo
+    is removed with its last revision. There is no undo; you would have to download it again.
     """
     session = ctx.ensure_object(Session)
     with stores_if_any(session) as stores:

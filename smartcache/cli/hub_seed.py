@@ -42,7 +42,7 @@ def seed_command(
     """Fill huggingface_hub's shared blob store with links to blobs.
 
     Programs that know nothing of smartcache then find these files and do not download them. Links
-    take no space; 'smartcache undo' takes them away again. Blobs whose xet hash is not known are
+    take no space; 'smartcache undo' removes them again. Blobs whose xet hash is not known are
     hashed first, at 1-2 GB/s, once.
     """
     with ctx.ensure_object(Session).store() as store:
@@ -91,7 +91,7 @@ def _say(plan: SeedPlan, result: SeedResult | None) -> None:
         out.talk(f"Would link {_summary(plan)}.")
     else:
         linked = counted(len(_digests(plan, result)), "blob")
-        more = f": clients find {format_size(result.size)} more" if result.seeded else ""
+        more = f": programs find {format_size(result.size)} more" if result.seeded else ""
         out.line(f"Linked {linked}{more}.")
         there += result.done + result.present
     if there:

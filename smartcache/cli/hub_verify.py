@@ -31,7 +31,7 @@ _MOST_SHOWN = 20
         ("smartcache hub verify", "every file of every repo, offline; the second time is quick"),
         ("smartcache hub verify org/name dataset/org/data", "these only"),
         ("smartcache hub verify --full", "hashes again what is remembered"),
-        ("smartcache hub verify --repair", "takes damaged files away, for the next download"),
+        ("smartcache hub verify --repair", "moves damaged files away, for a new download"),
     ),
 )
 @click.argument("repos", nargs=-1, metavar="[REPO...]")
@@ -53,13 +53,13 @@ def verify_command(
     """Compare the files of repos with the hashes the Hub announced.
 
     The hashes are known from the names of blobs, from the listings huggingface_hub keeps, and from
-    the index; the network is not used. No file is changed unless --repair is given: then damaged
-    files move to bad/ of the store and the pointers to them go. Half-made files of downloads that
-    were killed are removed. Exits with 3 if damage was found.
+    the index; the network is not used. No file is changed without --repair, which moves damaged
+    files to bad/ of the store and removes the pointers to them. Half-made files of killed downloads
+    are removed. Exits with 3 if damage was found.
     """
     session = ctx.ensure_object(Session)
     if dry_run and not repair:
-        raise BadUsageError("--dry-run is for --repair", hint="Verify without it changes no file.")
+        raise BadUsageError("--dry-run is for --repair", hint="Verify alone changes no file.")
     with session.store(create=True) as store:
         everything = scan_caches(hf_caches(cache_dirs, list(store.stores())))
         wanted = _wanted(everything, repos)
@@ -114,7 +114,7 @@ def _show(findings: list[Finding], *, as_talk: bool = False) -> None:
         out.line(f"  {where} {what}: {MEANINGS[each.kind]}", as_talk=as_talk)
         if each.expected and each.actual is not None and each.algorithm:
             text = f"{each.algorithm} {short(each.expected)}, not {short(each.actual)}"
-            out.line(f"    announced is {text}", as_talk=as_talk)
+            out.line(f"    announced was {text}", as_talk=as_talk)
     if findings[_MOST_SHOWN:]:
         out.line(f"  ... and {len(findings) - _MOST_SHOWN:,} more; --json has all", as_talk=as_talk)
 

@@ -24,20 +24,20 @@ from smartcache.store.store import Store
     "ls",
     examples=(
         ("smartcache ls", "all blobs, the largest first"),
-        ("smartcache ls --sort used:asc --limit 10", "the ten that were not used for longest"),
-        ('smartcache ls --filter "size>1GB" --filter pinned=no', "large ones that nobody pinned"),
+        ("smartcache ls --sort used:asc --limit 10", "the ten unused for longest"),
+        ('smartcache ls --filter "size>1GB" --filter pinned=no', "large ones that are not pinned"),
         ('smartcache rm $(smartcache ls -q --filter "used>90d")', "ids for another command"),
     ),
 )
 @click.option(
     "--filter", "tests", type=condition, multiple=True, metavar="EXPR",
-    help="Only blobs for which it holds: size, used, added, links, pinned, pin. Repeatable.",
+    help="Only blobs that match: size, used, added, links, pinned, pin. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--sort", type=order, default="size", metavar="KEY[:DIR]", show_default=True,
     help="By size, added, used or digest; :asc or :desc.",
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most so many.")
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most N.")
 @click.option("-v", "--verbose", is_flag=True, help="All hashes, links and holders of each.")
 @click.pass_obj
 def ls_command(
@@ -160,7 +160,7 @@ def _document(found: Found, *, verbose: bool) -> dict[str, object]:
 def dir_command(session: Session, *, verbose: bool) -> None:
     """Print where the store is.
 
-    Nothing is made or opened: it may not exist yet. Of a store that was moved, the new place is
+    Nothing is made or opened: the store may not exist yet. If it was moved, the new place is
     printed.
     """
     from smartcache.config import config_file

@@ -28,12 +28,12 @@ _MOST_SHOWN = 10
         ("smartcache verify", "seconds: sizes, times and modes; hashes only what looks odd"),
         ("smartcache verify --full", "hashes every blob again"),
         ("smartcache verify --full --repair", "brings damaged blobs back from other copies"),
-        ("smartcache verify --rebuild", "the index is lost or damaged: make it from the blobs"),
+        ("smartcache verify --rebuild", "the index is lost or damaged: rebuild it from the blobs"),
     ),
 )
 @click.option("--full", is_flag=True, help="Hash every blob again.")
-@click.option("--repair", is_flag=True, help="Heal from links outside and from other volumes.")
-@click.option("--rebuild", is_flag=True, help="Make the index again from what is on the disk.")
+@click.option("--repair", is_flag=True, help="Repair from links outside and other volumes.")
+@click.option("--rebuild", is_flag=True, help="Rebuild the index from what is on the disk.")
 @asks
 @click.pass_context
 def verify_command(
@@ -43,11 +43,11 @@ def verify_command(
 
     Damaged blobs go to bad/ and are named; their files outside the store stay as they are. Exits
     with 3 if something is damaged or missing that was not healed. Only --rebuild asks first.
-    Of artifact sets the index and the sizes of packs are checked, with --full every artifact.
+    For artifact sets, the index and the sizes of packs are checked; with --full, every artifact.
     """
     session = ctx.ensure_object(Session)
     if dry_run and not rebuild:
-        raise BadUsageError("--dry-run is for --rebuild", hint="Verify without it changes no file.")
+        raise BadUsageError("--dry-run is for --rebuild", hint="Verify alone changes no file.")
     rebuilt: int | None = None
     if rebuild and session.has_store():
         rebuilt = _rebuild(session, dry_run=dry_run, yes=yes)
@@ -77,9 +77,7 @@ def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
     root = follow(home)
     if dry_run:
         return _count_blobs(root)
-    question = (
-        "Make the index again? Owners may be missing from it: prune will refuse until a scan."
-    )
+    question = "Rebuild the index? Owners may be missing from it: prune will refuse until a scan."
     out.confirm(question, yes=yes)
     session.opened_root = root
     volume = replace_damaged_index(root, session.settings, on_wait=out.wait)
@@ -153,7 +151,7 @@ def _say(
         _say_differences(report)
         if report.has_damage:
             advice = "Get the files again" if repair else "Try 'smartcache verify --repair'"
-            out.talk(f"Damage was found. {advice}: what was known of the blobs is kept.")
+            out.talk(f"Damage was found. {advice}: what was known about the blobs is kept.")
         elif not (report.healed or report.dead_links or report.unindexed or report.stray):
             out.line("No damage was found.")
     for each in held:
@@ -168,9 +166,9 @@ def _say_differences(report: VerifyReport) -> None:
     _name("damaged, moved to bad/", [short(digest) for digest in report.damaged])
     _name("missing", [short(digest) for digest in report.missing])
     _name("healed", [short(digest) for digest in report.healed])
-    _name("writable, set back to read-only", [short(digest) for digest in report.writable])
-    _name("found without a row in the index", [short(digest) for digest in report.unindexed])
-    _name("of no known kind among the blobs, left alone", [str(path) for path in report.stray])
+    _name("writable, made read-only again", [short(digest) for digest in report.writable])
+    _name("not in the index", [short(digest) for digest in report.unindexed])
+    _name("of unknown kind among the blobs, left alone", [str(path) for path in report.stray])
     _name("links that are gone", [str(path) for path in report.dead_links])
 
 

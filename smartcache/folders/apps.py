@@ -137,7 +137,7 @@ class _Search:
             path = os.path.expandvars(os.path.expanduser(text))
             if os.path.isabs(path):
                 return Path(path)
-        self.warn(f"{source} is ignored, because it is no absolute path: {text!r:.200}")
+        self.warn(f"{source} is ignored, because it is not an absolute path: {text!r:.200}")
         return None
 
     def add_root(self, program: Program, root: Path, found_by: str) -> None:

@@ -75,9 +75,9 @@ class Arrivals:
             ((name, wanted),) = planned.file.announced.items()
             message = (
                 f"{planned.file.path} has {name} {getattr(error, 'found', 'unknown')}, "
-                f"but {wanted} was announced; what came is kept as {kept}"
+                f"but {wanted} was announced; what arrived is kept as {kept}"
             )
-            hint = "Run the download again; if it repeats, the file on the Hub is damaged."
+            hint = "Run the download again; if this happens again, the file on the Hub is damaged."
             raise DigestMismatchError(
                 message, hint=hint, path=planned.file.path, kept=kept
             ) from error
@@ -233,7 +233,7 @@ def count_wrong(store: Store, target: Target) -> None:
             count = wrong_count(store, target) + 1
             store.volume.index.set_note(_wrong_key(target), str(count))
     except StoreError as error:  # a full disk: that the bytes go away matters more
-        _log.warning("others are not told that %s has wrong bytes: %s", target.repo, error)
+        _log.warning("could not record that %s has wrong bytes: %s", target.repo, error)
 
 
 def _wrong_key(target: Target) -> str:

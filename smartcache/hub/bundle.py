@@ -151,7 +151,7 @@ def decode(text: bytes) -> Manifest:
     try:
         document = json.loads(text, object_pairs_hook=_unique)
         if _item(document, "format") != _FORMAT:
-            raise ValueError("it is none of smartcache")
+            raise ValueError("it was not written by smartcache")
         version = _item(document, "format_version")
         if version != _VERSION:
             message = f"The bundle has format {version!r}; this smartcache reads {_VERSION}"
@@ -166,7 +166,7 @@ def decode(text: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         if isinstance(error, BundleError):
             raise
-        reason = str(error) if type(error) is ValueError else "it is no readable JSON"
+        reason = str(error) if type(error) is ValueError else "it is not readable JSON"
         raise BundleError(f"The manifest of the bundle cannot be used: {reason}") from error
     manifest = Manifest(created_at=created_at, repos=repos, blobs=blobs)
     _check_whole(manifest)
@@ -184,9 +184,9 @@ def _check_whole(manifest: Manifest) -> None:
         if name is not None
     }
     if len(set(folders)) != len(folders):
-        raise _unusable("it has a repo twice")
+        raise _unusable("a repo appears twice")
     if used != manifest.blobs.keys():
-        raise _unusable("its list of blobs is not that of its files")
+        raise _unusable("its list of blobs does not match its files")
     said: dict[str, tuple[int, dict[Algorithm, str]]] = {}
     for etag, content in manifest.blobs.items():
         size, hashes = said.setdefault(content.sha256, (content.size, {"sha256": content.sha256}))
@@ -203,10 +203,10 @@ def _repo(entry: object, blobs: Mapping[str, Content]) -> BundledRepo:
     kind, name = _text(entry, "type"), _text(entry, "id")
     found = [each for each in REPO_TYPES if each == kind]
     if not found:
-        raise ValueError(f"{kind!r} is no type of repo")
+        raise ValueError(f"{kind!r} is not a type of repo")
     repo = Repo(found[0], name)
     if not is_safe_id(repo):
-        raise ValueError(f"{name!r} is no id of a repo")
+        raise ValueError(f"{name!r} is not a repo id")
     revisions = {
         _commit(commit): _revision(revision, blobs)
         for commit, revision in _table(entry, "revisions").items()
@@ -259,18 +259,18 @@ def _check_names(names: Iterable[str]) -> None:
         folders.update("/".join(parts[:count]) for count in range(1, len(parts)))
     both = taken & folders
     if both:
-        raise ValueError(f"{min(both)!r} is a file and a folder")
+        raise ValueError(f"{min(both)!r} is both a file and a folder")
 
 
 def check_name(name: str) -> None:
     """Raise ValueError unless a path stays below its folder."""
     parts = tree.safe_parts(name)
     if parts is None:
-        raise ValueError(f"{name!r} leads out of its folder")
+        raise ValueError(f"{name!r} leads outside its folder")
     try:
         longest = max(len(os.fsencode(part)) for part in parts)
     except UnicodeEncodeError:
-        raise ValueError(f"{name!r} is no name of a file") from None
+        raise ValueError(f"{name!r} is not a file name") from None
     if longest > _LONGEST_NAME:
         raise ValueError(f"{name[:60]!r}... is too long for the name of a file")
 
@@ -286,20 +286,20 @@ def _content(name: str, entry: object) -> Content:
 
 def _etag(name: str) -> str:
     if not announced_by(name):
-        raise ValueError(f"{name[:100]!r} is no hash")
+        raise ValueError(f"{name[:100]!r} is not a hash")
     return name
 
 
 def _commit(name: str) -> str:
     if not tree.is_commit(name):
-        raise ValueError(f"{name[:100]!r} is no commit")
+        raise ValueError(f"{name[:100]!r} is not a commit")
     return name
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return table
 
 
@@ -312,19 +312,19 @@ def _item(entry: object, name: str) -> object:
 def _text(entry: object, name: str) -> str:
     value = _item(entry, name)
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} is no text")  # noqa: TRY004 - about the manifest, not the code
+        raise ValueError(f"{name!r} is not text")  # noqa: TRY004 - about the manifest, not the code
     return value
 
 
 def _table(entry: object, name: str) -> dict[str, object]:
     value = _item(entry, name)
     if not isinstance(value, dict):
-        raise ValueError(f"{name!r} is no table")  # noqa: TRY004 - about the manifest, not the code
+        raise ValueError(f"{name!r} is not an object")  # noqa: TRY004 - about the manifest, not the code
     return value
 
 
 def _list(entry: object, name: str) -> Iterator[object]:
     value = _item(entry, name)
     if not isinstance(value, list):
-        raise ValueError(f"{name!r} is no list")  # noqa: TRY004 - about the manifest, not the code
+        raise ValueError(f"{name!r} is not a list")  # noqa: TRY004 - about the manifest, not the code
     return iter(value)

@@ -72,7 +72,7 @@ class FolderSource:
         self._folder = folder
         text = self._small(MANIFEST, MOST_MANIFEST)
         if self._small(COMPLETE, 1024) != checksum(text):
-            raise BundleError(f"{folder} is not whole: its manifest was changed")
+            raise BundleError(f"{folder} is incomplete: its manifest was changed")
         self.manifest = decode(text)
         self._check_sizes()
 
@@ -109,7 +109,7 @@ class FolderSource:
             size = min(os.fstat(file.fileno()).st_size, most) + 1
             text = b"".join(iter(lambda: file.read(size), b""))
         if len(text) > most:
-            raise BundleError(f"{self._folder / name} is too large to be one of a bundle")
+            raise BundleError(f"{self._folder / name} is too large for a bundle")
         return text
 
     def _open(self, name: str) -> BinaryIO:
@@ -117,7 +117,7 @@ class FolderSource:
         try:
             file = open(os.open(path, _FLAGS), "rb", buffering=0)  # noqa: SIM115 - returned
         except FileNotFoundError as error:
-            what = "is not whole" if name == COMPLETE else "is no bundle"
+            what = "is incomplete" if name == COMPLETE else "is not a bundle"
             message = f"{self._folder} {what}: {name} is missing"
             raise BundleError(message) from error
         except OSError as error:
@@ -138,7 +138,7 @@ class TarSource:
         """Bytes of the current member, with its padding, that were not read."""
         member = self._next()
         if member is None or member.name != MANIFEST:
-            raise BundleError(f"{name} is no bundle: it does not begin with {MANIFEST}")
+            raise BundleError(f"{name} is not a bundle: it does not begin with {MANIFEST}")
         if member.size > MOST_MANIFEST:
             raise BundleError(f"The manifest of {name} is too large to be one")
         text = b"".join(self._chunks(member.size))
@@ -163,11 +163,11 @@ class TarSource:
         if member is None or missing:
             raise self._cut()
         if member.size != len(self._complete):
-            raise BundleError(f"{self._name} is not whole: its manifest was changed")
+            raise BundleError(f"{self._name} is incomplete: its manifest was changed")
         if b"".join(self._chunks(member.size)) != self._complete:
-            raise BundleError(f"{self._name} is not whole: its manifest was changed")
+            raise BundleError(f"{self._name} is incomplete: its manifest was changed")
         if self._next() is not None:
-            raise BundleError(f"{self._name} goes on after its end")
+            raise BundleError(f"{self._name} continues after its end")
         left = _MOST_AFTER
         while left > 0 and (chunk := self._stream.read(min(left, _CHUNK))):
             left -= len(chunk)
@@ -183,7 +183,7 @@ class TarSource:
         except tarfile.HeaderError as error:
             if len(header) < tarfile.BLOCKSIZE:
                 raise self._cut() from error
-            raise BundleError(f"{self._name} is damaged, or no plain tar file") from error
+            raise BundleError(f"{self._name} is damaged, or not a plain tar file") from error
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.size < 0:
             message = f"{self._name} has a member that is not a plain file: {member.name!r}"
             hint = "smartcache writes none; unpack the tar, look, and import the folder."
@@ -219,6 +219,6 @@ class TarSource:
 
     def _cut(self) -> BundleError:
         return BundleError(
-            f"{self._name} is not whole: it ends early",
+            f"{self._name} is incomplete: it ends early",
             hint="Copy or export it again; what has arrived will not be read a second time.",
         )

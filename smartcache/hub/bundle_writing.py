@@ -165,7 +165,7 @@ def need_room(place: Path, size: int) -> None:
     free = free_bytes(place)
     if size > free:
         needed, left = format_size(size), format_size(free)
-        message = f"{needed} are needed at {place}, but {left} are free; nothing was written"
+        message = f"{needed} is needed at {place}, but only {left} is free; nothing was written"
         raise NoSpaceError(message, path=place, needed=size, free=free)
 
 
@@ -187,7 +187,7 @@ def check_destination(path: Path, *, is_tar: bool, force: bool) -> None:
         hint = "Choose another name, or replace it with --force."
         raise DestinationExistsError(f"{path} exists already", path=path, hint=hint)
     if not (_is_tar_bundle(path, st) if is_tar else _is_bundle(path, st)):
-        message = f"{path} exists and is not a bundle alone; it is not replaced"
+        message = f"{path} exists and is more than a bundle; it was not replaced"
         raise DestinationExistsError(message, path=path, hint="Choose another name.")
 
 

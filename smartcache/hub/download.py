@@ -53,7 +53,7 @@ def execute(plan: DownloadPlan, progress: Progress | None = None) -> str:
         if not hasattr(error, "missing") or isinstance(plan.target, LocalTarget):
             raise
         # What somebody lent to this repo for a moment was believed to be there.
-        _log.info("%s; once more", error)
+        _log.info("%s; trying again", error)
         return _execute(plan_download(plan.store, plan.request), progress)
 
 
@@ -64,7 +64,7 @@ def _execute(plan: DownloadPlan, progress: Progress | None) -> str:
         path = _Run(plan, progress).run(since=began)
         if path is not None:
             return str(path)
-        _log.info("%s moved on while it was downloaded; once more", plan.revision)
+        _log.info("%s changed while it was downloaded; trying again", plan.revision)
         plan = plan_download(plan.store, plan.request)
         began = min(began, started)
     return str(_Run(plan, progress).run(since=began, at_commit=True))
@@ -329,7 +329,7 @@ class _Run:
         if missing:
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")  # noqa: PLR2004
             message = f"Missing after the download of {self._plan.repo}: {some}"
-            hint = "The Hub failed on the way. Run the download again; what came is kept."
+            hint = "The Hub failed on the way. Run the download again; what arrived is kept."
             raise HubError(message, hint=hint, repo=str(self._plan.repo), missing=missing)
 
     def _prove_contradiction(self, planned: PlannedFile) -> None:
@@ -351,7 +351,7 @@ class _Run:
             message = (
                 f"The Hub lists {planned.file.path} as {planned.file.etag}, but sends other bytes"
             )
-            hint = "Run the download again; if it repeats, the server is broken."
+            hint = "Run the download again; if this happens again, the server is broken."
             raise DigestMismatchError(
                 message, hint=hint, path=planned.file.path, listed=planned.file.etag
             ) from error

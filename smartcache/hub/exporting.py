@@ -105,8 +105,8 @@ class ExportPlan:
     def warnings(self) -> list[str]:
         """What the user should know: snapshots that are not whole."""
         return [
-            f"{name} was not downloaded whole: {count} file{'' if count == 1 else 's'} it has on "
-            "the Hub will not be in the bundle"
+            f"{name} is incomplete here: {count} file{'' if count == 1 else 's'} of it "
+            "will be missing from the bundle"
             for name, count in self.partial.items()
         ]
 
@@ -221,9 +221,9 @@ class _Gathering:
         folders = [cache / repo.folder_name for cache in caches]
         folders = [folder for folder in folders if tree.commits_of(folder)]
         if not folders:
-            raise RepoNotCachedError(f"{repo} is in no HF cache here")
+            raise RepoNotCachedError(f"{repo} is not in any HF cache here")
         if not is_safe_id(repo):
-            raise UnsafeNameError(f"{repo.id!r} is no id of a repo")
+            raise UnsafeNameError(f"{repo.id!r} is not a repo id")
         commits = _meant(folders, wanted)
         for folder in folders:
             for commit in tree.commits_of(folder):
@@ -332,5 +332,6 @@ def _meant(folders: list[Path], wanted: Wanted) -> set[str]:
         return starting
     if len(text) >= _SHORTEST_PREFIX and starting:
         hint = f"Write more of it: {', '.join(sorted(commit[:12] for commit in starting))}"
-        raise RepoNotCachedError(f"{text} begins several revisions of {wanted.repo}", hint=hint)
+        message = f"{text} is the start of several revisions of {wanted.repo}"
+        raise RepoNotCachedError(message, hint=hint)
     raise RepoNotCachedError(f"No HF cache here has revision {text} of {wanted.repo}")

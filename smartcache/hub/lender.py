@@ -60,7 +60,7 @@ class Lender:
         wanted = {self._target.spot(each.file): each for each in absent if each.source == "link"}
         likely = _likely_paths([each.file.path for each in plan.files], variant)
         others = {self._target.spot(each.file): each for each in absent if each.file.path in likely}
-        copies = {spot: each for spot, each in others.items() if each.source in ("claim", "copy")}
+        copies = {spot: each for spot, each in others.items() if each.source in ("reuse", "copy")}
         if copies and self._has_room(others.values()):
             wanted |= copies
         return self._place_all(list(wanted.values())) if wanted else None

@@ -242,14 +242,14 @@ def _read(path: Path, refused: list[RefusedFile]) -> list[_Entry]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HubError(f"{path} is no JSON document", hint=hint) from error
+        raise HubError(f"{path} is not a JSON document", hint=hint) from error
     if isinstance(document, dict) and "format" in document:
         if document["format"] != FORMAT:
             newer = f"{path} is a mapping of format {document['format']!r}"
             raise HubError(newer, hint=f"This smartcache reads format {FORMAT}.")
         document = document.get("files")
     if not isinstance(document, dict):
-        raise HubError(f"{path} is no mapping of files", hint=hint)
+        raise HubError(f"{path} is not a mapping of files", hint=hint)
     found = []
     for key, value in document.items():
         try:
@@ -265,15 +265,15 @@ def _entry(key: str, value: object) -> _Entry:
         (value.get("path"), value.get("size")) if isinstance(value, dict) else (value, None)
     )
     if not _SHA256.fullmatch(key.lower()):
-        raise _RefusedError("its key is no sha256")
+        raise _RefusedError("its key is not a sha256")
     if not isinstance(path, str) or "\0" in path or not os.path.isabs(path):
-        raise _RefusedError("it names no absolute path")
+        raise _RefusedError("its path is not absolute")
     if size is not None and (type(size) is not int or size < 0):
-        raise _RefusedError("its size is no number of bytes")
+        raise _RefusedError("its size is not a number of bytes")
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
-        raise _RefusedError("it names no path that can exist here") from None
+        raise _RefusedError("its path cannot exist here") from None
     return _Entry(sha256=key.lower(), path=Path(path), size=size)
 
 
@@ -294,7 +294,7 @@ def _take(store: Store, entry: _Entry) -> MappedFile:
     path = Path(os.path.realpath(entry.path))
     st = os.stat(path)
     if not stat.S_ISREG(st.st_mode):
-        raise _RefusedError("it is no regular file")
+        raise _RefusedError("it is not a regular file")
     if entry.size not in (None, st.st_size):
         raise _RefusedError(f"it has {st.st_size} bytes, not {entry.size}")
     hashes, key = hashes_of(store.volume, path, ("blake3", "sha256"))
@@ -322,7 +322,7 @@ def _is_of_a_store(store: Store, path: Path, hashes: Hashes) -> bool:
         if blob is not None and blob.inode == signed(os.stat(path).st_ino):
             each.volume.index.add_aliases(blob.id, {"sha256": hashes.values["sha256"]})
             return True
-        raise _RefusedError("it is a file of the store that is no blob")
+        raise _RefusedError("it is a file of the store, but not a blob")
     return False
 
 

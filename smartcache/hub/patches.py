@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from smartcache.errors import DigestMismatchError, HubError, UnsafeNameError
 from smartcache.hub.records import RemoteFile
 
-BROKEN = "The server is broken, or not a Hub: check HF_ENDPOINT and the proxy."
+BROKEN = "The server is broken or not a Hub: check HF_ENDPOINT and the proxy."
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 """Hashes, and the ETags of mirrors; with what huggingface_hub appends, a name on any disk."""
 _COMMIT_HEADER = "X-Repo-Commit"
@@ -217,7 +217,7 @@ def _new_page(find: Callable[..., str | None]) -> Callable[..., str | None]:
         page, pages = find(*args, **kwargs), getattr(_of_thread, "pages", None)
         if page is not None and pages is not None:
             if page in pages:
-                message = f"The Hub's listing has no end: {page[:200]} comes again and again"
+                message = f"The Hub's listing has no end: {page[:200]} keeps coming back"
                 raise HubError(message, hint=BROKEN)
             pages.add(page)
         return page
@@ -236,7 +236,7 @@ def _check(path: str, etag: object, commit: object) -> None:
     wanted = [files[path] for of, files in known if of == commit and path in files]
     if any(each != etag for each in wanted):
         message = f"The Hub lists {path} as {wanted[0]}, but then calls it {etag}"
-        hint = "Run the download again; if it repeats, the server is broken."
+        hint = "Run the download again; if this happens again, the server is broken."
         raise DigestMismatchError(message, hint=hint, path=path, listed=wanted[0])
 
 

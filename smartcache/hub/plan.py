@@ -81,7 +81,7 @@ class DownloadPlan:
     def store(self) -> Store:
         """The store with which it is carried out."""
         if self.opened is None:
-            raise StoreFormatError("A plan that was made without a store cannot be carried out")
+            raise StoreFormatError("A plan made without a store cannot be executed")
         return self.opened
 
     def size_of(self, *sources: Source) -> int:
@@ -96,7 +96,7 @@ class DownloadPlan:
     @property
     def saved_size(self) -> int:
         """Bytes that need not be fetched because this machine has them elsewhere."""
-        return self.size_of("link", "claim", "copy")
+        return self.size_of("link", "reuse", "copy")
 
     @property
     def present_size(self) -> int:
@@ -110,7 +110,7 @@ class DownloadPlan:
             each.size
             for each in self.files
             if (each.source == "present" and not each.is_proven)
-            or (each.source in ("claim", "copy") and not each.digest)
+            or (each.source in ("reuse", "copy") and not each.digest)
         )
         return sum(waiting)
 
@@ -307,10 +307,10 @@ class _Planning:
         candidates = tuple(each for each in candidates if each.path != planned.found)
         if left_out:
             self.warnings.append(
-                f"{planned.file.path}: {left_out} more files have its size and were left out"
+                f"{planned.file.path}: {left_out} more files have its size and were not looked at"
             )
         if candidates and not candidates[0].is_far:
-            return replace(planned, source="claim", candidates=candidates)
+            return replace(planned, source="reuse", candidates=candidates)
         for each in store.stores():
             known = self._from_store(planned, each, "copy")
             if known.digest:

@@ -76,8 +76,8 @@ class Proof:
                 elif changed or commit == moved_to:
                     self._prove_snapshot(target, changed, {}, is_light=commit != moved_to)
         if self._count() != self._wrong:
-            message = f"A file of {self._target.repo} was found to be wrong while it was loaded"
-            hint = "Load it again: what was wrong is set aside."
+            message = f"A file of {self._target.repo} had wrong bytes when it was loaded"
+            hint = "Load it again: the wrong file was set aside."
             raise DigestMismatchError(message, hint=hint, repo=str(self._target.repo))
 
     def _prove_snapshot(

@@ -14,7 +14,7 @@ from smartcache.store.links import LINKED_SUFFIXES
 
 RepoType = Literal["model", "dataset", "space", "kernel"]
 REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
-Source = Literal["present", "link", "claim", "copy", "fetch"]
+Source = Literal["present", "link", "reuse", "copy", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file that has to be hashed first and is
 then adopted or copied, another volume or a shared store, the Hub."""
 
@@ -62,7 +62,8 @@ class Repo:
         for each in REPO_TYPES:
             if (repo_type or "model") in (each, f"{each}s"):
                 return cls(each, text)
-        raise ConfigError(f"{repo_type!r} is no type of repo", hint="One of model, dataset, space.")
+        hint = "Choose model, dataset or space."
+        raise ConfigError(f"{repo_type!r} is not a type of repo", hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 All of it comes through huggingface_hub's public functions, so that endpoints, tokens, proxies,
 retries, offline mode and errors are what its users know. Nothing that the Hub says is believed
-blindly: a file whose name leads out of its folder is refused here, before anything is made of it.
+blindly: a file whose name leads outside its folder is refused here, before anything is made of it.
 """
 
 from __future__ import annotations

@@ -235,15 +235,16 @@ def _warnings(removals: list[Removal], stores: list[Store], *, keep_blobs: bool)
         repo = each.repo
         if repo.is_symlink:
             target = repo.folder.resolve()
-            warnings.append(f"{repo.folder} is a symlink: it goes, {target} behind it stays")
+            warnings.append(f"{repo.folder} is a symlink: only the link is removed, {target} stays")
             continue
         missing = {commit.commit for commit in repo.revisions} - set(each.commits)
         if each.is_whole and each.commits and not missing and repo.incomplete:
             sizes = sum(repo.names[name].size for name in repo.incomplete)
-            warnings.append(f"{format_size(sizes)} of unfinished downloads of {repo.repo} go too")
+            size = format_size(sizes)
+            warnings.append(f"{size} of unfinished downloads of {repo.repo} will be removed too")
     if not keep_blobs and any(store.has_lost_links for store in stores):
         warnings.append(
-            "The index was rebuilt from the disk and may lack owners: the store keeps its blobs "
+            "The index was rebuilt from the disk and may lack owners: the store keeps the blobs "
             "until 'smartcache scan' has run"
         )
     return warnings

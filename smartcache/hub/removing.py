@@ -55,7 +55,7 @@ def removal_of(repo: CachedRepo, commits: set[str]) -> Removal:
     """Return what goes with some revisions; "" among them, or no other left: the whole repo."""
     if repo.unread:
         path, error = repo.unread[0]
-        message = f"{path} cannot be read ({error.strerror or error}): nobody knows what would go"
+        message = f"{path} cannot be read: {error.strerror or error}; the repo was not removed"
         raise HubError(message, hint="Check its owner and mode.", path=path)
     present = {each.commit for each in repo.revisions}
     is_whole = "" in commits or (bool(present) and present <= commits)
@@ -143,7 +143,7 @@ class _Work:
             if now.targets.get(name) in stuck:
                 continue
             if not self._is_inside(os.path.dirname(name), folder):
-                self.failures.append((name, "its folder was replaced meanwhile"))
+                self.failures.append((name, "its folder was replaced in the meantime"))
             elif has_shared and name in now.targets and _is_in_shared_store(now, name):
                 self._unlink_shared(name, now.cache_dir)
             else:

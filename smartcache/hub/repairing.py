@@ -130,7 +130,7 @@ def _execute(plan: RepairPlan) -> RepairResult:
     for damaged in plan.files:
         try:
             if StatKey.of(os.lstat(damaged.file)) != damaged.key:
-                failures.append((damaged.file, "it changed meanwhile"))
+                failures.append((damaged.file, "it changed in the meantime"))
                 continue
         except FileNotFoundError:
             continue

@@ -175,11 +175,11 @@ class CachedRepo:
         found = [each for each in known if each.startswith(revision)]
         if len(revision) < _SHORTEST_COMMIT or len(found) != 1:
             several = len(found) > 1 and len(revision) >= _SHORTEST_COMMIT
-            what = "is the beginning of several revisions" if several else "is no revision here"
+            what = "is the start of several revisions" if several else "is not a revision"
             names = ", ".join(sorted([*self.refs, *(commit[:12] for commit in known)]))
             raise RepoNotCachedError(
                 f"{revision!r} {what} of {self.repo}",
-                hint=f"There is {names}." if names else "It has no revision.",
+                hint=f"It has {names}." if names else "It has no revision.",
                 repo=str(self.repo), revision=revision,
             )  # fmt: skip
         return found[0]

@@ -133,7 +133,7 @@ def plan_seed(store: Store, cache_dirs: Iterable[Path], *, min_size: int | None 
     """
     caches, warnings = _usable(cache_dirs)
     warnings += [
-        f"{name} is set: with it huggingface_hub does not look into its shared store"
+        f"{name} is set: huggingface_hub then does not use its shared store"
         for name in _SWITCHES
         if (variable(name) or "").upper() in ("1", "ON", "YES", "TRUE")
     ]
@@ -147,7 +147,7 @@ def plan_seed(store: Store, cache_dirs: Iterable[Path], *, min_size: int | None 
                 planning.add(here, blob, near)
     if planning.unhashed:
         warnings.append(
-            f"{planning.unhashed} blobs have no known xet hash and are left out:"
+            f"{planning.unhashed} blobs have no known xet hash and are skipped:"
             " computing it needs the package hf_xet (pip install hf_xet)"
         )
     planning.blobs.sort(key=lambda blob: (-blob.size, blob.digest))
@@ -167,7 +167,7 @@ def _usable(cache_dirs: Iterable[Path]) -> tuple[list[Path], list[str]]:
         texts = [f"{each}: {reason}" for each, reason in reasons.items()]
         message = "No HF cache has a shared blob store that can be filled"
         raise HubError(f"{message} ({'; '.join(texts) or 'none is known'})", hint=_HOW_TO_GET_ONE)
-    return caches, [f"{each} is left out: {reason}" for each, reason in reasons.items() if reason]
+    return caches, [f"{each} is skipped: {reason}" for each, reason in reasons.items() if reason]
 
 
 def _by_filesystem(
@@ -180,7 +180,7 @@ def _by_filesystem(
         if device not in volumes:
             warnings.append(
                 f"{cache} is on another filesystem than the store: hard links cannot reach it, and"
-                " copies are not made because they would take the space twice"
+                " copies would take the space twice"
             )
     for device, here in volumes.items():
         near = [cache for cache, its in devices.items() if its == device]
@@ -237,7 +237,7 @@ def _look(store: Store, digest: str, size: int, path: Path) -> Found:
 
 
 def _left_alone(path: Path, size: int) -> str:
-    return f"{path} is left alone: it is no file of {format_size(size)}, as its name promises"
+    return f"{path} is left alone: it is not a file of {format_size(size)}, as its name says"
 
 
 def _seed(blob: SeedBlob, result: SeedResult) -> None:
@@ -279,7 +279,7 @@ def _hash(blob: SeedBlob) -> str:
 def _link(blob: SeedBlob, cache: Path, xet: str, result: SeedResult) -> None:
     """Make one entry, while neither a client's collection nor its publication can interfere."""
     if reason := sharedstore.why_not(cache):
-        raise HubError(f"{cache} is left out: {reason}")
+        raise HubError(f"{cache} is skipped: {reason}")
     path = sharedstore.entry(cache, xet)
     sharedstore.make_prefix(cache, xet)
     with sharedstore.locked(path):

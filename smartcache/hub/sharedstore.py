@@ -45,7 +45,7 @@ def why_not(cache_dir: Path) -> str:
     if not os.path.lexists(root):
         return "it has no shared blob store yet"
     if not _is_directory(root):
-        return f"its {_DIRECTORY} is no plain directory"
+        return f"its {_DIRECTORY} is not a plain directory"
     marker = root / _MARKER
     if not os.path.lexists(marker):
         return f"its {_DIRECTORY} folder has no marker of huggingface_hub"
@@ -97,7 +97,7 @@ def make_prefix(cache_dir: Path, xet: str) -> None:
         inherited = 0o777 | stat.S_ISGID | stat.S_ISVTX
         directory.chmod(stat.S_IMODE(cache_dir.stat().st_mode) & inherited)
     if not _is_directory(directory):
-        raise HubError(f"{directory} is no plain directory", hint="Move it out of the way.")
+        raise HubError(f"{directory} is not a plain directory", hint="Move it out of the way.")
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _make_lock_file(name: Path) -> None:
     descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise HubError(f"{name} is no regular file", hint="Move it out of the way.")
+            raise HubError(f"{name} is not a regular file", hint="Move it out of the way.")
         if hasattr(os, "fchmod"):
             with suppress(OSError):  # another user's: its maker has opened it to all
                 os.fchmod(descriptor, 0o666)

@@ -6,7 +6,7 @@
       refs/<branch or tag>        a text file with a commit
       trees/<commit>.json         what the Hub listed: path -> size, blob_id, lfs_sha256, xet_hash
 
-Nothing here writes. Names are not believed: what leads out of its folder does not exist.
+Nothing here writes. Names are not believed: what leads outside its folder does not exist.
 """
 
 from __future__ import annotations

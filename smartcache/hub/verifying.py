@@ -38,17 +38,17 @@ DAMAGE: frozenset[Kind] = frozenset(
 )
 MEANINGS: dict[Kind, str] = {
     "mismatch": "the bytes are not those that were announced",
-    "wrong blob": "leads to the bytes of another file",
+    "wrong blob": "points to the bytes of another file",
     "wrong size": "has another size than was announced",
     "dangling": "leads nowhere",
     "unreadable": "cannot be read",
     "bad ref": "has no commit in it",
-    "lost ref": "names a revision that is not here",
+    "lost ref": "points to a revision that is not here",
     "missing": "listed by the Hub, not downloaded",
     "extra": "not listed by the Hub",
-    "unknown": "no hash of it is known: not checked",
+    "unknown": "has no known hash: not checked",
     "busy": "is being written: not checked",
-    "stray": "is no part of an HF cache",
+    "stray": "is not part of an HF cache",
 }
 
 

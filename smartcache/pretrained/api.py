@@ -121,7 +121,7 @@ def _placement(
 ) -> Placement | None:
     if arguments.get("device_map") is not None:
         if device is not None:
-            raise TypeError("Give either device or device_map, not both")
+            raise TypeError("Pass either device or device_map, not both")
         return None  # The library places everything by the caller's map.
     return placement(device, encoders_device, source=source, component=subfolder.rpartition("/")[2])
 

@@ -187,8 +187,8 @@ def too_large(
 ) -> DeviceMemoryError:
     """Return the error with its figures; 0 needed or None free: not known."""
     what = " of ".join(part for part in (name, source) if part) or "The model"
-    figures = [f"{format_size(needed)} are needed"] if needed else []
-    figures += [] if free is None else [f"{format_size(free)} are free"]
+    figures = [f"{format_size(needed)} is needed"] if needed else []
+    figures += [] if free is None else [f"{format_size(free)} is free"]
     told = f": {', '.join(figures)}" if figures else ""
     return DeviceMemoryError(
         f"{what} does not fit on {device}{told}", device=str(device), needed=needed, free=free,

@@ -30,7 +30,7 @@ def dtype_arguments(cls: type, dtype: Dtype | None, old: object = None) -> dict[
     `old` is what was given as `torch_dtype`, the old name; giving both is a TypeError.
     """
     if old is not None and dtype is not None:
-        raise TypeError("Give dtype; torch_dtype is its old name, and both were given")
+        raise TypeError("Pass dtype alone: torch_dtype is its old name, and both were given")
     value = old if dtype is None else dtype
     return {} if value is None else {_name_for(cls): resolve_dtype(value)}
 

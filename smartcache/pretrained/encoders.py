@@ -92,7 +92,7 @@ class Encoders:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._components:
-            raise AttributeError(f"{self._source} has no encoder {name!r}, but {self._names()}")
+            raise AttributeError(f"{self._source} has no encoder {name!r}; it has {self._names()}")
         return self[name]
 
     def __getitem__(self, name: str) -> object:
@@ -311,6 +311,6 @@ def _release(module: torch.nn.Module, what: str) -> None:
 
 def _released(what: str) -> PretrainedError:
     return PretrainedError(
-        f"{what} cannot be used any more: load_encoders has ended and freed the memory",
-        hint="Use encoders inside of the `with` block that loads them.",
+        f"{what} can no longer be used: load_encoders has ended and freed the memory",
+        hint="Use encoders inside the `with` block that loads them.",
     )

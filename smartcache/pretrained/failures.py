@@ -131,7 +131,7 @@ class _Case:
         there = sorted({name.partition("/")[0] for name in self.files if "/" in name})
         return MissingWeightsError(
             f"{self.asked.source} has no folder {folder}"
-            + (f", but {', '.join(there)}" if there else ""),
+            + (f"; it has {', '.join(there)}" if there else ""),
             hint="Check the subfolder and the revision.",
             component=folder,
             source=self.asked.source,
@@ -143,10 +143,10 @@ class _Case:
         there = sorted({variant_of(name) for name in files}.difference({""}))
         if not isinstance(variant, str) or not files or variant in there:
             return None
-        known = f"the variants {', '.join(there)}" if there else "weights without a variant only"
+        known = f"the variants {', '.join(there)}" if there else "only weights without a variant"
         what = self._named(self.asked.subfolder)
         return WrongVariantError(
-            f"{what} has no weights of the variant {variant!r}, but {known}",
+            f"{what} has no weights of the variant {variant!r}; it has {known}",
             variant=variant,
             variants=there,
             source=self.asked.source,
@@ -161,7 +161,7 @@ class _Case:
                 each.endswith((".safetensors", ".safetensors.index.json")) for each in files
             )
             if safe is True and not is_safe:
-                hint = "Leave use_safetensors out: its weights are pickles, which can run code."
+                hint = "Leave out use_safetensors: its weights are pickles, which can run code."
                 return self._lacking(name, "has no weights in safetensors", hint=hint)
         return None
 

@@ -187,7 +187,7 @@ def _index_text(index: Mapping[str, object], files: Mapping[str, str]) -> dict[s
 def _read(path: Path) -> dict[str, object]:
     said = json.loads(path.read_text("utf-8"))
     if not isinstance(said, dict):
-        raise ValueError(f"{path.name} is no object")  # noqa: TRY004 - a bad file
+        raise ValueError(f"{path.name} is not an object")  # noqa: TRY004 - a bad file
     return said
 
 

@@ -44,7 +44,7 @@ def class_of(
     if found is None:
         raise UnknownClassError(
             f"Neither diffusers nor transformers has a class {cls!r} to load {folder} with",
-            hint="Check how it is written, or leave `cls` out; a newer version may have it.",
+            hint="Check the spelling, or leave out `cls`; a newer version may have it.",
         )
     if not hasattr(found, "from_pretrained"):
         raise TypeError(f"{found.__name__} has no from_pretrained")
@@ -170,7 +170,7 @@ def refuse_what_is_no_folder(source: str) -> None:
     if os.path.isfile(source):
         raise MissingWeightsError(
             f"{source} is a file, not a folder or repo",
-            hint="Load a checkpoint of one file with smartcache.from_single_file.",
+            hint="Load a single-file checkpoint with smartcache.from_single_file.",
             source=source,
         )
     is_path = source.startswith((".", "~", "/", os.sep)) or source.count("/") > 1 or "\\" in source

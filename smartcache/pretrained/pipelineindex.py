@@ -36,7 +36,7 @@ class PipelineIndex:
         config, path = found.read(INDEX_FILE), found.find(INDEX_FILE)
         if config is None or path is None:
             raise found.absence or UnknownClassError(
-                f"{source} is no pipeline of diffusers: it has no {INDEX_FILE}",
+                f"{source} is not a diffusers pipeline: it has no {INDEX_FILE}",
                 hint="Load a single model with smartcache.from_pretrained.",
             )
         components = {

@@ -88,7 +88,7 @@ def check_hex(algorithm: Algorithm, text: str) -> str:
     length = _LENGTHS[algorithm]
     if len(text) != length or not re.fullmatch("[0-9a-fA-F]+", text):
         hint = f"It has {length} hexadecimal characters."
-        raise errors.BadDigestError(f"{text!r} is no {algorithm} hash", hint=hint)
+        raise errors.BadDigestError(f"{text!r} is not a {algorithm} hash", hint=hint)
     return text.lower()
 
 
@@ -184,7 +184,7 @@ def _checked(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     for name in wanted:
         if name not in _LENGTHS:
             hint = f"There are {', '.join(_LENGTHS)}."
-            raise errors.BadDigestError(f"{name!r} is no hash algorithm", hint=hint)
+            raise errors.BadDigestError(f"{name!r} is not a hash algorithm", hint=hint)
     return wanted
 
 

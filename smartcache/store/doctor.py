@@ -129,11 +129,11 @@ def _place(path: Path, role: Literal["store", "folder"], known: Iterable[Finding
     filesystem: str | None = filesystem_id(existing)
     if filesystem is not None and filesystem.startswith("dev:"):
         filesystem = None
-        text = "This filesystem has no lasting name: remembered hashes are lost at the next boot."
+        text = "This filesystem has no permanent id: remembered hashes are lost at the next boot."
         findings.append(Finding(level="note", text=text))
     free = free_bytes(existing)
     if free < LITTLE_SPACE:
-        text = f"Only {format_size(free)} are free here."
+        text = f"Only {format_size(free)} is free here."
         hint = "'smartcache prune' frees what only smartcache holds." if role == "store" else ""
         findings.append(Finding(level="warning", text=text, hint=hint))
     if abilities is not None:
@@ -165,7 +165,7 @@ def _try(
         except StoreUnwritableError as error:
             if not findings:
                 why = f"{mount.point} is mounted read-only" if mount.is_read_only else str(error)
-                hint = f"Choose another, or see to the permissions. {_ELSEWHERE}"
+                hint = f"Choose another, or change its permissions. {_ELSEWHERE}"
                 text = f"{use} at {path}: {why}."
                 findings.append(
                     Finding(level=level, text=text, hint=hint if role == "store" else "")
@@ -189,7 +189,7 @@ def _about_store(layout: Layout) -> Iterator[Finding]:
     for folder in layout.root.parents:
         mode = os.stat(folder).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            text = f"Everybody can write {folder}, and so put another store in the place of yours."
+            text = f"Anyone can write to {folder} and could put another store in place of yours."
             yield Finding(level="warning", text=text, hint=f"chmod +t {folder}")
 
 
@@ -205,7 +205,7 @@ def _about_distance(store: Place, path: Path) -> Iterator[Finding]:
     elif mount.point != store.mount.point:
         text = (
             f"{path} is on the store's filesystem but in another mount ({mount.point}):"
-            " the kernel does not link from one mount to another, files are copied."
+            " the kernel does not link across mounts, so files are copied."
         )
         yield Finding(level="warning", text=text, hint="Reach both through one mount.")
 
@@ -222,12 +222,12 @@ def _about_filesystem(mount: Mount, role: str) -> Iterator[Finding]:
 
 def _about_abilities(abilities: Abilities, role: str) -> Iterator[Finding]:
     if not (abilities.hard_link or abilities.reflink):
-        text = "Neither hard links nor reflinks work here: every file is a copy, nothing is shared."
+        text = "No hard links or reflinks here: every file is a copy, and nothing is shared."
         yield Finding(level="warning", text=text, hint="Use ext4, xfs, btrfs or zfs.")
     elif not abilities.reflink:
         text = (
             "No reflinks here: files share bytes by hard link. They are made read-only, because"
-            " who changes one in place changes all."
+            " changing one in place would change them all."
         )
         yield Finding(level="note", text=text)
     elif not abilities.hard_link:
@@ -241,18 +241,21 @@ def _about_abilities(abilities: Abilities, role: str) -> Iterator[Finding]:
         yield Finding(level=level, text=text, hint=_ELSEWHERE if role == "store" else "")
     if not abilities.lease:
         text = (
-            "No leases here: that somebody writes a file while it is deduplicated is noticed"
-            " only afterwards, by its times."
+            "No leases here: a program that writes a file while it is deduplicated is noticed"
+            " only afterwards, by the times of the file."
         )
         hint = "Close the programs that write here before 'smartcache dedup'."
         yield Finding(level="warning", text=text, hint=hint)
     if not abilities.exchange:
-        text = "Names cannot be swapped in one step here: a file is replaced after a last look."
+        text = (
+            "Names cannot be swapped in one step here: a file is checked once more right before"
+            " it is replaced."
+        )
         yield Finding(level="note", text=text)
     if not abilities.symlink:
         yield Finding(level="note", text="No symlinks here.")
     if abilities.hard_link and abilities.lease and abilities.exchange and abilities.flock:
-        text = "Hard links, leases, exchange of names and locks work."
+        text = "Hard links, leases, name swaps and locks work."
         yield Finding(level="ok", text=text)
 
 
@@ -261,7 +264,7 @@ def _about_root(abilities: Abilities) -> Finding:
         text = "You are root, who can write read-only files: reflinks are preferred to hard links."
         return Finding(level="note", text=text)
     text = (
-        "You are root, who can write read-only files, and there are no reflinks here:"
+        "You are root, who can write read-only files, and this filesystem has no reflinks:"
         " a program that changes a linked file in place changes the blob."
     )
     hint = "Work as an ordinary user, or run 'smartcache verify' regularly."
@@ -329,6 +332,6 @@ _FAMILIES: dict[Family, _Told] = {
     ),
     "unknown": _Told(
         level="note",
-        text="An unknown filesystem ({}): what works was tried, but not how it stands a crash.",
+        text="An unknown filesystem ({}): its features were tested, but not what a crash does.",
     ),
 }

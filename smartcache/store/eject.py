@@ -207,7 +207,7 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
     if plan.needed_size > plan.free_size:
         message = (
             f"Giving every file its own bytes needs {format_size(plan.needed_size)}, but"
-            f" {format_size(plan.free_size)} are free; nothing was changed"
+            f" only {format_size(plan.free_size)} is free; nothing was changed"
         )
         hint = "Free some space, or let the files keep sharing their bytes with --keep-shared."
         raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)

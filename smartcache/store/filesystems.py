@@ -283,7 +283,7 @@ def _try_lease(_room: Path, seed: Path) -> str:
         intact = kernel.lease_intact(file.fileno())
         kernel.drop_lease(file.fileno())
     if answer == "busy":
-        return "{} takes every file for written to"
+        return "{} treats every file as open for writing"
     return "" if answer == "held" and intact else "not supported by {}"
 
 

@@ -289,9 +289,9 @@ def holder_text(holder: Holder | None) -> str:
 def sentence(holder: Holder | None, name: str) -> str:
     """Say who has `name`, in a sentence for the user who waits."""
     if holder is None:
-        return f"another process uses {name}"
-    verb = "is waiting for" if holder.waits else "holds"
-    return f"{holder.who} {verb} {name} since {holder.when}"
+        return f"another process is using {name}"
+    verb = "waited for" if holder.waits else "held"
+    return f"{holder.who} has {verb} {name} since {holder.when}"
 
 
 def write_note(fd: int, what: str, *, waits: bool = False, key: str | None = None) -> None:

@@ -169,7 +169,7 @@ class Layout:
         except StoreError:
             raise
         except OSError as error:
-            message = f"{self.root} is no smartcache store"
+            message = f"{self.root} is not a smartcache store"
             raise StoreFormatError(message, root=self.root) from error
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) > FORMAT:
             message = f"{self.root} has format {text[:20]!r}; this smartcache reads up to {FORMAT}"
@@ -198,7 +198,7 @@ class Layout:
         foreign = [name for name in os.listdir(self.root) if not name.startswith(".format-")]
         is_foreign = bool(set(foreign) - {*_SUBDIRECTORIES, "moved-to"})
         if is_foreign and not self.format.exists():  # another process may have made the store now
-            message = f"{self.root} is not empty and is no smartcache store"
+            message = f"{self.root} is not empty and is not a smartcache store"
             hint = "Set SMARTCACHE_HOME to a new or empty directory."
             raise StoreFormatError(message, hint=hint, root=self.root)
 

@@ -82,7 +82,7 @@ def plan_move(volume: Volume, new_root: Path) -> MovePlan:
     warnings = []
     if not is_rename:
         warnings.append(
-            "Another filesystem: files that share bytes with the store keep them, unshared"
+            "Another filesystem: files keep their bytes, but no longer share them with the store"
         )
     return MovePlan(
         root=volume.root, new_root=new_root, is_rename=is_rename, copied_size=copied,
@@ -95,7 +95,7 @@ def plan_move(volume: Volume, new_root: Path) -> MovePlan:
 def _refuse_bad_target(volume: Volume, new_root: Path) -> None:
     real, old = Path(os.path.realpath(new_root)), Path(os.path.realpath(volume.root))
     if real == old or real.is_relative_to(old) or old.is_relative_to(real):
-        message = f"{new_root} and {volume.root} lie within each other"
+        message = f"{new_root} and {volume.root} lie inside each other"
         raise StoreError(message, hint="Choose a directory outside of the store.")
     if os.path.lexists(new_root) and not _is_free(new_root, volume):
         message = f"{new_root} exists and is not empty"
@@ -120,8 +120,8 @@ def _is_free(new_root: Path, volume: Volume) -> bool:
 def _execute(volume: Volume, plan: MovePlan, progress: Progress) -> Path:
     if plan.copied_size > plan.free_size:
         message = (
-            f"The store has {format_size(plan.copied_size)}, but"
-            f" {format_size(plan.free_size)} are free at {plan.new_root}; nothing was changed"
+            f"The store needs {format_size(plan.copied_size)}, but"
+            f" only {format_size(plan.free_size)} is free at {plan.new_root}; nothing was changed"
         )
         raise NoSpaceError(message, needed=plan.copied_size, free=plan.free_size)
     with explained(plan.new_root.parent):

@@ -94,7 +94,7 @@ def _vouched(volume: Volume, digest: str, st: os.stat_result) -> Blob | None:
 def _absent(volume: Volume, digest: str) -> BlobNotFoundError:
     if volume.index.blob(digest) is None:
         return BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
-    message = f"Blob {digest} is gone from {volume.root}, though the index has it"
+    message = f"Blob {digest} is gone from {volume.root}, but the index still lists it"
     return BlobNotFoundError(message, hint="Run 'smartcache verify --repair'.", digest=digest)
 
 

@@ -195,7 +195,7 @@ def _choose(
             excess -= blob.allocated
     if excess > 0:
         size = format_size(excess)
-        warnings.append(f"{size} above the maximum size are held by owners or pins and stay")
+        warnings.append(f"{size} over the limit stay: owners or pins hold them")
     return victims
 
 

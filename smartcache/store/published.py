@@ -129,7 +129,7 @@ def renew_catalog(volume: Volume) -> None:
         if not is_current:
             _write_catalog(volume, _survey(volume).catalog, anew=False)
     except (StoreError, OSError) as error:
-        _log.warning("what %s has published is not brought up to date: %s", volume.root, error)
+        _log.warning("the catalog of %s was not updated: %s", volume.root, error)
 
 
 class _Survey(NamedTuple):
@@ -299,8 +299,8 @@ class SharedStore:
         with _closing(opened) as root:
             owner = os.fstat(root).st_uid
             if owner not in self._owners:
-                message = f"it belongs to {user_name(owner)}, whom you have not named"
-                hint = "If you trust them, add them to shared_store_owners."
+                message = f"it belongs to {user_name(owner)}, who is not in shared_store_owners"
+                hint = "If you trust them, add them to it."
                 raise StoreError(message, hint=hint, owner=owner)
             try:
                 opened = _open(self._layout.catalog, root, owner)
@@ -385,7 +385,7 @@ def _open(
             raise StoreError(message, hint=_PUBLISH_AGAIN)
         if st.st_mode & _OTHERS_WRITE:
             hint = f"Its owner can close it to them: chmod go-w {path}"
-            raise StoreError(f"{path} can be written by others than its owner", hint=hint)
+            raise StoreError(f"{path} can be written by others", hint=hint)
     except BaseException:
         os.close(descriptor)
         raise

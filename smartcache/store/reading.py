@@ -93,13 +93,13 @@ class StoreReader:
         if is_digest(prefix):
             return self._holder(prefix).get(prefix)
         if len(prefix) < _SHORTEST_PREFIX or prefix.strip("0123456789abcdef"):
-            raise BadDigestError(f"{text!r} is no digest")
+            raise BadDigestError(f"{text!r} is not a digest")
         matches = {d for s in self.stores() for d in s.volume.index.digests_starting_with(prefix)}
         if not matches:
             raise BlobNotFoundError(f"No blob begins with {prefix}")
         if len(matches) > 1:
             raise BadDigestError(
-                f"{prefix} is the beginning of several digests", matches=sorted(matches)
+                f"{prefix} is the start of several digests", matches=sorted(matches)
             )
         return self._holder(digest := matches.pop()).get(digest)
 

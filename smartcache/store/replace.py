@@ -193,7 +193,7 @@ def _record(volume: Volume, blob: int, path: str, inode: int, owner: int | None)
 def _refuse_wrong_bytes(file: Held, digest: str) -> None:
     path = file.path
     if file.hashes.digest != digest:
-        message = f"{path} has not the bytes of blob {digest[:12]}"
+        message = f"{path} does not have the bytes of blob {digest[:12]}"
         raise FileSkippedError(message, reason="different", path=path)
     if not file.is_proven:
         raise FileChangedError(f"{path} was changed a moment ago", path=path)

@@ -173,7 +173,7 @@ def _refuse_unequal(
 
 
 def _differs(path: Path) -> FileSkippedError:
-    message = f"{path} has not the bytes of the file that it was to share blocks with"
+    message = f"{path} does not have the bytes of the file it should share blocks with"
     return FileSkippedError(message, reason="different", path=path)
 
 

@@ -159,7 +159,7 @@ def _execute(volume: Volume, plan: UndoPlan, progress: Progress) -> list[Undone]
     if plan.needed_size > plan.free_size:
         message = (
             f"Undo needs {format_size(plan.needed_size)}, but"
-            f" {format_size(plan.free_size)} are free at {volume.root}"
+            f" only {format_size(plan.free_size)} is free at {volume.root}"
         )
         hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
         raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)
@@ -401,7 +401,7 @@ def _undo_move(volume: Volume, change: Change, undoing: Undoing) -> str:
     if os.path.lexists(change.place):
         is_same = is_our_link(volume, change)
         if not is_same or hashes_of(volume, change.place)[0].digest != change.digest:
-            return "there is another file at its place now; left in the store"
+            return "another file is in its place now; left in the store"
         # The process died before it removed the name, or somebody has linked the blob there. The
         # file gets its bytes; that its mode stays, if somebody has chosen it, is no reason to fail.
         _release_pin(volume, change, undoing.batch)
@@ -430,7 +430,7 @@ def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
         return _AWAY
     if not has_row(volume, change.digest):
         if os.path.islink(change.place) and os.readlink(change.place) == source:
-            return "the store has lost its bytes, to which it points; left as it is"
+            return "the store has lost the bytes it points to; left as it is"
         volume.index.drop_link(change.path)
         return ""  # the store has let go of the bytes: the file is the user's own
     checked(volume, change.digest)  # the bytes must be safe in the store before a name goes

@@ -47,7 +47,7 @@ class VerifyReport:
     missing: list[str] = field(default_factory=list)
     unindexed: list[str] = field(default_factory=list)
     stray: list[Path] = field(default_factory=list)
-    """Files under `blobs/` whose name is no digest; left alone."""
+    """Files under `blobs/` whose name is not a digest; left alone."""
     writable: list[str] = field(default_factory=list)
     """Blobs somebody had made writable; their bytes were hashed and the mode set back."""
     dead_links: list[Path] = field(default_factory=list)

@@ -206,7 +206,7 @@ def follow(root: Path) -> Path:
             return root
         if target == root:
             hint = "A move was interrupted before it began: use the old root, or run mv again."
-            raise StoreFormatError(f"{root} is no store yet", hint=hint)
+            raise StoreFormatError(f"{root} is not a store yet", hint=hint)
         if not Layout(target).exists():
             hint = f"Mount its drive, or remove {Layout(root).moved_to} to begin a new store here."
             raise StoreFormatError(

@@ -213,7 +213,7 @@ class TestDifferentShapes:
 
     def test_what_is_no_dict_is_named(self, latents: ArtifactSet) -> None:
         latents.put_many({"a": {"x": 1}, "b": [1]})
-        with pytest.raises(BatchShapeError, match="b is no dict"):
+        with pytest.raises(BatchShapeError, match="b is not a dict"):
             latents.get_batch(["a", "b"])
 
     def test_lists_may_differ_in_structure(self, latents: ArtifactSet) -> None:

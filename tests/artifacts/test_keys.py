@@ -162,7 +162,7 @@ def test_a_file_that_is_missing_is_said_to_be(tmp_path: Path) -> None:
 )
 def test_a_text_is_no_content(content: object, path: str) -> None:
     """It could be meant as a path, or as the text itself."""
-    with pytest.raises(errors.BadKeyError, match="is no content") as caught:
+    with pytest.raises(errors.BadKeyError, match="cannot be content") as caught:
         compute_key({}, content=content)
     assert vars(caught.value)["path"] == path
 

@@ -174,7 +174,7 @@ class TestArtifactsPrune:
         ):
             put(kept, range(5))
         done = sc("artifacts", "prune", "-y", "--max-size", "1KB")
-        assert "Warning: What may not be evicted is more than that" in done.stderr
+        assert "Warning: What must not be evicted is larger than that" in done.stderr
         assert len(keys(home, kept.id)) == 5
 
     def test_only_the_sets_that_are_named(self, sc: Here, worn: str, home: Path) -> None:

@@ -38,11 +38,11 @@ class TestDigests:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("zzzz", "'zzzz' is no digest"),
-            ("12", "'12' is no digest"),
+            ("zzzz", "'zzzz' is not a digest"),
+            ("12", "'12' is not a digest"),
             ("0" * 64, "No blob"),
-            ("sha256:12", "'12' is no sha256 hash"),
-            ("md5:" + "0" * 32, "'md5' is no hash algorithm"),
+            ("sha256:12", "'12' is not a sha256 hash"),
+            ("md5:" + "0" * 32, "'md5' is not a hash algorithm"),
         ],
     )
     def test_a_bad_one_changes_nothing(

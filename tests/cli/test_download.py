@@ -133,7 +133,7 @@ class TestPlan:
         program("folders", "add", found.parent)
         program("scan", found.parent)
         done = download("org/one", "--json")
-        (claimed,) = [each for each in done.json["files"] if each["source"] == "claim"]
+        (claimed,) = [each for each in done.json["files"] if each["source"] == "reuse"]
         assert claimed["path"] == "text_encoder/model.safetensors"
         assert claimed["origin"] == str(found)
         assert claimed["proven"]
@@ -481,7 +481,7 @@ class TestNoHub:
     @pytest.mark.parametrize("files", [(), ("config.json",)])
     def test_no_network_and_not_cached(self, download: Download, files: tuple[str, ...]) -> None:
         done = download("org/one", *files, code=1, env=NOWHERE)
-        one_line(done, words="The Hub cannot be asked ([Errno 111] Connection refused)")
+        one_line(done, words="Cannot reach the Hub ([Errno 111] Connection refused)")
 
     def test_nothing_is_fetched_behind_our_back(self, download: Download, one: Commit) -> None:
         """A Hub that fails once is asked again by the user, not by a call that proves nothing."""
@@ -604,9 +604,9 @@ class TestInterrupted:
         hold.release()
         assert (process.returncode, stdout) == (130, ""), stderr
         lines = stderr.splitlines()
-        assert "Stopping; this may take some seconds. Ctrl-C again ends it at once." in lines
+        assert "Stopping; this may take a few seconds. Ctrl-C again stops at once." in lines
         assert lines[-2:] == [
-            "Interrupted; what was finished stays, nothing is left half done.",
+            "Interrupted; what was finished stays, and nothing is left half done.",
             "Run the same command again to go on: finished files are not fetched again.",
         ]
         assert ONE.items() >= contents(download.snapshot(one)).items()
@@ -629,7 +629,7 @@ class TestInterrupted:
         stdout, stderr = process.communicate(timeout=PATIENCE)
         hold.release()
         assert (process.returncode, stdout) == (130, ""), stderr
-        assert stderr == "Interrupted; the next run sets right what was left half done.\n"
+        assert stderr == "Interrupted; the next run cleans up what was left half done.\n"
         download.hub.faults.clear()
         download("org/one")
         assert contents(download.snapshot(one)) == ONE

@@ -67,7 +67,7 @@ def test_a_second_interrupt_while_things_are_set_right(
         conclude(KeyboardInterrupt(), session)
     assert end.value.exit_code == _failures.INTERRUPTED
     assert capsys.readouterr().err == (
-        "Interrupted; the next run sets right what was left half done.\n"
+        "Interrupted; the next run cleans up what was left half done.\n"
     )
 
 

@@ -117,7 +117,7 @@ def test_gc_is_another_name_of_prune(sc: Here) -> None:
         (["ls", "--nonsense"], "No such option", "'smartcache ls -h' shows"),
         (["folders", "ad"], "No such command 'ad'. Did you mean 'add'?", "'smartcache folders -h'"),
         (["folders", "add"], "Missing argument 'PATH...'", "'smartcache folders add -h'"),
-        (["scan", "--only", "x"], "no program is called 'x'", "Known are Hugging Face, ComfyUI"),
+        (["scan", "--only", "x"], "no program is called 'x'", "The programs are Hugging Face"),
         (["scan", "--min-size", "x"], "not a size: 'x'", "500MB"),
         (["dedup", "--allow", "all"], "Invalid value for '--allow'", "'smartcache dedup -h'"),
         (["ls", "word"], "Got unexpected extra argument", "'smartcache ls -h' shows"),

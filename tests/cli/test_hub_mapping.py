@@ -97,7 +97,7 @@ class TestImport:
         done = sc("hub", "mapping", "--import", document, code=1)
         assert done.stdout == "Downloads know 1 file (100 KB); 2 were refused.\n"
         assert f"Warning: {missing}: no such file or directory\n" in done.stderr
-        assert f"Warning: {models}: its key is no sha256\n" in done.stderr
+        assert f"Warning: {models}: its key is not a sha256\n" in done.stderr
 
     def test_the_document(self, sc: Here, document: Path, models: Path) -> None:
         path = str(models / "sub" / "c.gguf")
@@ -109,7 +109,7 @@ class TestImport:
         assert sc("hub", "mapping", "--import", document, "-q").ids == [B]
 
     @pytest.mark.parametrize(
-        ("text", "message"), [("{", "is no JSON document"), ("[]", "is no mapping of files")]
+        ("text", "message"), [("{", "is not a JSON document"), ("[]", "is not a mapping of files")]
     )
     def test_what_is_no_mapping(self, text: str, message: str, sc: Here, document: Path) -> None:
         document.write_text(text)
@@ -122,4 +122,4 @@ class TestImport:
 
     def test_not_together_with_output(self, sc: Here, document: Path) -> None:
         done = sc("hub", "mapping", "--import", document, "--output", "x", code=2)
-        assert "exclude each other" in done.error
+        assert "cannot be used together" in done.error

@@ -99,7 +99,7 @@ def test_the_repo_and_one_of_its_revisions(sc: Here, cache: Path) -> None:
     [
         ("org/aa", "No HF cache here has model/org/aa", "Did you mean model/org/a"),
         ("dataset/org/a", "No HF cache here has dataset/org/a", "Did you mean model/org/a?"),
-        ("org/b@nope", "'nope' is no revision here of model/org/b", "There is"),
+        ("org/b@nope", "'nope' is not a revision of model/org/b", "It has"),
         ("f" * 40, f"No HF cache here has the revision {'f' * 40}", "hub ls"),
         (A, f"{A} is a revision of several repos", f"model/org/a@{A[:12]}"),
     ],

@@ -39,7 +39,7 @@ class TestSeed:
         self, sc: Here, cache: Path, digest: str, xet: str, home: Path
     ) -> None:
         done = sc("hub", "seed", "--cache-dir", cache, "-y")
-        assert done.stdout == "Linked 1 blob: clients find 100 KB more.\n"
+        assert done.stdout == "Linked 1 blob: programs find 100 KB more.\n"
         path = cache / "blobs" / xet[:2] / xet
         assert inode_of(path) == inode_of(home / "blobs" / digest[:2] / digest)
 

@@ -70,7 +70,7 @@ class TestInterrupt:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130
-        assert stderr == "Interrupted; what was finished stays, nothing is left half done.\n"
+        assert stderr == "Interrupted; what was finished stays, and nothing is left half done.\n"
         assert os.listdir(written) == []
         assert program("ls", "-q").ids == []
         assert program("verify").code == 0
@@ -86,7 +86,7 @@ class TestInterrupt:
             text = terminal.read_to_end()
             assert terminal.process.wait(PATIENCE) == 130
         assert text.endswith(
-            "\r\x1b[K\nInterrupted; what was finished stays, nothing is left half done.\n"
+            "\r\x1b[K\nInterrupted; what was finished stays, and nothing is left half done.\n"
         )
         assert mode_of(file) == 0o644
         assert program("undo", "--list", "-q").ids == []
@@ -265,7 +265,7 @@ class TestErrors:
     ) -> None:
         before = snapshot(models)
         done = sc("--home", models, "add", models / "a.safetensors", code=1)
-        assert "is no smartcache store" in done.error
+        assert "is not a smartcache store" in done.error
         assert snapshot(models) == before
 
     def test_a_home_that_is_a_file(self, sc: Here, models: Path) -> None:

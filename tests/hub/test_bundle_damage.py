@@ -483,7 +483,7 @@ BAD: dict[str, Change] = {
     "other sha256": with_blob(SHA256, {"size": len(ENCODER), "sha256": "0" * 64}),
     "sha256 in capitals": with_blob(git_sha1(b"{}"), {"size": 2, "sha256": "A" * 64}),
     "another size of a content": with_blob(git_sha1(b"{}"), {"size": 2, "sha256": SHA256}),
-    "blob is no table": with_blob(SHA256, []),
+    "blob is not an object": with_blob(SHA256, []),
     "listing is unknown": lambda document: revision(document).update(tree="3" * 64),
     "listing is huge": lambda document: document["blobs"][revision(document)["tree"]].update(
         size=1 << 40

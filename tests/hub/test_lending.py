@@ -237,7 +237,7 @@ class TestWrongBytes:
         loan.__enter__()
         plain_snapshot(client.hub, client.cache, "org/first")
         client.snapshot("org/first")
-        with pytest.raises(DigestMismatchError, match="while it was loaded"):
+        with pytest.raises(DigestMismatchError, match="when it was loaded"):
             loan.__exit__(None, None, None)
 
     def test_also_when_it_is_written_to_meanwhile(self, client: Client) -> None:

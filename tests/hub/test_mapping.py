@@ -367,17 +367,17 @@ class TestImport:
         wanted = {
             "0" * 64: (str(wrong), f"its sha256 is {sha256(OTHER)}"),
             "1" * 64: (str(folder / "missing"), "no such file or directory"),
-            "2" * 64: (str(folder), "it is no regular file"),
-            "3" * 64: (str(folder / "fifo"), "it is no regular file"),
+            "2" * 64: (str(folder), "it is not a regular file"),
+            "3" * 64: (str(folder / "fifo"), "it is not a regular file"),
             "4" * 64: ({"path": str(right), "size": 5}, "it has 100000 bytes, not 5"),
-            "5" * 64: ("relative/path", "it names no absolute path"),
-            "6" * 64: (HOSTILE, "it names no absolute path"),
-            "7" * 64: (["list"], "it names no absolute path"),
-            "8" * 64: (f"{right}\0", "it names no absolute path"),
-            "9" * 64: ({"path": str(right), "size": True}, "its size is no number of bytes"),
-            "a" * 64: ({"path": str(right), "size": -1}, "its size is no number of bytes"),
-            "b" * 64: ("/\ud800", "it names no path that can exist here"),
-            "c" * 63: (str(right), "its key is no sha256"),
+            "5" * 64: ("relative/path", "its path is not absolute"),
+            "6" * 64: (HOSTILE, "its path is not absolute"),
+            "7" * 64: (["list"], "its path is not absolute"),
+            "8" * 64: (f"{right}\0", "its path is not absolute"),
+            "9" * 64: ({"path": str(right), "size": True}, "its size is not a number of bytes"),
+            "a" * 64: ({"path": str(right), "size": -1}, "its size is not a number of bytes"),
+            "b" * 64: ("/\ud800", "its path cannot exist here"),
+            "c" * 63: (str(right), "its key is not a sha256"),
             sha256(WEIGHTS): (str(right), ""),
         }
         before = snapshot(folder)
@@ -437,7 +437,7 @@ class TestImport:
         path = store.root / "format"
         document = named({sha256(path.read_bytes()): str(path)})
         (refused,) = import_mapping(store, document).refused
-        assert "no blob" in refused.reason
+        assert "not a blob" in refused.reason
         assert store.folders() == []
 
 

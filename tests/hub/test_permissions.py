@@ -73,7 +73,7 @@ def test_a_repo_that_cannot_be_read_as_a_whole_is_not_removed(place: Path) -> No
             plan_removal(census, [(census.repos[0], None)])
         return str(caught.value)
 
-    assert "cannot be read (Permission denied)" in as_ann(work)
+    assert "cannot be read: Permission denied" in as_ann(work)
 
 
 def test_a_blob_that_cannot_be_removed_keeps_its_pointers(place: Path) -> None:

@@ -134,13 +134,13 @@ class TestRevisionNames:
     @pytest.mark.parametrize("text", ["", "no", commit_of(1)[:3], commit_of(2)])
     def test_others_are_none(self, text: str, cache: Path) -> None:
         make_repo(cache, FILES)
-        with pytest.raises(RepoNotCachedError, match="is no revision here"):
+        with pytest.raises(RepoNotCachedError, match="is not a revision"):
             only(cache).commit_of(text)
 
     def test_the_beginning_of_several(self, cache: Path) -> None:
         for tail in "ab":
             make_repo(cache, FILES, commit="1" * 39 + tail)
-        with pytest.raises(RepoNotCachedError, match="beginning of several"):
+        with pytest.raises(RepoNotCachedError, match="start of several"):
             only(cache).commit_of("1111")
 
     def test_an_unknown_repo_brings_near_names(self, cache: Path) -> None:

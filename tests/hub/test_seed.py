@@ -254,7 +254,7 @@ class TestPlan:
         plan = plan_seed(store, [tmp_path / "old", cache])
         assert plan.caches == (cache,)
         (warning,) = plan.warnings
-        assert warning.startswith(f"{tmp_path / 'old'} is left out")
+        assert warning.startswith(f"{tmp_path / 'old'} is skipped")
 
     @pytest.mark.parametrize("name", ["HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_SHARED_BLOBS"])
     def test_a_switch_that_makes_it_useless_is_mentioned(
@@ -423,7 +423,7 @@ class TestExecute:
         (cache / "blobs" / xet[:2]).symlink_to(tmp_path / "outside")
         result = plan_seed(store, [cache]).execute()
         assert result.seeded == []
-        assert "no plain directory" in result.skipped[0].reason
+        assert "not a plain directory" in result.skipped[0].reason
         assert list((tmp_path / "outside").iterdir()) == []
 
     def test_undo_takes_it_all_away_at_once(self, store: Store, cache: Path) -> None:

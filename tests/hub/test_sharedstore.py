@@ -53,7 +53,7 @@ class TestUsable:
         (cache / "blobs").rename(cache / "elsewhere")
         (cache / "blobs").symlink_to(cache / "elsewhere")
         assert not sharedstore.is_usable(cache)
-        assert "no plain directory" in sharedstore.why_not(cache)
+        assert "not a plain directory" in sharedstore.why_not(cache)
 
     def test_not_before_the_client_has_made_it(self, tmp_path: Path) -> None:
         assert "no shared blob store yet" in sharedstore.why_not(tmp_path)
@@ -121,7 +121,7 @@ class TestPrefix:
     def test_never_through_a_symlink(self, cache: Path, tmp_path: Path) -> None:
         (tmp_path / "outside").mkdir()
         (cache / "blobs" / "cd").symlink_to(tmp_path / "outside")
-        with pytest.raises(HubError, match="no plain directory"):
+        with pytest.raises(HubError, match="not a plain directory"):
             sharedstore.make_prefix(cache, B)
 
 

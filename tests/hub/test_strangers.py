@@ -54,7 +54,7 @@ class TestFiles:
         client.smart.scan(client.cache / "ComfyUI")
         before = state_of(path)
         hub.add("org/name", FILES)
-        assert client.sources()["model.safetensors"] == "claim"
+        assert client.sources()["model.safetensors"] == "reuse"
         client.snapshot()
         assert hub.gets("model.safetensors") == []
         assert state_of(path) == before

@@ -285,7 +285,7 @@ class TestRepair:
         repos = scan_caches([cache])
         plan = plan_repair(store, repos, verify_repos(store, repos).damage)
         edit(blob, WEIGHTS)
-        assert [reason for _, reason in plan.execute().failures] == ["it changed meanwhile"]
+        assert [reason for _, reason in plan.execute().failures] == ["it changed in the meantime"]
         assert verify(store, cache).findings == ()
 
     def test_on_a_filesystem_without_a_volume_it_stays(self, store: Store, elsewhere: Path) -> None:

@@ -195,7 +195,7 @@ class TestFullDevice:
         with pytest.raises(DeviceMemoryError) as caught:
             Placement(device=meta(), source="org/name").apply(pair)
         text = str(caught.value)
-        assert text == "text_encoder of org/name does not fit on meta: 4 MB are needed"
+        assert text == "text_encoder of org/name does not fit on meta: 4 MB is needed"
         assert caught.value.hint
         assert caught.value.__cause__ is error
         copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
@@ -312,5 +312,5 @@ class TestCuda:
         huge = torch.empty(1).expand_as(model.weight)
         model.weight = torch.nn.Parameter(huge)
         model.bias = None  # type: ignore[assignment]
-        with pytest.raises(DeviceMemoryError, match=r"are needed, .* are free"):
+        with pytest.raises(DeviceMemoryError, match=r"is needed, .* is free"):
             Placement(device=torch.device("cuda")).apply(model)

@@ -165,7 +165,7 @@ def test_who_waits_for_another_process_hears_which(
     with lock(path, exclusive=exclusive, timeout=timeout, on_wait=hear):
         pass
     (sentence,) = heard
-    expected = rf"process {child.pid} \(prune\) holds the store since \d\d:\d\d"
+    expected = rf"process {child.pid} \(prune\) has held the store since \d\d:\d\d"
     assert re.fullmatch(expected, sentence)
 
 
@@ -190,7 +190,7 @@ def test_who_waits_for_a_lease_of_another_process_hears_which(
     with leases.hold("key", timeout=timeout, on_wait=hear):
         pass
     (sentence,) = heard
-    assert sentence.startswith(f"{who} holds the lease on 'key' since ")
+    assert sentence.startswith(f"{who} has held the lease on 'key' since ")
 
 
 INTERRUPTED = """
@@ -305,7 +305,7 @@ def test_a_child_forked_inside_a_block_starts_with_nothing_and_takes_nothing_awa
     start: Start, path: Path, leases: Leases, tmp_path: Path
 ) -> None:
     parent = start(FORK_INSIDE)
-    assert parent.hear().startswith(f"refused: Gave up after 0 s: process {parent.pid} holds")
+    assert parent.hear().startswith(f"refused: Gave up after 0 s: process {parent.pid} has held")
     assert parent.hear().startswith("refused: Gave up after 0 s: the lease on 'key' is held by")
     assert parent.hear().endswith("is not claimed by this process any more")
     assert parent.hear() == "child left"

@@ -150,7 +150,7 @@ def test_what_is_not_installed_has_no_version(
 def test_the_boot_id_is_not_shown(tmp_path: Path) -> None:
     place = examine(tmp_path, [Path("/proc")]).places[1]
     assert place.filesystem is None
-    assert about(place, "no lasting name").level == "note"
+    assert about(place, "no permanent id").level == "note"
     assert boot_id() not in repr(place)
 
 
@@ -232,9 +232,9 @@ def test_a_store_that_others_could_write_is_a_problem(tmp_path: Path) -> None:
 def test_a_folder_above_that_everybody_can_write_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     Store(tmp_path / "store").close()
-    assert about(store_at(examine(tmp_path / "store")), "Everybody can write").level == "warning"
+    assert about(store_at(examine(tmp_path / "store")), "Anyone can write").level == "warning"
     tmp_path.chmod(0o1777)
-    assert not says(store_at(examine(tmp_path / "store")), "Everybody can write")
+    assert not says(store_at(examine(tmp_path / "store")), "Anyone can write")
 
 
 # stores that were moved
@@ -309,7 +309,7 @@ def test_without_any_links_everything_is_a_copy(
     monkeypatch.setattr(os, "symlink", refuse)
     place = store_at(examine(tmp_path))
     assert place.abilities is not None
-    words = "No hard links here" if place.abilities.reflink else "Neither hard links nor reflinks"
+    words = "No hard links here" if place.abilities.reflink else "No hard links or reflinks here"
     about(place, words)
     about(place, "No symlinks here")
 
@@ -344,7 +344,7 @@ def test_little_free_space_is_a_warning(tmp_path: Path) -> None:
         return examine(disk.point / "store", [tmp_path])
 
     store, _ = in_own_namespace(look).places
-    found = about(store, "are free here")
+    found = about(store, "is free here")
     assert found.level == "warning"
     assert "prune" in found.hint
     assert "8.19 MB" in found.text

@@ -349,7 +349,7 @@ class TestProbe:
         abilities = probe(tmp_path)
         assert not abilities.lease
         fstype = mount_of(tmp_path).fstype
-        assert f"no lease: {fstype} takes every file for written to" in abilities.notes
+        assert f"no lease: {fstype} treats every file as open for writing" in abilities.notes
 
     def test_locks_that_exclude_nobody_are_no_locks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -153,7 +153,7 @@ def test_sharers_queue_behind_a_waiting_writer(path: Path) -> None:
             writing = pool.submit(write)
             assert waiting.wait(30)
             error = elsewhere(lambda: asked_in_vain(path, exclusive=False))
-            assert "this process (prune) is waiting for the store since" in str(error)
+            assert "this process (prune) has waited for the store since" in str(error)
         writing.result(30)
 
 
@@ -193,7 +193,7 @@ def test_who_waits_hears_once_what_for(path: Path, timeout: float | None) -> Non
             assert told.wait(30)
         asking.result(30)
     assert len(heard) == 1
-    assert re.fullmatch(r"this process \(prune\) holds the store since \d\d:\d\d", heard[0])
+    assert re.fullmatch(r"this process \(prune\) has held the store since \d\d:\d\d", heard[0])
 
 
 def test_nobody_hears_of_a_lock_that_was_free(path: Path) -> None:
@@ -222,13 +222,13 @@ def test_without_a_listener_the_wait_is_logged(
         finally:
             logger.removeHandler(release)
     assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "(prune) holds the store" in caplog.text
+    assert "(prune) has held the store" in caplog.text
 
 
 def test_the_sentence_names_what_is_locked(path: Path) -> None:
     with (
         held_by_another_thread(path, exclusive=False),
-        pytest.raises(LeaseTimeoutError, match="another process uses the set x"),
+        pytest.raises(LeaseTimeoutError, match="another process is using the set x"),
         lock(path, exclusive=True, timeout=0, name="the set x"),
     ):
         pass
@@ -242,7 +242,7 @@ def test_the_timeout_error_says_who_and_survives_pickling(path: Path) -> None:
         assert isinstance(each, TimeoutError)
         assert vars(each)["key"] == str(path)
         assert vars(each)["holder"].startswith("this process (prune), since ")
-        assert str(each).startswith("Gave up after 0.02 s: this process (prune) holds the store")
+        assert str(each).startswith("Gave up after 0.02 s: this process (prune) has held the store")
 
 
 def note_of(pid: int, what: str = "prune", since: datetime | None = None) -> bytes:

@@ -181,7 +181,7 @@ class TestBySizeAndAge:
         plan = store.plan_prune(max_size=size - 1)
         assert digests(plan) == [free]
         assert len(plan.warnings) == 1
-        assert "1 B above" in plan.warnings[0]
+        assert "1 B over the limit" in plan.warnings[0]
 
     def test_what_others_share_does_not_count_for_the_size(
         self, store: Store, folder: Path

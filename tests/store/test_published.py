@@ -481,8 +481,8 @@ class TestOtherUsers:
         home = place / ("bob" if user else "of-root") / "store"
         (message,) = as_user(user, lambda: refused(home, root))
         assert message == (
-            f"the shared store {root} is left out: it belongs to user {EVE}, whom you have not"
-            " named. If you trust them, add them to shared_store_owners."
+            f"the shared store {root} is left out: it belongs to user {EVE}, who is not in"
+            " shared_store_owners. If you trust them, add them to it."
         )
 
     def test_a_part_of_another_user_is_not_used(self, place: Path) -> None:
