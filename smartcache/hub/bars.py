@@ -29,20 +29,23 @@ class _Part:
     """What huggingface_hub takes as the progress bar of one file."""
 
     advance: Callable[[int], None]
+    arrived: Callable[[int], None]
     is_stopping: threading.Event
 
     def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
         del args, options
         self.n = 0
         self.total: int | None = None
-        if initial:
-            self.update(initial)
+        if initial:  # of an earlier attempt
+            self.n = initial
+            self.advance(initial)
 
     def update(self, n: float | None = 1) -> None:
         """Count bytes that were written."""
         self.update_transfer()
         self.n += int(n or 0)
         self.advance(int(n or 0))
+        self.arrived(int(n or 0))
 
     def update_transfer(self, n: float | None = 1) -> None:
         """Hear of bytes that came (Xet), which are not counted a second time."""
@@ -68,9 +71,17 @@ class _Part:
         pass
 
 
-def bar_class(advance: Callable[[int], None], is_stopping: threading.Event) -> type:
-    """Return a class that huggingface_hub takes as a progress bar for one file."""
-    members = {"advance": staticmethod(advance), "is_stopping": is_stopping}
+def bar_class(
+    advance: Callable[[int], None], arrived: Callable[[int], None], is_stopping: threading.Event
+) -> type:
+    """Return a class that huggingface_hub takes as a progress bar for one file.
+
+    `advance` is told of all bytes of the file, `arrived` of those that come now.
+    """
+    members = {
+        "advance": staticmethod(advance), "arrived": staticmethod(arrived),
+        "is_stopping": is_stopping,
+    }  # fmt: skip
     return type("Part", (_Part,), members)
 
 

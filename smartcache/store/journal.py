@@ -78,6 +78,8 @@ class Change:
     filesystem: str | None = None
     xattrs: dict[str, str] | None = None
     keep: bool | None = None
+    freed: int = 0
+    """Bytes that the filesystem gave back. Only whoever made the change knows: not written down."""
 
     @property
     def place(self) -> Path:
@@ -335,6 +337,8 @@ class Batch:
         self._outcomes: dict[tuple[str, State], list[int]] = {}
         self._gate = threading.RLock()
         self._is_closed = False
+        self.on_done: Callable[[Change], None] | None = None
+        """Is told of every change that was made."""
 
     def begin(self, changes: Iterable[Change], *, sync: bool = True) -> list[Change]:
         """Write changes to the journal before they are made; return them with their numbers."""
@@ -368,6 +372,8 @@ class Batch:
             self._outcomes.setdefault((change.batch, state), []).append(change.n)
             if change.batch == self.id:
                 self._unsettled.discard(change.n)
+        if state == "done" and self.on_done is not None:
+            self.on_done(change)
 
     def flush(self) -> None:
         """Write the outcomes noted so far."""

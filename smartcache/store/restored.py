@@ -12,7 +12,9 @@ from smartcache.store.attributes import read_attributes
 from smartcache.store.journal import Change
 from smartcache.store.kernel import effective_user
 from smartcache.store.memos import hashes_of
+from smartcache.store.mounts import nearest_existing
 from smartcache.store.proof import checked
+from smartcache.store.room import Room
 from smartcache.store.schema import signed
 from smartcache.store.share import has_shared_blocks
 from smartcache.store.volume import Volume
@@ -118,6 +120,21 @@ def let_go(volume: Volume, path: Path) -> None:
             return
         if all(other.owner != link.owner for other in volume.index.links_of(blob.id)):
             volume.index.release(link.owner, blob.id)
+
+
+def room_for(volume: Volume, changes: list[Change]) -> Room:
+    """Return what undoing writes on each filesystem: files may lie on others than the store's."""
+    room = Room()
+    devices = {
+        folder: os.stat(nearest_existing(folder)).st_dev
+        for folder in {change.place.parent for change in changes}
+    }
+    places: dict[int, list[Change]] = {}
+    for change in changes:
+        places.setdefault(devices[change.place.parent], []).append(change)
+    for some in places.values():
+        room.add(some[0].place.parent, needed_bytes(volume, some))
+    return room
 
 
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:

@@ -168,7 +168,7 @@ def test_the_native_shared_store_is_found_by_xet_hash(
     client.store.add_folder(cache, program="Hugging Face")
     hub.add("org/name", {NAME: WANTED}, xet={NAME: xet})
     plan = client.plan()
-    assert [each.source for each in plan.files] == ["claim"]
+    assert [each.source for each in plan.files] == ["reuse"]
     assert plan.files[0].origin == entry
     path = Path(plan.execute())
     assert hub.gets(NAME) == []
@@ -205,7 +205,7 @@ def test_a_file_of_the_same_size_costs_one_hash(
     pass_time(10)
     hub.add("org/name", {NAME: WANTED})
     plan = client.plan()
-    assert [each.source for each in plan.files] == ["claim"]
+    assert [each.source for each in plan.files] == ["reuse"]
     assert (plan.saved_size, plan.unproven_size, plan.fetch_size) == (SIZE, SIZE, 0)
     path = Path(plan.execute())
     assert len(hub.gets(NAME)) == 1
@@ -376,7 +376,7 @@ def test_what_changes_after_the_plan_is_fetched_instead(
     found = place(client, tmp_path)
     hub.add("org/name", {NAME: WANTED})
     plan = client.plan()
-    assert [each.source for each in plan.files] == ["claim"]
+    assert [each.source for each in plan.files] == ["reuse"]
     happens(found)
     hub.clear()
     path = Path(plan.execute())
@@ -467,7 +467,7 @@ def test_a_near_file_is_preferred_to_a_far_one(
         client.store.digest_of(far, ("blake3", "sha256"))
         client.store.digest_of(near, ("blake3", "sha256"))
     hub.add("org/name", {NAME: WANTED})
-    assert client.sources() == {NAME: "claim"}
+    assert client.sources() == {NAME: "reuse"}
     assert os.path.samefile(client.snapshot() / NAME, near)
 
 
@@ -499,7 +499,7 @@ def test_a_near_file_is_preferred_to_a_blob_on_another_volume(
     near = in_other_cache(client, tmp_path)
     hub.add("org/name", {NAME: WANTED})
     hub.clear()
-    assert client.sources() == {NAME: "claim"}
+    assert client.sources() == {NAME: "reuse"}
     assert os.path.samefile(client.snapshot() / NAME, near)
     assert hub.gets() == []
 

@@ -58,8 +58,8 @@ def test_sources_come_in_the_order_of_their_cost(
     steps: list[tuple[Callable[[Client, Path], None] | None, Path, str, Path | None]] = [
         (None, tmp_path, "fetch", None),
         (has_far_file, elsewhere, "copy", elsewhere / "any name.ckpt"),
-        (has_file, tmp_path, "claim", tmp_path / "given" / "any name.ckpt"),
-        (has_shared_store, tmp_path, "claim", tmp_path / "native" / "blobs" / "ee" / ("e" * 64)),
+        (has_file, tmp_path, "reuse", tmp_path / "given" / "any name.ckpt"),
+        (has_shared_store, tmp_path, "reuse", tmp_path / "native" / "blobs" / "ee" / ("e" * 64)),
     ]
     for add, where, source, origin in steps:
         if add is not None:
@@ -71,7 +71,7 @@ def test_sources_come_in_the_order_of_their_cost(
 
 @pytest.mark.parametrize(
     ("add", "source"),
-    [(has_blob, "link"), (has_other_cache, "claim"), (has_present, "present"), (has_file, "claim")],
+    [(has_blob, "link"), (has_other_cache, "reuse"), (has_present, "present"), (has_file, "reuse")],
 )
 def test_a_plan_says_where_a_file_comes_from(
     client: Client, hub: Hub, tmp_path: Path, add: Callable[[Client, Path], None], source: str
@@ -96,7 +96,7 @@ def test_the_store_comes_before_files_that_must_be_hashed(
     hub.add("org/name", {NAME: WANTED})
     has_file(client, tmp_path)
     has_other_cache(client, tmp_path)
-    assert client.sources() == {NAME: "claim"}
+    assert client.sources() == {NAME: "reuse"}
     has_blob(client, tmp_path)
     (planned,) = client.plan().files
     assert (planned.source, planned.candidates) == ("link", ())
@@ -247,9 +247,9 @@ def test_a_finished_download_has_nothing_left_to_do(client: Client, hub: Hub) ->
 def test_a_plan_can_be_executed_twice(client: Client, hub: Hub) -> None:
     hub.add("org/name", {NAME: WANTED, "config.json": b"{}"})
     plan = client.plan()
-    first = plan.execute()
+    first = plan.execute().path
     before = contents(client.cache)
-    assert plan.execute() == first
+    assert plan.execute().path == first
     assert contents(client.cache) == before
 
 
