@@ -98,10 +98,8 @@ def plan_eject(
     changes.reverse()
     known = {c.path for c in changes if c.op == "move" or is_our_link(volume, c)}
     links = tuple(link for link in _placed_links(volume) if link.path not in known)
-    room = Room() if keep_shared else room_for(volume, changes)
-    for change in changes:
-        if change.op == "move":
-            room.add(change.place.parent, change.size)
+    copied = [change for change in changes if not keep_shared or change.op == "move"]
+    room = room_for(volume, copied)
     for link in links:
         if link.kind == "symlink" or not keep_shared:
             room.add(link.path.parent, _size(volume, link))
