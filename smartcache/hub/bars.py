@@ -1,4 +1,4 @@
-"""How far a download is: one bar over all bytes that are fetched, and a way to stop in between.
+"""How far a download is: one bar over all bytes that are fetched or read, and a way to stop.
 
 huggingface_hub tells a progress bar class about every chunk it has received. The class made here
 passes that on to one bar for all files, and raises when the download is no longer wanted, which is
@@ -8,7 +8,7 @@ the only moment at which a running transfer can be ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -96,13 +96,22 @@ def hidden_class() -> type:
     return Hidden
 
 
-def fetching(
-    count: int, size: int, progress: Progress | None, tqdm_class: type | None
+def bringing(
+    fetched: Sequence[str],
+    read: Sequence[str],
+    size: int,
+    progress: Progress | None,
+    tqdm_class: type | None,
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Show one bar for all files to fetch; the block gets a function that advances it."""
-    label = "Fetching 1 file" if count == 1 else f"Fetching {count} files"
-    if not count:
-        label = "Hashing and linking files"
+    """Show one bar for files to fetch and files of this disk to read, given by name.
+
+    The block gets a function that advances it by bytes.
+    """
+    verb = "Fetching and hashing" if fetched and read else "Fetching" if fetched else "Hashing"
+    names = [*fetched, *read]
+    label = f"{verb} {names[0] if len(names) == 1 else f'{len(names):,} files'}"
+    if not names:
+        label = "Linking files"
     if progress is not None:
         return _own_bar(label, size, progress)
     return _hub_bar(label, size, tqdm_class)

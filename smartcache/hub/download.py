@@ -247,11 +247,13 @@ class _Run:
         ]
         if not waiting:
             return
-        fetched = [each for each in waiting if each.source == "fetch"]
+        fetched = [each.file.path for each in waiting if each.source == "fetch"]
+        read = [each.file.path for each in waiting if each.source not in ("fetch", "link")]
         threads = self._store.settings.threads
-        size = sum(each.size for each in fetched)
+        size = sum(each.size for each in waiting if each.source != "link")
+        tqdm_class = self._request.tqdm_class
         with (
-            bars.fetching(len(fetched), size, self._progress, self._request.tqdm_class) as advance,
+            bars.bringing(fetched, read, size, self._progress, tqdm_class) as advance,
             Follower() as follower,
             Workers({"local": threads, "fetch": max(1, self._request.max_workers)}) as workers,
         ):
@@ -264,22 +266,26 @@ class _Run:
                 if each.source == "fetch":
                     jobs.fetch(each)
                 else:
-                    jobs.locally(partial(self._locally, each, jobs))
+                    jobs.locally(partial(self._locally, each, jobs, advance))
             workers.wait()
         for _, batch in self._working.batches:
             batch.flush()
 
-    def _locally(self, planned: PlannedFile, jobs: _Jobs) -> None:
+    def _locally(self, planned: PlannedFile, jobs: _Jobs, advance: Callable[[int], None]) -> None:
         """Bring a file to its target without the Hub; what fails is fetched after all."""
-        if planned.source == "present" and self._arrivals.prove_present(planned):
-            return
-        if self._claims.place_known(planned, near=True):
-            return
-        for candidate in planned.candidates:
-            if jobs.is_stopping or self._claims.claim(planned, candidate):
-                return
-        if not (self._claims.place_known(planned) or self._claims.bring(planned)):
+        is_here = (
+            (planned.source == "present" and self._arrivals.prove_present(planned))
+            or self._claims.place_known(planned, near=True)
+            or any(
+                jobs.is_stopping or self._claims.claim(planned, each) for each in planned.candidates
+            )
+            or self._claims.place_known(planned)
+            or self._claims.bring(planned)
+        )
+        if not is_here:
             jobs.fetch(planned)
+        elif planned.source != "link":
+            advance(planned.size)
 
     # huggingface_hub's part
 

@@ -152,9 +152,10 @@ class Lender:
         if not jobs:
             return
         shared = list(batches)
-        read = sum(each.size for each in files if each.source != "link")
+        read = [each for each in files if each.source != "link"]
+        names, size = [each.file.path for each in read], sum(each.size for each in read)
         with (
-            bars.fetching(0, read, None, None) as advance,
+            bars.bringing((), names, size, None, None) as advance,
             Workers({"local": self._store.settings.threads, "fetch": 1}) as workers,
         ):
             for each, job in sorted(zip(files, jobs, strict=True), key=lambda pair: -pair[0].size):

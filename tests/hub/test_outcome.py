@@ -12,7 +12,7 @@ from tests.api import DownloadResult, NoSpaceError, Purpose, SmartCache, plan_im
 from tests.hub.bundles import export
 from tests.hub.clients import Client, plain_snapshot, state_of, weights
 from tests.hub_server import Hub
-from tests.store.files import mode_of, write
+from tests.store.files import Watch, mode_of, write
 from tests.store.small_disks import Disk, in_own_namespace
 
 WANTED, OTHER = weights(1, 300_000), weights(2, 200_000)
@@ -111,6 +111,14 @@ class TestDownload:
         assert record.levelno == logging.WARNING
         assert f"1 file of ComfyUI is now read-only: {found}" in record.message
         assert f"'smartcache undo {entry.id}'" in record.message
+
+    def test_progress_counts_what_is_fetched_and_what_is_read(
+        self, client: Client, tmp_path: Path
+    ) -> None:
+        given(client, tmp_path / "given")
+        watch = Watch()
+        client.plan().execute(progress=watch)
+        assert watch.done == watch.total == len(WANTED) + len(OTHER)
 
     def test_folders_can_be_named_for_one_download(self, client: Client, tmp_path: Path) -> None:
         found = write(tmp_path / "elsewhere" / "x" / "y.bin", WANTED)
