@@ -73,19 +73,21 @@ def import_command(
     ):
         changes = FileChanges() if dry_run else plan.execute(progress=bars)
         session.how_far = None
+        for each in plan.kept_refs:
+            if out.mode == "human":
+                at = f"at {each.former[:12]}" if each.former else "as it is"
+                bundled = f"the bundle has {each.commit[:12]}"
+                out.warn(
+                    f"{each.ref} of {each.repo} stays {at} ({bundled}; --update-refs moves it)"
+                )
+        out.show(
+            human=lambda: _say(plan, dry_run=dry_run),
+            document=lambda: {**_document(plan, dry_run=dry_run), **fields_of(changes)},
+            ids=lambda: [
+                f"{each.repo}@{commit}" for each in plan.manifest.repos for commit in each.revisions
+            ],
+        )
         say_changes(changes, store)
-    for each in plan.kept_refs:
-        if out.mode == "human":
-            at = f"at {each.former[:12]}" if each.former else "as it is"
-            bundled = f"the bundle has {each.commit[:12]}"
-            out.warn(f"{each.ref} of {each.repo} stays {at} ({bundled}; --update-refs moves it)")
-    out.show(
-        human=lambda: _say(plan, dry_run=dry_run),
-        document=lambda: {**_document(plan, dry_run=dry_run), **fields_of(changes)},
-        ids=lambda: [
-            f"{each.repo}@{commit}" for each in plan.manifest.repos for commit in each.revisions
-        ],
-    )
 
 
 def _say(plan: ImportPlan, *, dry_run: bool) -> None:

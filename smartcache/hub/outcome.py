@@ -128,6 +128,7 @@ class Watch:
         self._is_new = is_new
         self._changes: list[Change] = []
         self._copies: list[Path] = []
+        self._freed = 0
         self._gate = threading.Lock()
         self.fetched_size = 0
 
@@ -150,10 +151,11 @@ class Watch:
         with self._gate:
             self._copies.append(path)
 
-    def _hear(self, change: Change) -> None:
+    def _hear(self, change: Change, freed: int) -> None:
         if change.op in ("adopt", "place", "replace"):
             with self._gate:
                 self._changes.append(change)
+                self._freed += freed
 
     def changes(self) -> FileChanges:
         """Return what was done to files, and they are still there."""
@@ -176,7 +178,7 @@ class Watch:
         return FileChanges(
             linked=_unique(linked), copied=_unique(copies), read_only=_unique(read_only),
             new_read_only=_unique(new), narrow=_unique(narrow),
-            freed_size=sum(each.freed for each in changes),
+            freed_size=self._freed,
             undo_ids=tuple(dict.fromkeys(each.batch for each in changes)),
         )  # fmt: skip
 
