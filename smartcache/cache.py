@@ -6,7 +6,7 @@ one object. A layer is imported when it is first used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -62,11 +62,17 @@ class SmartCache:
 
         return dropin.dry_run(self.store, call, look=self.look_again)
 
-    def plan_download(self, call: Call, *, progress: Progress = silent) -> DownloadPlan:
-        """Plan such a call: for each file where its bytes come from; the Hub's errors pass."""
-        from smartcache.hub.plan import plan_download
+    def plan_download(
+        self, call: Call, *, also: Iterable[str | Path] = (), progress: Progress = silent
+    ) -> DownloadPlan:
+        """Plan such a call: for each file where its bytes come from; the Hub's errors pass.
 
-        return plan_download(self.store, call.request(), look=self.look_again, progress=progress)
+        `also` are folders to look in, for this download only.
+        """
+        from smartcache.hub.plan import plan_download, with_folders
+
+        request = with_folders(call.request(), also)
+        return plan_download(self.store, request, look=self.look_again, progress=progress)
 
     def lending(self, call: Call, purpose: Purpose) -> AbstractContextManager[str]:
         """Let a library load from a repo in a `with` block that gives the commit.

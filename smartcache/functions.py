@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from smartcache.cache import SmartCache
@@ -130,13 +132,18 @@ def _has_store() -> bool:
         return True  # whoever opens it says what is wrong with it
 
 
-def plan_download(repo_id: str, **options: Unpack[SnapshotOptions]) -> DownloadPlan:
-    """Plan a `snapshot_download`: for each file where its bytes come from; `execute` does it."""
+def plan_download(
+    repo_id: str, *, also: Iterable[str | Path] = (), **options: Unpack[SnapshotOptions]
+) -> DownloadPlan:
+    """Plan a `snapshot_download`: for each file where its bytes come from; `execute` does it.
+
+    Files are sought in known folders, and in those of `also`, for this download only.
+    """
     call = Call(repo_id=repo_id, arguments=dict(options))
     if not call.is_known:
         unknown = ", ".join(sorted(options.keys() - SnapshotOptions.__optional_keys__))
         raise TypeError(f"plan_download() got an unexpected keyword argument: {unknown}")
-    return shared().plan_download(call)
+    return shared().plan_download(call, also=also)
 
 
 def cache_mapping() -> CacheMapping:

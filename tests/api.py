@@ -172,6 +172,7 @@ from smartcache.hub.importing import ImportPlan, plan_import
 from smartcache.hub.lending import Purpose
 from smartcache.hub.lent import Loans
 from smartcache.hub.mapping import cache_mapping, import_mapping
+from smartcache.hub.outcome import DownloadResult
 from smartcache.hub.plan import DownloadPlan
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo, RepoType, announced_by
 from smartcache.hub.remote import Access
@@ -228,7 +229,6 @@ from smartcache.sizes import format_age, format_size, parse_age, parse_size
 from smartcache.store import contents as store_contents
 from smartcache.store import digest as store_digest
 from smartcache.store import doctor as store_doctor
-from smartcache.store import eject as store_eject
 from smartcache.store import faults as store_faults
 from smartcache.store import filesystems as store_filesystems
 from smartcache.store import hold as store_hold
@@ -243,11 +243,11 @@ from smartcache.store import move as store_move
 from smartcache.store import proof as store_proof
 from smartcache.store import recovery as store_recovery
 from smartcache.store import replace as store_replace
+from smartcache.store import room as store_room
 from smartcache.store import schema as store_schema
 from smartcache.store import share as store_share
 from smartcache.store import sums as store_sums
 from smartcache.store import swap as store_swap
-from smartcache.store import undo as store_undo
 from smartcache.store import volume as store_volume
 from smartcache.store.adopt import Adoption
 from smartcache.store.blobs import explained as blobs_explained
@@ -393,6 +393,7 @@ __all__ = [
     "Difference",
     "DigestMismatchError",
     "DownloadPlan",
+    "DownloadResult",
     "Encoded",
     "ExportPlan",
     "Extent",
@@ -705,7 +706,6 @@ __all__ = [
     "store_contents",
     "store_digest",
     "store_doctor",
-    "store_eject",
     "store_faults",
     "store_filesystems",
     "store_hold",
@@ -720,11 +720,11 @@ __all__ = [
     "store_proof",
     "store_recovery",
     "store_replace",
+    "store_room",
     "store_schema",
     "store_share",
     "store_sums",
     "store_swap",
-    "store_undo",
     "store_usage",
     "store_volume",
     "survey",

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import fields
 
 from smartcache.cli._output import out, terminal_width
 from smartcache.cli._tables import Column, shortened
 from smartcache.cli._words import counted, short
+from smartcache.errors import NoSpaceError
+from smartcache.hub.outcome import DownloadResult, FileChanges
 from smartcache.hub.plan import DownloadPlan, near_store
 from smartcache.hub.records import PlannedFile, Source
 from smartcache.hub.targets import LocalTarget
 from smartcache.report.naming import from_home
 from smartcache.sizes import format_size
 from smartcache.store.kernel import effective_user
-from smartcache.store.mounts import nearest_existing
+from smartcache.store.store import Store
 
 MOST_SHOWN = 12
 """Files of a plan that are shown without -v: the largest. So few, and they fit on a screen."""
@@ -37,14 +38,15 @@ _SUMS = (
 _MEANING: dict[Source, str] = {
     "present": "there already",
     "link": "in the store: linked, no time and no space",
-    "reuse": "same size on this disk: taken if the hash is right",
+    "reuse": "same size in a known folder: reused if the hash is right",
     "copy": "copied: from another disk or user, or where a link is not safe",
-    "fetch": "not on this machine: comes from the Hub",
+    "fetch": "not in any known folder: comes from the Hub",
 }
 
 
-def show_plan(plan: DownloadPlan, *, verbose: bool, as_talk: bool) -> None:
+def show_plan(plan: DownloadPlan, *, verbose: bool, dry_run: bool) -> None:
     """Show for each file where it comes from, then the sums."""
+    as_talk = not dry_run
     name = f"{plan.repo} at {plan.revision}"
     commit = "" if plan.revision == plan.commit else f" ({short(plan.commit)})"
     out.heading(f"{name}{commit}: {_amount(plan.files)}", as_talk=as_talk)
@@ -55,26 +57,35 @@ def show_plan(plan: DownloadPlan, *, verbose: bool, as_talk: bool) -> None:
     if len(files) > len(shown):
         rest = files[len(shown) :]
         size = format_size(sum(each.size for each in rest))
-        out.line(f"... and {len(rest):,} smaller files, {size}; -v shows all", as_talk=as_talk)
+        out.line(f"... and {len(rest):,} more, {size}; -v shows all", as_talk=as_talk)
     out.line(as_talk=as_talk)
     out.table(_SUMS, _sums(plan), as_talk=as_talk)
-    out.paragraph(totals(plan), as_talk=as_talk)
+    out.paragraph(_totals(plan, dry_run=dry_run), as_talk=as_talk)
 
 
-def totals(plan: DownloadPlan) -> str:
-    """Return what is saved and what is to be done, in one sentence."""
-    parts = [f"{format_size(plan.fetch_size)} to fetch"]
-    if plan.saved_size:
-        parts.append(f"{format_size(plan.saved_size)} saved")
-    if plan.present_size:
-        parts.append(f"{format_size(plan.present_size)} there already")
+def _totals(plan: DownloadPlan, *, dry_run: bool) -> str:
+    """Return what is to be fetched and what is here, in one sentence."""
+    fetched = format_size(plan.fetch_size)
     unknown = sum(each.file.size is None for each in plan.files)
     if unknown:
-        parts[0] += f" and {counted(unknown, 'file')} of unknown size"
-    sentence = ", ".join(parts)
+        fetched += f" and {counted(unknown, 'file')} of unknown size"
+    parts = [f"Would fetch {fetched}" if dry_run else f"{fetched} to fetch"]
+    if plan.saved_size:
+        verb = "would come" if dry_run else "to come"
+        parts.append(f"{format_size(plan.saved_size)} {verb} from this machine")
+    if plan.present_size:
+        parts.append(f"{format_size(plan.present_size)} is there already")
     if plan.unproven_size:
-        sentence += f"; {format_size(plan.unproven_size)} of this disk to be read and hashed"
-    return f"{sentence}."
+        verb = "would be" if dry_run else "to be"
+        parts.append(f"{format_size(plan.unproven_size)} {verb} read and hashed")
+    return "; ".join(parts) + "."
+
+
+def say_changes(changes: FileChanges, store: Store) -> None:
+    """Tell a person what was done to files, and how to take it back."""
+    if changes.undo_ids and out.mode == "human":
+        out.paragraph(changes.sentence(store.folders()), as_talk=True)
+        out.talk(changes.way_back)
 
 
 def _amount(files: tuple[PlannedFile, ...]) -> str:
@@ -127,18 +138,20 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
 # what the user should know
 
 
-def cautions(plan: DownloadPlan) -> list[str]:
+def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]
     if plan.opened is None:
+        where = "the place of the download"
+        where += " and --also were" if plan.request.also else " was"
         found.append(
-            "There is no store yet, so only the place of the download was looked at. "
-            "'smartcache scan' makes one and finds what other programs have."
+            f"There is no store yet, so only {where} looked at. 'smartcache scan' makes one and "
+            "finds what other programs have."
         )
     elif weights and near_store(plan.store, plan.target.root) is None:
         found.append(
-            f"{from_home(place_of(plan))} is on another filesystem than the store "
+            f"{from_home(plan.place)} is on another filesystem than the store "
             f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "
             "space."
         )
@@ -147,40 +160,41 @@ def cautions(plan: DownloadPlan) -> list[str]:
             "You are root: weights in --local-dir are copies, not links, because root could write "
             "into bytes that others share."
         )
-    return [*found, *_shortage(plan)]
-
-
-def _shortage(plan: DownloadPlan) -> list[str]:
-    free = shutil.disk_usage(nearest_existing(plan.target.root)).free
-    if plan.fetch_size <= free:
-        return []
-    sizes = f"{format_size(plan.fetch_size)} are to be fetched, but only {format_size(free)} are"
-    return [f"{sizes} free at {from_home(place_of(plan))}."]
-
-
-def place_of(plan: DownloadPlan) -> Path:
-    """Return the folder that a download goes to, as the user knows it."""
-    return plan.target.root if isinstance(plan.target, LocalTarget) else plan.target.cache_dir
+    if dry_run:
+        try:
+            plan.require_room()
+        except NoSpaceError as error:
+            found.append(f"{error}.")
+    return found
 
 
 # for programs
 
 
-def plan_document(plan: DownloadPlan, *, path: str | None) -> dict[str, object]:
-    """Return a plan, done (`path` says where) or not, as one document."""
-    known = _digests(plan) if path is not None else {}
+def plan_document(plan: DownloadPlan, result: DownloadResult | None) -> dict[str, object]:
+    """Return a plan, and what came of it unless it was only looked at, as one document."""
+    known = {} if result is None else _digests(plan)
+    done = fields_of(DownloadResult(path="") if result is None else result)
     return {
         "repo": plan.repo.id,
         "type": plan.repo.type,
         "revision": plan.revision,
         "commit": plan.commit,
-        "path": path,
         "files": [_file_document(each, known) for each in plan.files],
         "present_size": plan.present_size,
         "saved_size": plan.saved_size,
         "fetch_size": plan.fetch_size,
+        "needed_size": plan.needed_size,
         "unproven_size": plan.unproven_size,
+        "dry_run": result is None,
+        **done,
+        "path": done["path"] or None,
     }
+
+
+def fields_of(result: FileChanges) -> dict[str, object]:
+    """Return what was done to files, by name."""
+    return {field.name: getattr(result, field.name) for field in fields(result)}
 
 
 def _file_document(each: PlannedFile, known: dict[str, str]) -> dict[str, object]:

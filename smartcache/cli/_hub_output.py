@@ -1,4 +1,4 @@
-"""While huggingface_hub works: what it says goes through `out`, what it fetches is counted.
+"""While huggingface_hub works: what it says goes through `out`.
 
 And it is stopped by Ctrl-C, which it does not hear while it waits for a server.
 """
@@ -12,12 +12,11 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Self, TextIO
+from types import FrameType
+from typing import TextIO
 
 from smartcache.cli._failures import INTERRUPTED
 from smartcache.cli._output import out
-from smartcache.progress import Job, Progress, Unit
 
 _SAID_BY_US = "Not enough free disk space"
 """How a warning begins that huggingface_hub repeats for every file."""
@@ -109,48 +108,3 @@ def _show(
     text = " ".join(str(message).split())
     if not text.startswith(_SAID_BY_US):
         out.warn(text)
-
-
-class Counting:
-    """A progress that counts the bytes that went through it."""
-
-    def __init__(self, inner: Progress) -> None:
-        self._inner = inner
-        self._lock = threading.Lock()
-        self.bytes = 0
-
-    def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Job:
-        """Return a job of the progress below."""
-        job = self._inner(label, total, unit)
-        return _Counted(self, job) if unit == "bytes" else job
-
-    def count(self, amount: int) -> None:
-        """Take note of bytes, from any thread."""
-        with self._lock:
-            self.bytes += amount
-
-
-class _Counted:
-    """A job whose bytes are counted."""
-
-    def __init__(self, counting: Counting, job: Job) -> None:
-        self._counting = counting
-        self._job = job
-
-    def advance(self, amount: int = 1) -> None:
-        self._counting.count(amount)
-        self._job.advance(amount)
-
-    def close(self) -> None:
-        self._job.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

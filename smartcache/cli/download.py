@@ -14,7 +14,14 @@ import click
 from smartcache import __version__
 from smartcache.cache import SmartCache
 from smartcache.cli._command import FILE, command, never_asks
-from smartcache.cli._downloads import cautions, commit_in, place_of, plan_document, show_plan
+from smartcache.cli._downloads import (
+    cautions,
+    commit_in,
+    fields_of,
+    plan_document,
+    say_changes,
+    show_plan,
+)
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._hub_failures import (
     is_denial,
@@ -23,14 +30,15 @@ from smartcache.cli._hub_failures import (
     is_refusal,
     words_for,
 )
-from smartcache.cli._hub_output import Counting, hub_through_out, stopping_soon
+from smartcache.cli._hub_output import hub_through_out, stopping_soon
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.errors import HubError, NoSpaceError, SmartcacheError
 from smartcache.hub import dropin, remote, tree
 from smartcache.hub.dropin import Call
-from smartcache.hub.plan import DownloadPlan, plan_download
+from smartcache.hub.outcome import DownloadResult
+from smartcache.hub.plan import DownloadPlan, plan_download, with_folders
 from smartcache.hub.records import REPO_TYPES, Repo
 from smartcache.sizes import format_size
 from smartcache.store.store import Store
@@ -48,6 +56,7 @@ _WILD = "*?["
         ("smartcache download org/name --include '*.safetensors' --exclude '*fp32*'", "by name"),
         ("smartcache download datasets/org/name --revision v1.0", "a dataset at a tag"),
         ("smartcache download org/name --local-dir models/name", "as plain files in a folder"),
+        ("smartcache download org/name --also /mnt/old/models", "reuse files that are there"),
         ("path=$(smartcache download -q org/name)", "for scripts: the path, nothing else"),
     ),
 )  # fmt: skip
@@ -77,6 +86,10 @@ _WILD = "*?["
     "--max-workers", type=click.IntRange(min=1), default=8, metavar="N", show_default=True,
     help="Files fetched at the same time.",
 )  # fmt: skip
+@click.option(
+    "--also", metavar="FOLDER", multiple=True,
+    help="Look for files in this folder too, this time only. Repeatable.",
+)  # fmt: skip
 @click.option("--force-download", is_flag=True, help="Fetch everything again, whatever is here.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every file of the plan.")
 @never_asks
@@ -94,6 +107,7 @@ def download_command(
     cache_dir: Path | None,
     token: str | None,
     max_workers: int,
+    also: tuple[str, ...],
     force_download: bool,
     verbose: bool,
     dry_run: bool,
@@ -105,9 +119,14 @@ def download_command(
     a folder.
 
     First the plan is shown. A file is "present" if it is where it is wanted. Else it is taken from
-    the store ("link"), or from a file anywhere on this machine that has its size, once the hash of
-    that file is known to be right ("reuse"; "copy" if it lies on another disk). Only the rest comes
-    from the Hub ("fetch"). Every large file is compared with the hash that the Hub announces.
+    the store ("link"), or from a file of the same size in a known folder, once its hash is known to
+    be right ("reuse"; "copy" if it lies on another disk). Known folders are those of programs, HF
+    caches and those you named ('smartcache folders ls'); --also adds others for this download. Only
+    the rest comes from the Hub ("fetch"). Every large file is compared with the hash that the Hub
+    announces.
+
+    Nothing is written if there is not enough room for all of it. At the end you are told what was
+    linked, which files became read-only, and how to undo that.
     """
     session = ctx.ensure_object(Session)
     _refuse_files(local_dir=local_dir, cache_dir=cache_dir)
@@ -121,7 +140,7 @@ def download_command(
     call = wanted.call(given, max_workers)
     is_only_looking = dry_run and not session.has_store()
     with nullcontext() if is_only_looking else session.cache() as cache, hub_through_out():
-        run = _Run(session, cache, wanted, call)
+        run = _Run(session, cache, wanted, call, also)
         plan = run.plan()
         if plan is None:
             run.answer_from_cache(dry_run=dry_run)
@@ -166,7 +185,7 @@ class _Wanted:
         for file in files:
             if tree.safe_parts(file.removesuffix("/")) is None:
                 hint = "FILES are names as the Hub shows them, such as vae/config.json."
-                raise BadUsageError(f"{file!r} is no path in a repo.", hint=hint)
+                raise BadUsageError(f"{file!r} is not a path in a repo.", hint=hint)
         return cls(repo=parsed, files=files, include=include, exclude=exclude)
 
     @property
@@ -204,21 +223,28 @@ class _Run:
     """One run of the command."""
 
     def __init__(
-        self, session: Session, cache: SmartCache | None, wanted: _Wanted, call: Call
+        self,
+        session: Session,
+        cache: SmartCache | None,
+        wanted: _Wanted,
+        call: Call,
+        also: tuple[str, ...],
     ) -> None:
         self._session = session
         self._cache = cache
         self._wanted = wanted
         self._call = call
+        self._also = also
         self._error: Exception | None = None
 
     def plan(self) -> DownloadPlan | None:
         """Plan it; None if the Hub cannot be asked, and perhaps the HF cache can answer."""
         try:
             if self._cache is None:
-                plan = plan_download(None, self._call.request(), progress=bars)
+                request = with_folders(self._call.request(), self._also)
+                plan = plan_download(None, request, progress=bars)
             else:
-                plan = self._cache.plan_download(self._call, progress=bars)
+                plan = self._cache.plan_download(self._call, also=self._also, progress=bars)
         except Exception as error:
             if is_missing_file(error):
                 raise self._no_such_file(list(self._wanted.files)) from error
@@ -237,54 +263,43 @@ class _Run:
 
     def go(self, plan: DownloadPlan, *, verbose: bool, dry_run: bool) -> None:
         """Show a plan, carry it out and say where the files are."""
-        notes = cautions(plan)
+        notes = cautions(plan, dry_run=dry_run)
         if not dry_run and out.mode == "human":
             if plan.is_done:
                 out.talk(f"{plan.repo}: everything is there already.")
             else:
-                show_plan(plan, verbose=verbose, as_talk=True)
+                show_plan(plan, verbose=verbose, dry_run=False)
         for note in notes:
             out.warn(note)
-        fetched, path = 0, None
-        if not dry_run:
-            fetched, path = self._execute(plan)
+        result = None if dry_run else self._execute(plan)
         out.show(
             human=lambda: (
-                out.line(path) if path else show_plan(plan, verbose=verbose, as_talk=False)
+                show_plan(plan, verbose=verbose, dry_run=True)
+                if result is None
+                else out.line(result.path)
             ),
-            document=lambda: {
-                **plan_document(plan, path=path), "fetched_size": fetched, "dry_run": dry_run,
-                "warnings": notes,
-            },
-            ids=lambda: [path or _planned_path(plan)],
-        )  # fmt: skip
-        if dry_run:
-            out.talk("Nothing was changed.")
+            document=lambda: {**plan_document(plan, result), "warnings": notes},
+            ids=lambda: [_planned_path(plan) if result is None else result.path],
+        )
 
-    def _execute(self, plan: DownloadPlan) -> tuple[int, str]:
-        """Carry out a plan; return the bytes that came from the Hub, and the path."""
+    def _execute(self, plan: DownloadPlan) -> DownloadResult:
+        """Carry out a plan, and say what was done."""
         self._session.how_far = _how_to_go_on
-        counting = Counting(bars)
-        is_forced = plan.request.force
         # Then all is huggingface_hub's work, which tells nobody how far it is: the time is shown.
-        watch = bars("Fetching everything again") if is_forced else nullcontext()
+        watch = bars("Fetching everything again") if plan.request.force else nullcontext()
         try:
             with stopping_soon(), watch:
-                path = plan.execute(progress=counting)
+                result = plan.execute(progress=bars)
         except OSError as error:
             if error.errno != errno.ENOSPC or error.filename or isinstance(error, SmartcacheError):
                 raise
             raise _no_space(plan) from error
-        small = sum(
-            each.size for each in plan.files
-            if each.source == "fetch" and (is_forced or not each.is_large)
-        )  # fmt: skip
-        fetched = counting.bytes + small
-        saved = max(0, plan.fetch_size + plan.saved_size - fetched)
-        if fetched or saved:
-            more = f"; {format_size(saved)} came from this machine" if saved else ""
-            out.talk(f"Fetched {format_size(fetched)}{more}.")
-        return fetched, path
+        fetched, reused = format_size(result.fetched_size), format_size(result.reused_size)
+        if result.fetched_size or result.reused_size:
+            more = f"; {reused} came from this machine" if result.reused_size else ""
+            out.talk(f"Fetched {fetched}{more}.")
+        say_changes(result, plan.store)
+        return result
 
     def answer_from_cache(self, *, dry_run: bool) -> None:
         """Answer with what the HF cache has, as huggingface_hub does where it cannot ask."""
@@ -307,8 +322,9 @@ class _Run:
         document = {
             "repo": call.repo_id, "type": self._wanted.repo.type,
             "revision": call.arguments.get("revision", "main"), "commit": commit_in(path),
-            "path": path, "files": None, "present_size": None, "saved_size": 0, "fetch_size": 0,
-            "unproven_size": None, "fetched_size": 0, "dry_run": False, "warnings": [note],
+            "files": None, "present_size": None, "saved_size": 0, "fetch_size": 0,
+            "needed_size": 0, "unproven_size": None, "dry_run": False, "warnings": [note],
+            **fields_of(DownloadResult(path=path)),
         }  # fmt: skip
         out.show(human=lambda: out.line(path), document=lambda: document, ids=lambda: [path])
 
@@ -352,7 +368,7 @@ class _Run:
 
 def _no_space(plan: DownloadPlan) -> NoSpaceError:
     hint = "Free some space, or choose another place with --cache-dir or --local-dir. Run again, it"
-    message = f"No space left at {place_of(plan)}; files that are whole stay"
+    message = f"No space left at {plan.place}; files that are whole stay"
     return NoSpaceError(message, hint=f"{hint} goes on.")
 
 

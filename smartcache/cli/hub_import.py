@@ -55,9 +55,12 @@ def import_command(
 
     What the cache or the store already has is not read again. Every byte is hashed before a file
     gets its name, and branches move last: programs see whole repos or none. If it is interrupted,
-    run the same command again to continue. - is the standard input.
+    run the same command again to continue. Nothing is written if there is not enough room. - is the
+    standard input.
     """
+    from smartcache.cli._downloads import fields_of, say_changes
     from smartcache.hub.importing import plan_import
+    from smartcache.hub.outcome import FileChanges
     from smartcache.hub.tree import default_cache_dir
 
     place = sys.stdin.buffer if bundle == _STREAM else bundle
@@ -69,21 +72,23 @@ def import_command(
             store, place, cache, update_refs=update_refs, force=force, progress=bars
         ) as plan,
     ):
-        if not dry_run:
-            plan.execute(progress=bars)
-    session.how_far = None
-    for each in plan.kept_refs:
-        if out.mode == "human":
-            at = f"at {each.former[:12]}" if each.former else "as it is"
-            bundled = f"the bundle has {each.commit[:12]}"
-            out.warn(f"{each.ref} of {each.repo} stays {at} ({bundled}; --update-refs moves it)")
-    out.show(
-        human=lambda: _say(plan, dry_run=dry_run),
-        document=lambda: _document(plan, dry_run=dry_run),
-        ids=lambda: [
-            f"{each.repo}@{commit}" for each in plan.manifest.repos for commit in each.revisions
-        ],
-    )
+        changes = FileChanges() if dry_run else plan.execute(progress=bars)
+        session.how_far = None
+        for each in plan.kept_refs:
+            if out.mode == "human":
+                at = f"at {each.former[:12]}" if each.former else "as it is"
+                bundled = f"the bundle has {each.commit[:12]}"
+                out.warn(
+                    f"{each.ref} of {each.repo} stays {at} ({bundled}; --update-refs moves it)"
+                )
+        out.show(
+            human=lambda: _say(plan, dry_run=dry_run),
+            document=lambda: {**_document(plan, dry_run=dry_run), **fields_of(changes)},
+            ids=lambda: [
+                f"{each.repo}@{commit}" for each in plan.manifest.repos for commit in each.revisions
+            ],
+        )
+        say_changes(changes, store)
 
 
 def _say(plan: ImportPlan, *, dry_run: bool) -> None:
@@ -99,8 +104,6 @@ def _say(plan: ImportPlan, *, dry_run: bool) -> None:
     out.line(", ".join(f"{format_size(size)} {text}" for size, text in parts) + ".")
     for path in plan.replaced:
         out.line(f"{'Would replace' if dry_run else 'Replaced'} {path}: it had other bytes.")
-    if dry_run:
-        out.talk("Nothing was changed.")
 
 
 def _document(plan: ImportPlan, *, dry_run: bool) -> dict[str, object]:

@@ -12,7 +12,7 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._words import counted, named, short
-from smartcache.errors import BlobInUseError, NoSpaceError
+from smartcache.errors import BlobInUseError
 from smartcache.sizes import format_size
 from smartcache.store.eject import EjectPlan
 from smartcache.store.move import MovePlan
@@ -114,11 +114,7 @@ def _refuse_artifacts(plans: list[EjectPlan]) -> None:
 def _refuse_lack_of_room(plans: list[EjectPlan]) -> None:
     """Raise before the first volume goes if another has no room."""
     for plan in plans:
-        if plan.needed_size > plan.free_size:
-            needed, free = format_size(plan.needed_size), format_size(plan.free_size)
-            message = f"{plan.root}: needs {needed}, but {free} are free; nothing was changed"
-            hint = "Free some space, or let files go on sharing their bytes with --keep-shared."
-            raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)
+        plan.require_room()
 
 
 def _plan_lines(plan: EjectPlan) -> list[str]:

@@ -1,4 +1,4 @@
-"""How far a download is: one bar over all bytes that are fetched, and a way to stop in between.
+"""How far a download is: one bar over all bytes that are fetched or read, and a way to stop.
 
 huggingface_hub tells a progress bar class about every chunk it has received. The class made here
 passes that on to one bar for all files, and raises when the download is no longer wanted, which is
@@ -8,7 +8,7 @@ the only moment at which a running transfer can be ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -29,20 +29,23 @@ class _Part:
     """What huggingface_hub takes as the progress bar of one file."""
 
     advance: Callable[[int], None]
+    arrived: Callable[[int], None]
     is_stopping: threading.Event
 
     def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
         del args, options
         self.n = 0
         self.total: int | None = None
-        if initial:
-            self.update(initial)
+        if initial:  # of an earlier attempt
+            self.n = initial
+            self.advance(initial)
 
     def update(self, n: float | None = 1) -> None:
         """Count bytes that were written."""
         self.update_transfer()
         self.n += int(n or 0)
         self.advance(int(n or 0))
+        self.arrived(int(n or 0))
 
     def update_transfer(self, n: float | None = 1) -> None:
         """Hear of bytes that came (Xet), which are not counted a second time."""
@@ -68,9 +71,17 @@ class _Part:
         pass
 
 
-def bar_class(advance: Callable[[int], None], is_stopping: threading.Event) -> type:
-    """Return a class that huggingface_hub takes as a progress bar for one file."""
-    members = {"advance": staticmethod(advance), "is_stopping": is_stopping}
+def bar_class(
+    advance: Callable[[int], None], arrived: Callable[[int], None], is_stopping: threading.Event
+) -> type:
+    """Return a class that huggingface_hub takes as a progress bar for one file.
+
+    `advance` is told of all bytes of the file, `arrived` of those that come now.
+    """
+    members = {
+        "advance": staticmethod(advance), "arrived": staticmethod(arrived),
+        "is_stopping": is_stopping,
+    }  # fmt: skip
     return type("Part", (_Part,), members)
 
 
@@ -85,13 +96,22 @@ def hidden_class() -> type:
     return Hidden
 
 
-def fetching(
-    count: int, size: int, progress: Progress | None, tqdm_class: type | None
+def bringing(
+    fetched: Sequence[str],
+    read: Sequence[str],
+    size: int,
+    progress: Progress | None,
+    tqdm_class: type | None,
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Show one bar for all files to fetch; the block gets a function that advances it."""
-    label = "Fetching 1 file" if count == 1 else f"Fetching {count} files"
-    if not count:
-        label = "Hashing and linking files"
+    """Show one bar for files to fetch and files of this disk to read, given by name.
+
+    The block gets a function that advances it by bytes.
+    """
+    verb = "Fetching and hashing" if fetched and read else "Fetching" if fetched else "Hashing"
+    names = [*fetched, *read]
+    label = f"{verb} {names[0] if len(names) == 1 else f'{len(names):,} files'}"
+    if not names:
+        label = "Linking files"
     if progress is not None:
         return _own_bar(label, size, progress)
     return _hub_bar(label, size, tqdm_class)

@@ -15,16 +15,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from smartcache.errors import DestinationExistsError, FileChangedError, HubError, NoSpaceError
+from smartcache.errors import DestinationExistsError, FileChangedError, HubError
 from smartcache.hub.bundle import BLOBS, COMPLETE, MANIFEST
-from smartcache.sizes import format_size
 from smartcache.store.blobs import explained
 from smartcache.store.digest import Algorithm, Hasher, Hashes, hash_file
 from smartcache.store.faults import reached
-from smartcache.store.filesystems import free_bytes
 from smartcache.store.kernel import clone, exchange, sync_directory
 from smartcache.store.locks import claim
 from smartcache.store.proof import Advance
+from smartcache.store.room import need_room
 
 _CHUNK = 1 << 20
 _RECORD = 10_240
@@ -88,7 +87,7 @@ class FolderSink:
         """Say early that the disk is too small, once it is known that bytes must be copied."""
         if self._can_clone and size:
             self._can_clone = False
-            need_room(self._folder, self._left)
+            need_room(self._folder, self._left, "The bundle")
 
     def finish(self) -> None:
         """Bring the names to the disk."""
@@ -158,15 +157,6 @@ def write_all(target: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(target, view) :]
-
-
-def need_room(place: Path, size: int) -> None:
-    """Raise NoSpaceError if so many bytes will not fit there."""
-    free = free_bytes(place)
-    if size > free:
-        needed, left = format_size(size), format_size(free)
-        message = f"{needed} is needed at {place}, but only {left} is free; nothing was written"
-        raise NoSpaceError(message, path=place, needed=size, free=free)
 
 
 # names

@@ -23,6 +23,7 @@ from smartcache.errors import (
 )
 from smartcache.hub import asides
 from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.outcome import Watch
 from smartcache.hub.records import Candidate, PlannedFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.store.copies import copy_hashed
@@ -37,15 +38,23 @@ _log = logging.getLogger(__name__)
 class Claims:
     """Puts bytes that this machine has at the target of one download.
 
-    `is_loan`: it is not yet known whether anybody wants them there, so nobody owns them.
+    `is_loan`: it is not yet known whether anybody wants them there, so nobody owns them. `watch`
+    is told of copies that no journal has.
     """
 
     def __init__(
-        self, store: Store, near: Store | None, target: Target, *, is_loan: bool = False
+        self,
+        store: Store,
+        near: Store | None,
+        target: Target,
+        *,
+        watch: Watch,
+        is_loan: bool = False,
     ) -> None:
         self._store = store
         self._near = near
         self._target = target
+        self._watch = watch
         self._owner = None if is_loan else target.owner
         self._arrivals = Arrivals(store, near, target)
 
@@ -207,6 +216,7 @@ class Claims:
             reached("claim: copied")
             with self.making_room(planned):
                 os.replace(temporary, spot)
+        self._watch.copied(spot)
         self._target.settled(planned.file)
 
 

@@ -26,6 +26,7 @@ from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
 from smartcache.hub.leftovers import clear_local_dir, clear_repo, prove_noted
+from smartcache.hub.outcome import DownloadResult, FileChanges, Watch
 from smartcache.hub.plan import DownloadPlan, near_store, plan_download
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.remote import download_file, download_snapshot
@@ -45,29 +46,60 @@ _log = logging.getLogger(__name__)
 _Batches = list[tuple[Store, Batch]]
 
 
-def execute(plan: DownloadPlan, progress: Progress | None = None) -> str:
-    """Carry out a plan; return the path of the snapshot, the `local_dir` or the one file."""
-    try:
-        return _execute(plan, progress)
-    except HubError as error:
-        if not hasattr(error, "missing") or isinstance(plan.target, LocalTarget):
-            raise
-        # What somebody lent to this repo for a moment was believed to be there.
-        _log.info("%s; trying again", error)
-        return _execute(plan_download(plan.store, plan.request), progress)
+def execute(plan: DownloadPlan, progress: Progress | None = None) -> DownloadResult:
+    """Carry out a plan; all that it changes is one entry of the history."""
+    new: set[Path] = set()
+    watch = Watch(is_new=lambda path: _real(path) in new)
+    with watch.batches(plan.store, "download") as batches:
+        working = _Working(progress, watch, batches, new)
+        try:
+            done, path = _execute(plan, working)
+        except HubError as error:
+            if not hasattr(error, "missing") or isinstance(plan.target, LocalTarget):
+                raise
+            # What somebody lent to this repo for a moment was believed to be there.
+            _log.info("%s; trying again", error)
+            done, path = _execute(plan_download(plan.store, plan.request), working)
+    # Small files are huggingface_hub's work, which tells nobody how far it is.
+    small = sum(
+        each.size
+        for each in done.files
+        if each.source == "fetch" and (done.request.force or not each.is_large)
+    )
+    fetched = watch.fetched_size + small
+    changes = watch.changes()
+    return DownloadResult(
+        path=str(path), fetched_size=fetched,
+        reused_size=max(0, done.fetch_size + done.saved_size - fetched),
+        **{name: getattr(changes, name) for name in FileChanges.__slots__},
+    )  # fmt: skip
 
 
-def _execute(plan: DownloadPlan, progress: Progress | None) -> str:
+def _execute(plan: DownloadPlan, working: _Working) -> tuple[DownloadPlan, Path]:
     began = math.inf
-    for _ in range(_MOST_MOVES):
+    for attempt in range(_MOST_MOVES + 1):
         started = time.time()
-        path = _Run(plan, progress).run(since=began)
+        path = _Run(plan, working).run(since=began, at_commit=attempt == _MOST_MOVES)
         if path is not None:
-            return str(path)
+            break
         _log.info("%s changed while it was downloaded; trying again", plan.revision)
         plan = plan_download(plan.store, plan.request)
         began = min(began, started)
-    return str(_Run(plan, progress).run(since=began, at_commit=True))
+    return plan, path or plan.target.root
+
+
+class _Working(NamedTuple):
+    """What all attempts at a download have in common."""
+
+    progress: Progress | None
+    watch: Watch
+    batches: _Batches
+    new: set[Path]
+    """Where files are wanted that were not there."""
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path.parent), path.name)
 
 
 class _Look(NamedTuple):
@@ -82,16 +114,17 @@ class _Look(NamedTuple):
 class _Run:
     """One attempt at a plan."""
 
-    def __init__(self, plan: DownloadPlan, progress: Progress | None) -> None:
+    def __init__(self, plan: DownloadPlan, working: _Working) -> None:
+        self._working = working
         self._plan = plan
         self._target = plan.target
         self._request = plan.request
         self._store = plan.store
         self._near = near_store(plan.store, plan.target.root)
         self._arrivals = Arrivals(plan.store, self._near, plan.target)
-        self._claims = Claims(plan.store, self._near, plan.target)
+        self._claims = Claims(plan.store, self._near, plan.target, watch=working.watch)
         self._unfinished = Unfinished(plan.store, plan.target.root)
-        self._progress = progress
+        self._progress = working.progress
         self._right_elsewhere: set[str] = set()
 
     def run(self, *, since: float = math.inf, at_commit: bool = False) -> Path | None:
@@ -111,6 +144,9 @@ class _Run:
             clear_local_dir(self._target)
         before = {name: seen for name, seen in self._texts().items()
                   if name not in noted and seen.ctime < since}  # fmt: skip
+        self._plan.require_room()
+        absent = (each.file for each in self._plan.files if each.found is None)
+        self._working.new.update(_real(self._target.spot(file)) for file in absent)
         self._prepare()
         try:
             with (
@@ -211,46 +247,45 @@ class _Run:
         ]
         if not waiting:
             return
-        fetched = [each for each in waiting if each.source == "fetch"]
+        fetched = [each.file.path for each in waiting if each.source == "fetch"]
+        read = [each.file.path for each in waiting if each.source not in ("fetch", "link")]
         threads = self._store.settings.threads
-        size = sum(each.size for each in fetched)
+        size = sum(each.size for each in waiting if each.source != "link")
+        tqdm_class = self._request.tqdm_class
         with (
-            bars.fetching(len(fetched), size, self._progress, self._request.tqdm_class) as advance,
+            bars.bringing(fetched, read, size, self._progress, tqdm_class) as advance,
             Follower() as follower,
-            ExitStack() as stack,
+            Workers({"local": threads, "fetch": max(1, self._request.max_workers)}) as workers,
         ):
-            begin = stack.enter_context
-            batches = [(each, begin(each.batch("download"))) for each in self._stores()]
-            # The last to be entered: its jobs have ended before the batches do.
-            most = {"local": threads, "fetch": max(1, self._request.max_workers)}
-            workers = begin(Workers(most))  # type: ignore[arg-type]
-            bar = bars.bar_class(advance, workers.is_stopping)
+            bar = bars.bar_class(advance, self._working.watch.count, workers.is_stopping)
             fetching = Fetching(
                 self._plan, self._claims, self._arrivals, follower, bar, workers.is_stopping
             )
-            jobs = _Jobs(workers, batches, fetching)
+            jobs = _Jobs(workers, self._working.batches, fetching)
             for each in sorted(waiting, key=lambda each: -each.size):
                 if each.source == "fetch":
                     jobs.fetch(each)
                 else:
-                    jobs.locally(partial(self._locally, each, jobs))
+                    jobs.locally(partial(self._locally, each, jobs, advance))
             workers.wait()
+        for _, batch in self._working.batches:
+            batch.flush()
 
-    def _stores(self) -> list[Store]:
-        is_other = self._near is not None and self._near is not self._store
-        return [self._store, self._near] if is_other and self._near else [self._store]
-
-    def _locally(self, planned: PlannedFile, jobs: _Jobs) -> None:
+    def _locally(self, planned: PlannedFile, jobs: _Jobs, advance: Callable[[int], None]) -> None:
         """Bring a file to its target without the Hub; what fails is fetched after all."""
-        if planned.source == "present" and self._arrivals.prove_present(planned):
-            return
-        if self._claims.place_known(planned, near=True):
-            return
-        for candidate in planned.candidates:
-            if jobs.is_stopping or self._claims.claim(planned, candidate):
-                return
-        if not (self._claims.place_known(planned) or self._claims.bring(planned)):
+        is_here = (
+            (planned.source == "present" and self._arrivals.prove_present(planned))
+            or self._claims.place_known(planned, near=True)
+            or any(
+                jobs.is_stopping or self._claims.claim(planned, each) for each in planned.candidates
+            )
+            or self._claims.place_known(planned)
+            or self._claims.bring(planned)
+        )
+        if not is_here:
             jobs.fetch(planned)
+        elif planned.source != "link":
+            advance(planned.size)
 
     # huggingface_hub's part
 

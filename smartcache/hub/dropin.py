@@ -21,6 +21,7 @@ from smartcache.errors import DigestMismatchError, SmartcacheError, UnsafeNameEr
 from smartcache.hub import asides, patches, tree
 from smartcache.hub.leftovers import Look as FileLook
 from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
+from smartcache.hub.outcome import Watch, log_changes
 from smartcache.hub.plan import (
     DownloadPlan,
     Listing,
@@ -182,7 +183,9 @@ def download(
     listing = listing_of(call)
     if listing is None:
         return from_cache(store, call)
-    return plan_listed(store, call.request(), listing, look=look).execute(progress=progress)
+    result = plan_listed(store, call.request(), listing, look=look).execute(progress=progress)
+    log_changes(call.repo_id, result, store)
+    return result.path
 
 
 def from_cache(store: Store, call: Call) -> str:
@@ -262,17 +265,20 @@ def _prove_what_came(
     target = target_of(request, commit)
     unfinished = Unfinished(store, target.root)
     notes = unfinished.notes()
+    watch = Watch(is_new=lambda _: True)  # nobody but a download has had these files
     try:
         asides.give_back(store)
-        if before is not None:
-            prove_new(store, target, before, only=request.filename)
-        prove_noted(store, target, notes)
+        with watch.batches(store, "download"):
+            if before is not None:
+                prove_new(store, target, before, only=request.filename)
+            prove_noted(store, target, notes)
     except DigestMismatchError:
         raise
     except (SmartcacheError, OSError) as error:
         _log.warning("not every file of %s could be compared: %s", request.repo, error)
         return
     unfinished.forget(notes)
+    log_changes(request.repo, watch.changes(), store)
 
 
 def commit_behind(request: Request, path: Path | None) -> str | None:

@@ -41,12 +41,12 @@ from smartcache.hub.bundle_writing import (
     TarSink,
     check_destination,
     named_at_last,
-    need_room,
 )
 from smartcache.hub.records import RemoteFile, Repo, announced_by
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.digest import Algorithm, hash_file
 from smartcache.store.links import LINKED_SUFFIXES
+from smartcache.store.room import need_room
 
 _SHORTEST_PREFIX = 4
 _LFS_FROM = 10 << 20
@@ -121,7 +121,7 @@ class ExportPlan:
     def write_tar(self, path: Path, *, force: bool = False, progress: Progress = silent) -> None:
         """Write the bundle to a new tar file; it has its name only when it is whole."""
         check_destination(path, is_tar=True, force=force)
-        need_room(path.parent, self.size)
+        need_room(path.parent, self.size, "The bundle")
         with named_at_last(path, force=force) as part, open(part, "xb") as stream:
             self.write_stream(stream, progress=progress)
             os.fsync(stream.fileno())

@@ -121,8 +121,7 @@ class Importer:
     @contextmanager
     def working_in(self, folders: Sequence[Path]) -> Iterator[None]:
         """Prepare repo folders, and clear up what this import or a killed one has staged."""
-        batch = (self.near or self.store).batch("hub import")
-        with explained(folders[0].parent if folders else self.store.root), batch:
+        with explained(folders[0].parent if folders else self.store.root):
             for folder in folders:
                 remove(stage_of(folder))
                 # huggingface_hub calls a repo without a folder of snapshots damaged.

@@ -18,7 +18,6 @@ from typing import BinaryIO
 from smartcache.hub import tree
 from smartcache.hub.bundle import BundledRepo, Manifest
 from smartcache.hub.bundle_reading import Source, opened
-from smartcache.hub.bundle_writing import need_room
 from smartcache.hub.import_steps import (
     Importer,
     Target,
@@ -28,10 +27,12 @@ from smartcache.hub.import_steps import (
     look,
     near_store,
 )
+from smartcache.hub.outcome import FileChanges, Watch
 from smartcache.hub.records import RemoteFile
 from smartcache.hub.targets import CacheTarget
 from smartcache.progress import Progress, silent
-from smartcache.store.records import Owner
+from smartcache.store.records import Blob, Owner
+from smartcache.store.room import need_room
 from smartcache.store.store import Store
 
 
@@ -76,8 +77,9 @@ class ImportPlan:
         """The refs that stay at another commit than the bundle's."""
         return [each for each in self.refs if each.is_kept]
 
-    def execute(self, *, progress: Progress = silent) -> None:
+    def execute(self, *, progress: Progress = silent) -> FileChanges:
         """Bring everything in. Interrupted at any point, the next import goes on."""
+        watch = Watch(is_new=lambda _: True)
         near = near_store(self._store, self.cache_dir)
         importer = Importer(manifest=self.manifest, store=self._store, near=near, force=self._force)
         folders = [self.cache_dir / each.repo.folder_name for each in self.manifest.repos]
@@ -85,6 +87,7 @@ class ImportPlan:
         on_wait = self._store.volume.on_wait
         with (
             self._store.leases.hold(keys, what="import a bundle", on_wait=on_wait),
+            watch.batches(self._store, "hub import"),
             importer.working_in(folders),
         ):
             with progress("Importing", self.known_size + self.new_size, "bytes") as job:
@@ -92,6 +95,7 @@ class ImportPlan:
                     importer.bring(self._targets.get(sha256, ()), chunks, job)
             for each in self.manifest.repos:
                 self._finish(importer, each)
+        return watch.changes()
 
     def _finish(self, importer: Importer, each: BundledRepo) -> None:
         folder = self.cache_dir / each.repo.folder_name
@@ -150,14 +154,24 @@ def _find_missing(plan: ImportPlan, store: Store, progress: Progress) -> None:
                 plan.present_size += size
             else:
                 plan._targets[sha256] = missing  # noqa: SLF001 - its own module
-                known = known_blob(store, missing[0].expected, size) is not None
-                plan.known_size += size if known else 0
-                plan.new_size += 0 if known else size
-                blobs = sum(near is not None and each.is_weight for each in missing)
-                needed += size * (len(missing) - blobs + (1 if blobs and not known else 0))
+                known = known_blob(store, missing[0].expected, size)
+                plan.known_size += 0 if known is None else size
+                plan.new_size += size if known is None else 0
+                needed += size * _copies(missing, near, known)
             job.advance()
     _look_at_pointers(plan, store)
-    need_room(plan.cache_dir, needed)
+    hint = "Free some space, or import into another HF cache with --cache-dir."
+    need_room(plan.cache_dir, needed, "The import", hint=hint)
+
+
+def _copies(missing: list[Target], near: Store | None, known: Blob | None) -> int:
+    """Return how often the bytes of a content are going to be written."""
+    blobs = sum(near is not None and each.is_weight for each in missing)
+    if near is None or near.settings.keep_writable:
+        return len(missing) + (1 if blobs and known is None else 0)
+    if known is not None and near.find_here("blake3", known.digest) is None:
+        return len(missing)  # a blob of another volume: every name of it is a copy
+    return len(missing) - blobs + (1 if blobs and known is None else 0)
 
 
 def _is_missing(store: Store, target: Target, plan: ImportPlan) -> bool:

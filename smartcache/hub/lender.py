@@ -18,6 +18,7 @@ from smartcache.hub import bars
 from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.claiming import Claims
 from smartcache.hub.lent import Loan, Loans
+from smartcache.hub.outcome import Watch
 from smartcache.hub.plan import DownloadPlan, near_store
 from smartcache.hub.records import PlannedFile, RemoteFile, announced_by
 from smartcache.hub.targets import CacheTarget
@@ -34,23 +35,26 @@ _log = logging.getLogger(__name__)
 class Lender:
     """Lends to one revision of a repo."""
 
-    def __init__(self, store: Store, target: CacheTarget, loans: Loans) -> None:
+    def __init__(self, store: Store, target: CacheTarget, loans: Loans, watch: Watch) -> None:
         self._store = store
         self._target = target
         self._loans = loans
         self._near = near_store(store, target.root)
         self._arrivals = Arrivals(store, self._near, target)
-        self._claims = Claims(store, self._near, target, is_loan=True)
+        self._watch = watch
+        self._claims = Claims(store, self._near, target, watch=watch, is_loan=True)
 
     def prove_there(self, plan: DownloadPlan) -> None:
         """Prove the weights that are there already; wrong ones are set aside."""
         weights = {self._target.spot(each.file): each for each in plan.files if each.is_weight}
-        for each in weights.values():
-            if each.found is None or not each.is_visible:
-                self._arrivals.judge_pointer(each, self._target)
-        there = [each for each in weights.values() if each.found is not None]
-        unproven = [each for each in there if each.source != "present" or not each.is_proven]
-        self._do([partial(self._arrivals.prove_present, each) for each in unproven], unproven)
+        with self._watch.batches(self._store, "from_pretrained") as batches:
+            for each in weights.values():
+                if each.found is None or not each.is_visible:
+                    self._arrivals.judge_pointer(each, self._target)
+            there = [each for each in weights.values() if each.found is not None]
+            unproven = [each for each in there if each.source != "present" or not each.is_proven]
+            prove = self._arrivals.prove_present
+            self._do([partial(prove, each) for each in unproven], unproven, batches)
 
     def lend(self, plan: DownloadPlan, variant: str = "") -> Loan | None:
         """Place what is known of the weights that are not there; None: nothing is lent."""
@@ -110,10 +114,7 @@ class Lender:
     def _place_all(self, wanted: list[PlannedFile]) -> Loan:
         loan = self._loans.new()
         loan.names = [each.file.etag for each in wanted]
-        with ExitStack() as stack:
-            batches = [
-                (each, stack.enter_context(each.batch("lend"))) for each in self._store.stores()
-            ]
+        with self._watch.batches(self._store, "lend") as batches:
             loan.batches = {str(store.root): batch.id for store, batch in batches}
             self._loans.note(loan)
             self._do([partial(self._place, each) for each in wanted], wanted, batches)
@@ -151,9 +152,10 @@ class Lender:
         if not jobs:
             return
         shared = list(batches)
-        read = sum(each.size for each in files if each.source != "link")
+        read = [each for each in files if each.source != "link"]
+        names, size = [each.file.path for each in read], sum(each.size for each in read)
         with (
-            bars.fetching(0, read, None, None) as advance,
+            bars.bringing((), names, size, None, None) as advance,
             Workers({"local": self._store.settings.threads, "fetch": 1}) as workers,
         ):
             for each, job in sorted(zip(files, jobs, strict=True), key=lambda pair: -pair[0].size):

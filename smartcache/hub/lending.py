@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
 from smartcache.hub import patches, tree
 from smartcache.hub.dropin import Call, commit_behind, listing_of
-from smartcache.hub.leftovers import prove_file, prove_noted
+from smartcache.hub.leftovers import looks_at, prove_file, prove_noted
 from smartcache.hub.lender import Lender
 from smartcache.hub.lent import Loan, Loans
 from smartcache.hub.neighbours import Neighbours, lease_on_repo
+from smartcache.hub.outcome import Watch, log_changes
 from smartcache.hub.plan import Listing, Look, plan_listed
 from smartcache.hub.proving import Proof
 from smartcache.hub.records import RemoteFile
@@ -88,6 +90,7 @@ def lending(
             yield commit
         with run.forgiving("it is not remembered"):
             run.remember()
+            log_changes(request.repo, run.watch.changes(), store)
 
 
 class _Run:
@@ -106,6 +109,17 @@ class _Run:
         self._is_listed = False
         self._etags: dict[str, str] = {}
         self._missing: list[RemoteFile] = []
+        before = looks_at(target)
+        inside = os.path.join(os.path.realpath(target.cache_dir), "")
+        blobs = os.path.realpath(target.folder / "blobs")
+
+        def is_new(path: Path) -> bool:
+            real = os.path.realpath(path)
+            is_known = os.path.dirname(real) == blobs and path.name in before
+            # Of other repos, only what has just come is touched.
+            return real.startswith(inside) and not is_known
+
+        self.watch = Watch(is_new)
 
     @contextmanager
     def forgiving(self, consequence: str) -> Iterator[None]:
@@ -171,7 +185,8 @@ class _Run:
             return
         if listing is None:
             self._etags = self._remembered_etags()
-            self._prove_there()
+            with self.watch.batches(self._store, "from_pretrained"):
+                self._prove_there()
             return
         self._is_listed = True
         files = listing.files
@@ -183,7 +198,7 @@ class _Run:
         beginning = f"{self._purpose.inside}/" if self._purpose.inside else ""
         chosen = [file for file in files if file.path.startswith(beginning)]
         plan = plan_listed(self._store, self._request, replace(listing, files=chosen), look=look)
-        lender = Lender(self._store, self._target, self._loans)
+        lender = Lender(self._store, self._target, self._loans, self.watch)
         lender.prove_there(plan)
         self._loan = lender.lend(plan, self._purpose.variant)
         reached("lend: lent")
@@ -261,12 +276,13 @@ class _Run:
     ) -> None:
         reached("lend: loaded")
         try:
-            proof.prove(commit_behind(self._request, None))
-            with self.forgiving("files of other repos are not proven"):
-                neighbours.prove()
-            with self.forgiving("what others left is not proven now"):
-                prove_noted(self._store, self._target, notes)
-                self._unfinished.forget(notes)
+            with self.watch.batches(self._store, "from_pretrained"):
+                proof.prove(commit_behind(self._request, None))
+                with self.forgiving("files of other repos are not proven"):
+                    neighbours.prove()
+                with self.forgiving("what others left is not proven now"):
+                    prove_noted(self._store, self._target, notes)
+                    self._unfinished.forget(notes)
         except DigestMismatchError as error:
             raise error from failure
         finally:
@@ -278,7 +294,7 @@ class _Run:
             self._settle_loan(loan)
 
     def _settle_loan(self, loan: Loan) -> None:
-        lender = Lender(self._store, self._target, self._loans)
+        lender = Lender(self._store, self._target, self._loans, self.watch)
         with self.forgiving("the next call takes back what is lent"):
             settled = self._loans.settle(loan)
             if settled.taken:

@@ -1,7 +1,7 @@
 """Plan a download: for each file where its bytes come from, before anything is fetched or changed.
 
-Sources in this order: what is at the target already, the store, files of this machine that may have
-the bytes, stores that other users have published, the Hub. A plan costs the requests that
+Sources in this order: what is at the target already, the store, files of known folders that may
+have the bytes, stores that other users have published, the Hub. A plan costs the requests that
 huggingface_hub makes anyway (the commit, the listing) and stats; no byte of a file is read for it.
 """
 
@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smartcache.config import load_settings
-from smartcache.errors import FileSkippedError, StoreFormatError
+from smartcache.errors import ConfigError, FileSkippedError, StoreError, StoreFormatError
 from smartcache.hub import remote, tree
+from smartcache.hub.outcome import DownloadResult
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo, Source
 from smartcache.hub.remote import Access, Patterns
 from smartcache.hub.sources import Sources
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.progress import Progress, silent
 from smartcache.store.digest import Algorithm
+from smartcache.store.filesystems import free_bytes, probe
+from smartcache.store.room import need_room
 from smartcache.store.store import Store
 
 Look = Callable[[], None]
@@ -38,6 +41,8 @@ class Request:
     filename: str | None = None
     allow: Patterns = None
     ignore: Patterns = None
+    also: tuple[Path, ...] = ()
+    """Folders to look for files in besides those that smartcache knows."""
     force: bool = False
     max_workers: int = 8
     access: Access = field(default_factory=Access)
@@ -95,7 +100,7 @@ class DownloadPlan:
 
     @property
     def saved_size(self) -> int:
-        """Bytes that need not be fetched because this machine has them elsewhere."""
+        """Bytes that need not be fetched because a known folder has them, or the store."""
         return self.size_of("link", "reuse", "copy")
 
     @property
@@ -105,7 +110,7 @@ class DownloadPlan:
 
     @property
     def unproven_size(self) -> int:
-        """Bytes that have to be read and hashed: present ones not yet proven, and claims."""
+        """Bytes that have to be read and hashed: present ones not yet proven, and reused ones."""
         waiting = (
             each.size
             for each in self.files
@@ -115,20 +120,101 @@ class DownloadPlan:
         return sum(waiting)
 
     @property
+    def needed_size(self) -> int:
+        """Bytes that are written, at most, all on the filesystem that the files are wanted on.
+
+        What is stored on the way is stored there too, if there is a volume; else nothing is.
+        """
+        return self._needed()
+
+    def require_room(self) -> None:
+        """Raise NoSpaceError unless what is going to be written fits there."""
+        if self.needed_size <= free_bytes(self.place):
+            return
+        least = self._needed(clones=self._can_clone()) - sum(map(self._begun, self.files))
+        hint = (
+            "Free some space, or download to another disk: --cache-dir or --local-dir, "
+            "in Python cache_dir or local_dir."
+        )
+        need_room(self.place, least, f"The download of {self.repo}", hint=hint)
+
+    @property
+    def place(self) -> Path:
+        """The folder that the download goes to, as the user knows it."""
+        is_local = isinstance(self.target, LocalTarget)
+        return self.target.root if is_local else self.target.cache_dir
+
+    def _needed(self, *, clones: bool = False) -> int:
+        """Return what is written. `clones`: copies within this disk share their blocks."""
+        near = None if self.opened is None else near_store(self.opened, self.target.root)
+        is_writable = near is not None and near.settings.keep_writable
+        is_link = self.target.kinds(is_weight=True)[0] == "auto" and not is_writable
+
+        def written(each: PlannedFile) -> int:
+            first = each.candidates[0] if each.candidates else None
+            is_here = each.source == "link" or (first is not None and not first.is_far)
+            if near is None or not each.is_weight:  # a copy straight to where it is wanted
+                return 0 if clones and is_here else each.size
+            placed = 0 if is_link or clones else each.size
+            if each.source == "link":
+                return placed
+            if each.digest:  # a copy of a blob, here or on another volume
+                return each.size if is_link else placed
+            is_blob_soon = is_here and first is not None and (first.may_link or clones)
+            return placed + (0 if is_blob_soon else each.size)
+
+        # In an HF cache, files with the same bytes are written once.
+        spots = {self.target.spot(each.file): each for each in self.files}
+        return sum(
+            each.size if each.source == "fetch" else written(each)
+            for each in spots.values()
+            if each.source != "present"
+        )
+
+    def _can_clone(self) -> bool:
+        near = None if self.opened is None else near_store(self.opened, self.target.root)
+        try:
+            return near is not None and probe(near.volume.layout.tmp).reflink
+        except StoreError:  # not even that much room
+            return False
+
+    def _begun(self, each: PlannedFile) -> int:
+        """Return what an interrupted download has left of a file that is fetched."""
+        if each.source != "fetch" or not each.file.etag:
+            return 0
+        parts = self.target.unfinished(each.file).glob(f"*{each.file.etag}*.incomplete")
+        return max((os.stat(part).st_blocks * 512 for part in parts), default=0)
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing is left to do: every file is there, proven and visible."""
         return all(
             each.source == "present" and each.is_proven and each.is_visible for each in self.files
         )
 
-    def execute(self, *, progress: Progress | None = None) -> str:
-        """Do it, and return the path of the snapshot, the `local_dir` or the one file.
+    def execute(self, *, progress: Progress | None = None) -> DownloadResult:
+        """Do it; the result says where the files are, and what was done to others on the way.
 
+        NoSpaceError, before anything is written, if `needed_size` is more than is free there.
         Without `progress` huggingface_hub's own bars are shown.
         """
         from smartcache.hub.download import execute
 
         return execute(self, progress)
+
+
+def with_folders(request: Request, also: Iterable[str | Path]) -> Request:
+    """Return a request that looks for files in some folders too; they must be there."""
+    names = [os.fspath(each) for each in also]
+    if "" in names:
+        raise ConfigError("The name of a folder is empty", hint="The current folder is '.'.")
+    folders = [Path(name).expanduser() for name in names]
+    for folder in folders:
+        if not folder.is_dir():
+            reason = "is not a folder" if folder.exists() else "does not exist"
+            hint = "Check the spelling, and that its drive is mounted."
+            raise ConfigError(f"{folder} {reason}", hint=hint, path=folder)
+    return replace(request, also=tuple(Path(os.path.realpath(each)) for each in folders))
 
 
 def plan_download(
@@ -243,14 +329,14 @@ class _Planning:
         if seen and isinstance(self._target, CacheTarget):
             plans = self._from_elsewhere(plans, self._target)
         is_missing = [each.is_large and each.source == "fetch" for each in plans]
-        store = self._store
-        if store is None or self._request.force or not any(is_missing):
+        store, request = self._store, self._request
+        if (store is None and not request.also) or request.force or not any(is_missing):
             return tuple(plans)
         if self._near is not None:
             plans = [self._from_store(each, self._near, self._by_link(each)) for each in plans]
         if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
             look()
-        sources = Sources(store, self._request.cache_dir, self._target.root)
+        sources = Sources(store, request.cache_dir, self._target.root, also=request.also)
         return tuple(self._from_machine(each, sources, store) for each in plans)
 
     def _known_hashes(self, paths: Iterable[Path]) -> dict[Path, dict[Algorithm, str]]:
@@ -299,7 +385,9 @@ class _Planning:
         blob = store.find_here(algorithm, value)
         return planned if blob is None else replace(planned, source=source, digest=blob.digest)
 
-    def _from_machine(self, planned: PlannedFile, sources: Sources, store: Store) -> PlannedFile:
+    def _from_machine(
+        self, planned: PlannedFile, sources: Sources, store: Store | None
+    ) -> PlannedFile:
         """Plan to take a near file, a blob of another volume, a far file, or a shared blob."""
         if not planned.is_large or planned.source != "fetch":
             return planned
@@ -311,16 +399,21 @@ class _Planning:
             )
         if candidates and not candidates[0].is_far:
             return replace(planned, source="reuse", candidates=candidates)
-        for each in store.stores():
+        for each in () if store is None else store.stores():
             known = self._from_store(planned, each, "copy")
             if known.digest:
                 return known
         if candidates:
             return replace(planned, source="copy", candidates=candidates)
-        ((algorithm, value),) = planned.file.announced.items()
-        for found in store.find_shared(algorithm, value, size=planned.file.size):
-            return replace(planned, source="copy", shared=found.store.root)
-        return planned
+        return planned if store is None else _from_others(planned, store)
+
+
+def _from_others(planned: PlannedFile, store: Store) -> PlannedFile:
+    """Plan to take a blob that another user has published, if there is one."""
+    ((algorithm, value),) = planned.file.announced.items()
+    for found in store.find_shared(algorithm, value, size=planned.file.size):
+        return replace(planned, source="copy", shared=found.store.root)
+    return planned
 
 
 def _compared(planned: PlannedFile, known: dict[Path, dict[Algorithm, str]]) -> PlannedFile:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,17 +64,14 @@ class Proof:
         """
         now = looks_at(self._target)
         changed = {name for name, look in now.items() if self._before.get(name) != look}
-        with ExitStack() as stack:
-            for each in self._store.stores():
-                stack.enter_context(each.batch("from_pretrained"))
-            for commit in tree.commits_of(self._target.folder):
-                target = replace(self._target, commit=commit)
-                if self._ask is not None and commit == (self._target.commit or moved_to):
-                    self._prove_light(target, self._ask, changed)
-                elif commit == self._target.commit:
-                    self._prove_snapshot(target, changed, self._etags)
-                elif changed or commit == moved_to:
-                    self._prove_snapshot(target, changed, {}, is_light=commit != moved_to)
+        for commit in tree.commits_of(self._target.folder):
+            target = replace(self._target, commit=commit)
+            if self._ask is not None and commit == (self._target.commit or moved_to):
+                self._prove_light(target, self._ask, changed)
+            elif commit == self._target.commit:
+                self._prove_snapshot(target, changed, self._etags)
+            elif changed or commit == moved_to:
+                self._prove_snapshot(target, changed, {}, is_light=commit != moved_to)
         if self._count() != self._wrong:
             message = f"A file of {self._target.repo} had wrong bytes when it was loaded"
             hint = "Load it again: the wrong file was set aside."

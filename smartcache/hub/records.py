@@ -15,8 +15,8 @@ from smartcache.store.links import LINKED_SUFFIXES
 RepoType = Literal["model", "dataset", "space", "kernel"]
 REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
 Source = Literal["present", "link", "reuse", "copy", "fetch"]
-"""Where a file comes from: this repo's cache, the store, a file that has to be hashed first and is
-then adopted or copied, another volume or a shared store, the Hub."""
+"""Where a file comes from: this repo's cache, the store, a file of a known folder that has to be
+hashed first and is then adopted or copied, another volume or a shared store, the Hub."""
 
 _EDITED = frozenset(
     (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml", ".cfg", ".py", ".ipynb", ".md", ".jinja",

@@ -2,7 +2,8 @@
 
 HF caches are asked by name, which costs no reading and is always up to date: a blob there is named
 by its announced hash, one of huggingface_hub's shared store by its xet hash. Everything else is
-asked by size, among the files that scans and walks have seen. A file whose remembered hash is
+asked by size, among the files that scans and walks have seen in known folders, and in folders that
+are named for this one download. A file whose remembered hash is
 another is no candidate any more, so a wrong guess costs one hash, once.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -30,14 +32,17 @@ weights of one size; to hash them all would take longer than a download."""
 class Sources:
     """The places to look in, for one download into directories of one filesystem."""
 
-    def __init__(self, store: Store, cache_dir: Path, destination: Path) -> None:
+    def __init__(
+        self, store: Store | None, cache_dir: Path, destination: Path, *, also: Iterable[Path] = ()
+    ) -> None:
         self._store = store
+        self._also = tuple(also)
         self._device = _device(destination)
-        folders = store.folders()
+        folders = [] if store is None else store.folders()
         known = [each.path for each in folders if each.program == HUGGING_FACE]
         self._caches = list(dict.fromkeys(map(_real, (cache_dir, *known))))
         self._given = {_real(each.path) for each in folders if each.is_given}
-        self._inside = os.path.join(os.path.realpath(store.root), "")
+        self._inside = "\0" if store is None else os.path.join(os.path.realpath(store.root), "")
 
     def candidates(
         self, file: RemoteFile, *, by_size: bool = True
@@ -47,7 +52,7 @@ class Sources:
         Those left out are more files of that size than are worth hashing.
         """
         paths = list(dict.fromkeys(self._likely(file, by_size=by_size)))
-        known = self._store.known_hashes(paths)
+        known = {} if self._store is None else self._store.known_hashes(paths)
         found: list[Candidate] = []
         unknown: list[Candidate] = []
         seen: set[tuple[int, int]] = set()
@@ -78,8 +83,9 @@ class Sources:
                 yield _real(shared)
         if file.size and by_size:
             name = os.path.basename(file.path)
-            seen = [sighting.path for sighting in self._store.sightings(file.size)]
-            yield from sorted(map(_real, seen), key=lambda path: path.name != name)
+            sightings = [] if self._store is None else self._store.sightings(file.size)
+            for seen in (self._named_folders.get(file.size, ()), (each.path for each in sightings)):
+                yield from sorted(map(_real, seen), key=lambda path: path.name != name)
 
     def _usable(self, path: Path, file: RemoteFile) -> os.stat_result | None:
         try:
@@ -98,6 +104,18 @@ class Sources:
         if any(parent in self._given for parent in path.parents):
             return True
         return any(_is_of_cache(path, cache) for cache in self._caches if cache in path.parents)
+
+    @cached_property
+    def _named_folders(self) -> dict[int, list[Path]]:
+        """The files of the folders that were named for this download, by size."""
+        found: dict[int, list[Path]] = {}
+        for folder in self._also:
+            for directory, _, names in os.walk(folder):
+                for name in names:
+                    path = os.path.join(directory, name)
+                    with suppress(OSError):
+                        found.setdefault(os.stat(path).st_size, []).append(Path(path))
+        return found
 
     @cached_property
     def _named(self) -> dict[str, list[str]]:

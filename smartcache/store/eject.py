@@ -24,13 +24,11 @@ from smartcache.errors import (
     BlobInUseError,
     FileChangedError,
     LeaseTimeoutError,
-    NoSpaceError,
     SmartcacheError,
     StoreError,
     UnsafeStoreError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.sizes import format_size
 from smartcache.store.blobs import explained
 from smartcache.store.faults import reached
 from smartcache.store.filesystems import free_bytes
@@ -40,7 +38,8 @@ from smartcache.store.move import former_roots, remove_former_roots
 from smartcache.store.own_copy import give_own_copy
 from smartcache.store.owners import link_liveness
 from smartcache.store.records import Blob, Link, Trust
-from smartcache.store.restored import is_our_link, is_restored, needed_bytes
+from smartcache.store.restored import is_our_link, is_restored, room_for
+from smartcache.store.room import Room
 from smartcache.store.safety import check_own, open_own
 from smartcache.store.schema import signed
 from smartcache.store.setfolders import set_folders, sets_size
@@ -73,7 +72,13 @@ class EjectPlan:
     keep_shared: bool
     drop_pinned: bool
     drop_sets: bool
+    _room: Room = field(repr=False, compare=False)
     _execute: Callable[[EjectPlan, Progress], list[Undone]] = field(repr=False, compare=False)
+
+    def require_room(self) -> None:
+        """Raise NoSpaceError if files that get bytes of their own do not fit where they are."""
+        hint = "Free some space, or let the files keep sharing their bytes with --keep-shared."
+        self._room.require("Giving every file its own bytes", hint=hint)
 
     def execute(self, progress: Progress = silent) -> list[Undone]:
         """Restore every file, then remove the store. Returns what was done to each file.
@@ -96,11 +101,11 @@ def plan_eject(
     changes.reverse()
     known = {c.path for c in changes if c.op == "move" or is_our_link(volume, c)}
     links = tuple(link for link in _placed_links(volume) if link.path not in known)
-    needed = 0 if keep_shared else needed_bytes(volume, changes)
-    needed += sum(change.size for change in changes if change.op == "move")
-    needed += sum(
-        _size(volume, link) for link in links if link.kind == "symlink" or not keep_shared
-    )
+    copied = [change for change in changes if not keep_shared or change.op == "move"]
+    room = room_for(volume, copied)
+    for link in links:
+        if link.kind == "symlink" or not keep_shared:
+            room.add(link.path.parent, _size(volume, link))
     pinned = () if drop_pinned else tuple(_pinned_only(volume, changes, links))
     warnings = []
     if keep_shared:
@@ -109,12 +114,12 @@ def plan_eject(
         )
     computed = sets_size(volume.layout)
     return EjectPlan(
-        root=volume.root, changes=tuple(changes), links=links, needed_size=needed,
+        root=volume.root, changes=tuple(changes), links=links, needed_size=room.size,
         free_size=free_bytes(volume.root),
         freed_size=volume.index.totals().only_allocated + computed, pinned_only=pinned,
         sets=tuple(set_folders(volume.layout)), sets_size=computed,
         warnings=tuple(warnings),
-        keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_sets,
+        keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_sets, _room=room,
         _execute=lambda plan, progress: _execute(volume, plan, progress),
     )  # fmt: skip
 
@@ -204,13 +209,7 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
     _refuse_losing_pinned(volume, plan, set())
     _refuse_losing_sets(volume, plan)
     pinned_before = _pinned(volume)
-    if plan.needed_size > plan.free_size:
-        message = (
-            f"Giving every file its own bytes needs {format_size(plan.needed_size)}, but"
-            f" only {format_size(plan.free_size)} is free; nothing was changed"
-        )
-        hint = "Free some space, or let the files keep sharing their bytes with --keep-shared."
-        raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)
+    plan.require_room()
     with (
         volume.leases.hold("undo", what="eject", on_wait=volume.on_wait),
         volume.batch("eject") as batch,

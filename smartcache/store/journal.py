@@ -335,6 +335,8 @@ class Batch:
         self._outcomes: dict[tuple[str, State], list[int]] = {}
         self._gate = threading.RLock()
         self._is_closed = False
+        self.on_done: Callable[[Change, int], None] | None = None
+        """Is told of every change that was made, and of the bytes that it freed."""
 
     def begin(self, changes: Iterable[Change], *, sync: bool = True) -> list[Change]:
         """Write changes to the journal before they are made; return them with their numbers."""
@@ -362,12 +364,14 @@ class Batch:
             self._unsettled.update(change.n for change in begun)
         return begun
 
-    def end(self, change: Change, state: State) -> None:
+    def end(self, change: Change, state: State, *, freed: int = 0) -> None:
         """Note the outcome of a change; written with the next `flush`."""
         with self._gate:
             self._outcomes.setdefault((change.batch, state), []).append(change.n)
             if change.batch == self.id:
                 self._unsettled.discard(change.n)
+        if state == "done" and self.on_done is not None:
+            self.on_done(change, freed)
 
     def flush(self) -> None:
         """Write the outcomes noted so far."""

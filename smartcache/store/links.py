@@ -36,6 +36,7 @@ from smartcache.store.memos import hashes_of
 from smartcache.store.naming import Name
 from smartcache.store.proof import Advance, checked, is_as_recorded, open_blob
 from smartcache.store.records import Blob, Link, LinkKind, Trust
+from smartcache.store.room import need_room
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey, judge
 from smartcache.store.swap import beside
@@ -255,6 +256,8 @@ def _own_bytes(
     volume: Volume, change: Change, request: Request, batch: Batch, advance: Advance | None
 ) -> Link:
     path, digest = change.path, change.digest
+    if change.kind == "copy":
+        need_room(path.parent, change.size, "The copy")
     filled = beside(path)
     descriptor = open_unnamed(path.parent, 0o666)
     is_unnamed = descriptor is not None

@@ -316,7 +316,7 @@ def _finish(volume: Volume, work: _Work, batch: Batch) -> Replacement:
     if work.error is None:
         try:
             freed = end_settling(work.spot, work.blob_inode, work.lease, fd=work.file.fd)
-            batch.end(work.change, "done")
+            batch.end(work.change, "done", freed=freed)
             return Replacement(path=work.path, outcome="replaced", digest=work.digest, freed=freed)
         except (FileSkippedError, OSError) as error:
             work.error = error

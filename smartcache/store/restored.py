@@ -12,7 +12,9 @@ from smartcache.store.attributes import read_attributes
 from smartcache.store.journal import Change
 from smartcache.store.kernel import effective_user
 from smartcache.store.memos import hashes_of
+from smartcache.store.mounts import nearest_existing
 from smartcache.store.proof import checked
+from smartcache.store.room import Room
 from smartcache.store.schema import signed
 from smartcache.store.share import has_shared_blocks
 from smartcache.store.volume import Volume
@@ -120,10 +122,30 @@ def let_go(volume: Volume, path: Path) -> None:
             volume.index.release(link.owner, blob.id)
 
 
+def room_for(volume: Volume, changes: list[Change]) -> Room:
+    """Return what undoing writes on each filesystem: files may lie on others than the store's."""
+    room = Room()
+    devices = {
+        folder: os.stat(nearest_existing(folder)).st_dev
+        for folder in {change.place.parent for change in changes}
+    }
+    places: dict[int, list[Change]] = {}
+    for change in changes:
+        places.setdefault(devices[change.place.parent], []).append(change)
+    for some in places.values():
+        room.add(some[0].place.parent, needed_bytes(volume, some))
+    return room
+
+
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:
-    """Return what undoing needs: own bytes for replaced, adopted and reflinked files that share."""
+    """Return what undoing copies: own bytes for files that share, and for those moved away."""
     shared = [c for c in changes if c.op == "share" and has_shared_blocks(c)]
-    ours = [c for c in changes if c.op != "share" and is_our_link(volume, c)]
+    ours = [
+        c
+        for c in changes
+        if (c.op != "share" and is_our_link(volume, c))
+        or (c.op == "move" and not os.path.lexists(c.place))
+    ]
     leaving = Counter(change.digest for change in ours if change.op in ("replace", "place"))
     needed = sum(change.size for change in shared)
     files = told_apart(volume.journal.changes())
@@ -134,7 +156,7 @@ def needed_bytes(volume: Volume, changes: list[Change]) -> int:
             key = twin_key(change, files)
             needed += 0 if key in replaced else change.size
             replaced.add(key)
-        elif change.op == "place" and change.keep:
+        elif (change.op == "place" and change.keep) or change.op == "move":
             needed += change.size
         elif change.op == "adopt":
             links = os.lstat(change.place).st_nlink - leaving[change.digest]

@@ -20,12 +20,10 @@ from typing import Literal
 from smartcache.errors import (
     FileChangedError,
     LeaseTimeoutError,
-    NoSpaceError,
     NothingToUndoError,
     SmartcacheError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.sizes import format_size
 from smartcache.store.blobs import commit, explained
 from smartcache.store.digest import hash_file
 from smartcache.store.faults import reached
@@ -48,10 +46,11 @@ from smartcache.store.restored import (
     is_restored,
     let_go,
     links_with_store,
-    needed_bytes,
+    room_for,
     told_apart,
     twin_key,
 )
+from smartcache.store.room import Room
 from smartcache.store.safety import open_own
 from smartcache.store.schema import signed
 from smartcache.store.share import give_own_blocks
@@ -108,6 +107,7 @@ class UndoPlan:
     needed_size: int
     free_size: int
     warnings: tuple[str, ...] = ()
+    _room: Room = field(repr=False, compare=False)
     _execute: Callable[[UndoPlan, Progress], list[Undone]] = field(repr=False, compare=False)
 
     @property
@@ -127,10 +127,10 @@ def plan_undo(volume: Volume, batches: Iterable[str] | None = None) -> UndoPlan:
     if not changes:
         raise NothingToUndoError("There is nothing to undo")
     changes.reverse()
-    needed = needed_bytes(volume, changes)
+    room = room_for(volume, changes)
     return UndoPlan(
-        changes=tuple(changes), needed_size=needed, free_size=free_bytes(volume.root),
-        _execute=lambda plan, progress: _execute(volume, plan, progress),
+        changes=tuple(changes), needed_size=room.size, free_size=free_bytes(volume.root),
+        _room=room, _execute=lambda plan, progress: _execute(volume, plan, progress),
     )  # fmt: skip
 
 
@@ -156,13 +156,8 @@ def _open_changes(volume: Volume, wanted: list[str] | None) -> list[Change]:
 
 
 def _execute(volume: Volume, plan: UndoPlan, progress: Progress) -> list[Undone]:
-    if plan.needed_size > plan.free_size:
-        message = (
-            f"Undo needs {format_size(plan.needed_size)}, but"
-            f" only {format_size(plan.free_size)} is free at {volume.root}"
-        )
-        hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
-        raise NoSpaceError(message, hint=hint, needed=plan.needed_size, free=plan.free_size)
+    hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
+    plan._room.require("Undo", hint=hint)  # noqa: SLF001 - ours
     results = []
     total = sum(change.size for change in plan.changes)
     with (

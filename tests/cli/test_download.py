@@ -45,7 +45,7 @@ class Download:
     """`download("org/one", "-q")`: the command as a process, with a Hub and an HF cache."""
 
     def __init__(self, program: Smartcache, hub: Hub, cache: Path) -> None:
-        self._program = program
+        self.program = self._program = program
         self.hub = hub
         self.cache = cache
 
@@ -85,6 +85,12 @@ def two(hub: Hub) -> Commit:
     return hub.add("org/two", TWO)
 
 
+def undo_id(done: Result) -> str:
+    """Return the id that a command has named."""
+    (found,) = re.findall(r"'smartcache undo ([0-9a-f]{8})'", done.stderr)
+    return str(found)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files below a folder that programs see, read through all links."""
     return {
@@ -107,9 +113,11 @@ class TestPlan:
             "fetch   300 KB  text_encoder/model.safetensors  the Hub",
             "fetch     10 B  config.json                     the Hub",
             "",
-            "fetch  3 files  800 KB  not on this machine: comes from the Hub",
+            "fetch  3 files  800 KB  not in any known folder: comes from the Hub",
             "800 KB to fetch.",
             "Fetched 800 KB.",
+            "2 new files are read-only, so that programs can share the bytes.",
+            f"Take it back with 'smartcache undo {undo_id(done)}'.",
         ]
 
     def test_what_another_repo_brought_is_linked(self, download: Download, two: Commit) -> None:
@@ -118,25 +126,26 @@ class TestPlan:
         done = download("org/two")
         lines = done.stderr.splitlines()
         assert "link    300 KB  text_encoder/model.safetensors  the store" in lines
-        assert "400 KB to fetch, 300 KB saved." in lines
-        assert lines[-1] == "Fetched 400 KB; 300 KB came from this machine."
+        assert "400 KB to fetch; 300 KB to come from this machine." in lines
+        assert "Fetched 400 KB; 300 KB came from this machine." in lines
+        assert "1 file was linked; 2 new files are read-only" in done.stderr
         assert download.hub.gets("text_encoder") == []
         shared = "text_encoder/model.safetensors"
         assert inode_of((Path(first) / shared).resolve()) == inode_of(
             (download.snapshot(two) / shared).resolve()
         )
 
-    def test_a_file_of_a_known_folder_is_claimed(
+    def test_a_file_of_a_known_folder_is_reused(
         self, download: Download, program: Smartcache, tmp_path: Path
     ) -> None:
         found = write(tmp_path / "mine" / "clip.safetensors", ENCODER)
         program("folders", "add", found.parent)
         program("scan", found.parent)
         done = download("org/one", "--json")
-        (claimed,) = [each for each in done.json["files"] if each["source"] == "reuse"]
-        assert claimed["path"] == "text_encoder/model.safetensors"
-        assert claimed["origin"] == str(found)
-        assert claimed["proven"]
+        (reused,) = [each for each in done.json["files"] if each["source"] == "reuse"]
+        assert reused["path"] == "text_encoder/model.safetensors"
+        assert reused["origin"] == str(found)
+        assert reused["proven"]
         assert download.hub.gets("text_encoder") == []
         assert done.json["fetched_size"] == len(UNET) + len(ONE["config.json"])
 
@@ -164,6 +173,39 @@ class TestPlan:
         (warning,) = download("org/one", "--dry-run", "--json").json["warnings"]
         assert warning.startswith("text_encoder/model.safetensors: 3 more files have its size")
 
+    def test_what_became_read_only_is_said_with_the_way_back(
+        self, download: Download, program: Smartcache, tmp_path: Path
+    ) -> None:
+        found = write(tmp_path / "mine" / "clip.safetensors", ENCODER)
+        program("folders", "add", tmp_path / "mine")
+        done = download("org/one")
+        text = " ".join(done.stderr.split())
+        assert f"1 file is now read-only: {found}" in text
+        program("undo", undo_id(done), "-y")
+        assert os.stat(found).st_mode & 0o777 == 0o644
+
+    def test_a_folder_can_be_named_for_one_download(
+        self, download: Download, program: Smartcache, tmp_path: Path
+    ) -> None:
+        found = write(tmp_path / "old disk" / "deep" / "clip.safetensors", ENCODER)
+        before = snapshot(found.parent)
+        looked = download("org/one", "-n", "--also", tmp_path / "old disk", "--json").json
+        assert [each["source"] for each in looked["files"]].count("reuse") == 1, "without a store"
+        done = download("org/one", "--also", tmp_path / "old disk", "--json").json
+        assert done["reused_size"] == len(ENCODER)
+        assert download.hub.gets("text_encoder") == []
+        assert snapshot(found.parent) == before
+        known = program("folders", "ls", "--json").stdout
+        assert "old disk" not in known
+
+    @pytest.mark.parametrize("name", ["", "nowhere", "a file"])
+    def test_what_is_no_folder_cannot_be_looked_at(
+        self, download: Download, tmp_path: Path, name: str
+    ) -> None:
+        write(tmp_path / "a file", b"1")
+        done = download("org/one", "--also", tmp_path / name if name else "", code=2)
+        one_line(done, words=name or "is empty")
+
     def test_again_there_is_nothing_to_do(self, download: Download, one: Commit) -> None:
         download("org/one")
         before = snapshot(download.cache)
@@ -177,6 +219,13 @@ class TestPlan:
         assert done.stderr == ""
         document = done.json
         files = {each.pop("path"): each for each in document.pop("files")}
+        weights = (path for path in download.snapshot(one).rglob("*.safetensors"))
+        blobs = sorted(str(path.resolve()) for path in weights)
+        document["new_read_only"].sort()
+        undo_ids = [
+            each["id"] for each in download.program("undo", "--list", "--json").json["history"]
+        ]
+        assert len(undo_ids) == 1
         assert document == {
             "repo": "org/one",
             "type": "model",
@@ -187,7 +236,16 @@ class TestPlan:
             "saved_size": 0,
             "fetch_size": 800_010,
             "unproven_size": 0,
+            "needed_size": 800_010,
             "fetched_size": 800_010,
+            "reused_size": 0,
+            "linked": [],
+            "copied": [],
+            "read_only": [],
+            "new_read_only": blobs,
+            "narrow": [],
+            "freed_size": 0,
+            "undo_ids": undo_ids,
             "dry_run": False,
             "warnings": [],
         }
@@ -206,8 +264,8 @@ class TestPlan:
         program("scan", "-q")
         done = download("org/one", "--dry-run")
         assert "fetch   500 KB  unet/model.safetensors          the Hub" in done.ids
-        assert done.ids[-1] == "800 KB to fetch."
-        assert done.stderr == "Nothing was changed.\n"
+        assert done.ids[-1] == "Would fetch 800 KB."
+        assert done.stderr == ""
         assert not download.cache.exists()
         assert download.hub.gets() == []
 
@@ -218,7 +276,6 @@ class TestPlan:
         done = download("org/one", "--dry-run")
         assert "fetch  3 files  800 KB  not there yet: comes from the Hub" in done.ids
         assert done.stderr.startswith("Warning: There is no store yet, so only the place of the")
-        assert done.stderr.endswith("Nothing was changed.\n")
         assert not home.exists()
         assert snapshot(tmp_path) == before
         assert download.hub.gets() == []
@@ -256,7 +313,7 @@ class TestPlan:
         shown = [line for line in done.ids if "part-" in line]
         assert len(shown) == MOST_SHOWN
         assert shown[0].split() == ["fetch", "40", "B", "part-039.json", "the", "Hub"]
-        assert f"... and {40 - MOST_SHOWN} smaller files, 406 B; -v shows all" in done.ids
+        assert f"... and {40 - MOST_SHOWN} more, 406 B; -v shows all" in done.ids
         everything = download("org/many", "--dry-run", "-v")
         assert sum("part-" in line for line in everything.ids) == len(files)
 
@@ -382,9 +439,9 @@ class TestRefused:
             (("org/na me",), 1, "Repo id must use alphanumeric chars"),
             (("datasets/org/one", "--repo-type", "model"), 2, "--repo-type says model"),
             (("org/one", "a.json", "--include", "*"), 2, "FILES exclude --include"),
-            (("org/one", "../a.json"), 2, "'../a.json' is no path in a repo"),
-            (("org/one", "/etc/passwd"), 2, "'/etc/passwd' is no path in a repo"),
-            (("org/one", ""), 2, "'' is no path in a repo"),
+            (("org/one", "../a.json"), 2, "'../a.json' is not a path in a repo"),
+            (("org/one", "/etc/passwd"), 2, "'/etc/passwd' is not a path in a repo"),
+            (("org/one", ""), 2, "'' is not a path in a repo"),
             (("org/one", "--max-workers", "0"), 2, "--max-workers"),
             (("org/one", "--include", "*.bin"), 1, "is selected by --include '*.bin'"),
             (("org/one", "--exclude", "*"), 1, "is selected by --exclude '*'"),
@@ -538,28 +595,46 @@ class TestWrong:
         download.hub.faults.no_size("unet")
         lines = download("org/one").stderr.splitlines()
         assert "fetch        ?  unet/model.safetensors          the Hub" in lines
-        assert "300 KB to fetch and 1 file of unknown size." in lines
+        assert "300 KB and 1 file of unknown size to fetch." in lines
         assert contents(download.snapshot(one)) == ONE
 
 
 @pytest.mark.usefixtures("one")
 class TestDisk:
-    def test_a_full_disk(self, download: Download, one: Commit, tmp_path: Path) -> None:
-        def work() -> tuple[Result, dict[str, bytes], Result]:
+    def test_a_full_disk(self, download: Download, tmp_path: Path) -> None:
+        def work() -> tuple[Result, Result, Result]:
             disk = Disk(tmp_path / "disk", 1 << 20)
             disk.fill(but=100)
             download.cache = disk.point / "hf"
+            looked = download("org/one", "--dry-run")
             first = download("org/one", code=1)
-            seen = contents(download.snapshot(one))
+            assert contents(disk.point / "hf") == {}
+            assert download.hub.gets() == []
             disk.clear()
-            return first, seen, download("org/one", "-q")
+            return looked, first, download("org/one", "-q")
 
-        full, seen, after = in_own_namespace(work)
+        looked, full, after = in_own_namespace(work)
+        words = f"needs 800 KB at {tmp_path / 'disk' / 'hf'}, but only 410 KB is free there"
+        assert f"Warning: The download of model/org/one {words}" in looked.stderr
+        one_line(full, words=words)
+        assert after.ids
+
+    def test_a_disk_that_is_full_before_all_has_come(
+        self, download: Download, one: Commit, tmp_path: Path
+    ) -> None:
+        """The Hub does not say how large a file is."""
+        download.hub.faults.no_size("unet")
+
+        def work() -> tuple[Result, dict[str, bytes]]:
+            disk = Disk(tmp_path / "disk", 1 << 20)
+            disk.fill(but=100)
+            download.cache = disk.point / "hf"
+            return download("org/one", code=1), contents(download.snapshot(one))
+
+        full, seen = in_own_namespace(work)
         one_line(full, words=f"No space left at {tmp_path / 'disk' / 'hf'}")
-        assert "Warning: 800 KB are to be fetched, but only 410 KB are free" in full.stderr
         assert "unet/model.safetensors" not in seen
         assert ONE.items() >= seen.items()
-        assert after.ids
 
     def test_a_disk_that_cannot_be_written(self, download: Download, tmp_path: Path) -> None:
         def work() -> Result:

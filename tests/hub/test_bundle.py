@@ -37,6 +37,7 @@ from tests.api import (
     opened,
     plan_export,
     plan_import,
+    store_room,
 )
 from tests.api import bundle_checksum as checksum
 from tests.api import bundle_Content as Content
@@ -505,7 +506,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(
 ) -> None:
     bundle = export(cache, tmp_path / form)
     needed = len(ENCODER) + len(VAE) + len(UNET)
-    monkeypatch.setattr(bundle_writing, "free_bytes", lambda _: needed)
+    monkeypatch.setattr(store_room, "free_bytes", lambda _: needed)
     before = set(os.listdir(tmp_path))
     with pytest.raises(NoSpaceError), plan_import(store, bundle, there):
         pass

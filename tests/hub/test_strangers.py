@@ -326,13 +326,15 @@ class TestBars:
     def test_bytes_of_xet_files_are_counted_once(self) -> None:
         """huggingface_hub tells of bytes that came and of bytes written."""
         counted: list[int] = []
+        arrived: list[int] = []
         stopping = threading.Event()
-        bar = bar_class(counted.append, stopping)(total=100, desc="x", unit="B")
+        make = bar_class(counted.append, arrived.append, stopping)
+        bar = make(total=100, initial=5, desc="x", unit="B")
         with bar:
             bar.update(40)
             bar.update_transfer(30)
             bar.set_transfer_postfix_str("1 MB/s", refresh=False)
-        assert counted == [40]
+        assert (counted, arrived) == ([5, 40], [40]), "what was there has not come now"
         stopping.set()
         for tell in (bar.update, bar.update_transfer):
             with pytest.raises(StoppedError):

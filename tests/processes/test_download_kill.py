@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
 from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, World, content
 from tests.processes.killing import Moment, in_turn
-from tests.store.small_disks import Disk, in_own_namespace
+from tests.store.small_disks import PAGE, Disk, in_own_namespace
 
 SIZE = 100_000
 CONFIG, TOKENIZER = b'{"kind": "one"}', b'{"words": []}'
@@ -530,9 +531,12 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_half_made(tmp_path: Path) -
             with world.store():
                 pass
             errors = []
+            hub.bandwidth = 4 << 20
             for free in (128, 400, 700):
-                disk.fill(but=free)
+                filling = threading.Thread(target=fill_later, args=(disk, free))
+                filling.start()
                 ended = world.download("org/one")
+                filling.join()
                 errors += ended.errors or [f"with {free} free pages it ended well"]
                 disk.clear()
                 assert world.problems() == []
@@ -543,3 +547,12 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_half_made(tmp_path: Path) -
     assert len(errors) == 3
     for error in errors:
         assert "No space left on device" in error
+
+
+def fill_later(disk: Disk, but: int) -> None:
+    """Fill a disk while a download runs that had room enough when it began."""
+    end = time.monotonic() + 20
+    while not any(disk.point.rglob("*.incomplete")) and time.monotonic() < end:
+        time.sleep(0.005)
+    with open(disk.point / "filler", "wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, max(1, disk.free_pages - but) * PAGE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import BlobInUseError, NoSpaceError, Store, store_eject
+from tests.api import BlobInUseError, NoSpaceError, Store, store_room
 from tests.store.files import (
     OTHER,
     WEIGHTS,
@@ -240,7 +240,7 @@ class TestPlan:
     ) -> None:
         use(store, files)
         before = snapshot(files)
-        monkeypatch.setattr(store_eject, "free_bytes", lambda _: len(WEIGHTS) - 1)
+        monkeypatch.setattr(store_room, "free_bytes", lambda _: len(WEIGHTS) - 1)
         plan = store.plan_eject()
         assert plan.needed_size > len(WEIGHTS)
         with pytest.raises(NoSpaceError) as caught:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import NoSpaceError, NothingToUndoError, Store, Undone, store_undo
+from tests.api import NoSpaceError, NothingToUndoError, Store, Undone, store_room
 from tests.api import links_Kind as Kind
 from tests.store.files import (
     OTHER,
@@ -475,7 +475,7 @@ class TestPlan:
     ) -> None:
         adopt_and_replace(store, files)
         before = snapshot(files)
-        monkeypatch.setattr(store_undo, "free_bytes", lambda _: len(WEIGHTS) - 1)
+        monkeypatch.setattr(store_room, "free_bytes", lambda _: len(WEIGHTS) - 1)
         plan = store.plan_undo()
         with pytest.raises(NoSpaceError) as caught:
             plan.execute()

@@ -1,0 +1,84 @@
+"""Room is asked for where it is needed, on real disks that are too small."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.api import NoSpaceError, Store
+from tests.store.files import WEIGHTS, snapshot, write
+from tests.store.small_disks import PAGE, Disk, in_own_namespace
+
+
+def disk_with_room_for_half(tmp_path: Path) -> Disk:
+    disk = Disk(tmp_path / "disk", 64 * PAGE + 2 * len(WEIGHTS))
+    disk.fill(but=len(WEIGHTS) // PAGE // 2)
+    return disk
+
+
+def facts(error: NoSpaceError) -> tuple[int, int]:
+    return vars(error)["needed"], vars(error)["free"]
+
+
+def test_undo_needs_room_where_the_file_was(tmp_path: Path) -> None:
+    """The store's own disk has plenty."""
+
+    def work() -> tuple[int, int]:
+        disk = disk_with_room_for_half(tmp_path)
+        disk.clear()
+        with Store(tmp_path / "store") as store:
+            store.put_file(write(disk.point / "a.safetensors"), how="move")
+            disk.fill(but=1)
+            with pytest.raises(NoSpaceError, match=f"at {disk.point}") as caught:
+                store.plan_undo().execute()
+            assert len(store.history()) == 1
+            disk.clear()
+            (result,) = store.plan_undo().execute()
+            assert result.is_undone
+            return facts(caught.value)
+
+    assert in_own_namespace(work) == (len(WEIGHTS), PAGE)
+
+
+def test_files_on_a_full_disk_need_no_room_on_it_if_they_get_none(tmp_path: Path) -> None:
+    def work() -> None:
+        disk = disk_with_room_for_half(tmp_path)
+        with Store(tmp_path / "store") as store:
+            files = [write(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
+            digest = store.adopt(files[0]).digest
+            store.replace(files[1], digest)
+            disk.fill()
+            assert all(each.is_undone for each in store.plan_undo().execute())
+
+    in_own_namespace(work)
+
+
+def test_eject_needs_room_where_symlinks_are(tmp_path: Path) -> None:
+    def work() -> tuple[int, int]:
+        disk = disk_with_room_for_half(tmp_path)
+        with Store(tmp_path / "store") as store:
+            store.place(store.put_stream([WEIGHTS]).digest, disk.point / "a.pt", kind="symlink")
+            before = snapshot(disk.point)
+            with pytest.raises(NoSpaceError) as caught:
+                store.plan_eject().execute()
+            assert snapshot(disk.point) == before
+            return facts(caught.value)
+
+    needed, free = in_own_namespace(work)
+    assert needed == len(WEIGHTS) > free
+
+
+def test_a_copy_is_refused_before_it_begins(tmp_path: Path) -> None:
+    def work() -> tuple[list[str], int, int]:
+        disk = disk_with_room_for_half(tmp_path)
+        with Store(tmp_path / "store") as store:
+            digest = store.put_stream([WEIGHTS]).digest
+            with pytest.raises(NoSpaceError, match="The copy needs") as caught:
+                store.place(digest, disk.point / "a.pt", kind="copy")
+            return os.listdir(disk.point), *facts(caught.value)
+
+    names, needed, free = in_own_namespace(work)
+    assert (names, needed) == (["filler"], len(WEIGHTS))
+    assert free < needed
