@@ -231,6 +231,7 @@ from smartcache.store import eject as store_eject
 from smartcache.store import faults as store_faults
 from smartcache.store import filesystems as store_filesystems
 from smartcache.store import hold as store_hold
+from smartcache.store import index as store_index
 from smartcache.store import kernel as store_kernel
 from smartcache.store import lanes as store_lanes
 from smartcache.store import layout as store_layout
@@ -244,7 +245,6 @@ from smartcache.store import recovery as store_recovery
 from smartcache.store import replace as store_replace
 from smartcache.store import schema as store_schema
 from smartcache.store import share as store_share
-from smartcache.store import sums as store_sums
 from smartcache.store import swap as store_swap
 from smartcache.store import undo as store_undo
 from smartcache.store import volume as store_volume
@@ -308,7 +308,7 @@ from smartcache.store.statkey import RACY_NS, StatKey, judge
 from smartcache.store.store import DEFAULT_PIN, Store
 from smartcache.store.swap import beside
 from smartcache.store.undo import Undone, UndoPlan
-from smartcache.store.usage import FolderUsage, folder_usage, store_usage
+from smartcache.store.usage import FolderUsage, folder_usage
 from smartcache.store.verify import VerifyReport
 from smartcache.store.volume import Volume
 
@@ -705,6 +705,7 @@ __all__ = [
     "store_faults",
     "store_filesystems",
     "store_hold",
+    "store_index",
     "store_kernel",
     "store_lanes",
     "store_layout",
@@ -718,10 +719,8 @@ __all__ = [
     "store_replace",
     "store_schema",
     "store_share",
-    "store_sums",
     "store_swap",
     "store_undo",
-    "store_usage",
     "store_volume",
     "survey",
     "tensors_Kind",

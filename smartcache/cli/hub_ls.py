@@ -14,6 +14,7 @@ import click
 
 from smartcache.cli._command import command
 from smartcache.cli._failures import BadValueError
+from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
@@ -134,11 +135,12 @@ def ls_command(
     with stores_if_any(session) as stores:
         repos = scan_caches(hf_caches(cache_dirs, stores))
         census = Census(repos, stores)
+        held = prunable(stores)
     rows = [row for repo in repos for row in _rows(census, repo, revisions=revisions)]
     rows = _sorted([row for row in rows if all(test(row) for test in tests)], sort)[:limit]
     out.show(
-        human=lambda: _show(census, rows, revisions=revisions),
-        document=lambda: _document(census, rows, revisions=revisions),
+        human=lambda: _show(census, rows, held, revisions=revisions),
+        document=lambda: {**_document(census, rows, revisions=revisions), "prunable": held},
         ids=lambda: _ids(repos, rows),
     )
 
@@ -181,9 +183,10 @@ def _ids(repos: list[CachedRepo], rows: list[Row]) -> list[str]:
     return list(ids)
 
 
-def _show(census: Census, rows: list[Row], *, revisions: bool) -> None:
+def _show(census: Census, rows: list[Row], held: int, *, revisions: bool) -> None:
     if not rows:
         out.line("No repo is cached." if not census.repos else "No repo is like that.")
+        say_prunable(held)
         return
     several = len({row.repo.cache_dir for row in rows}) > 1
     columns = [
@@ -198,6 +201,7 @@ def _show(census: Census, rows: list[Row], *, revisions: bool) -> None:
     ]
     out.table(columns, (_cells(row, several=several) for row in rows))
     _say_totals(census, rows)
+    say_prunable(held)
 
 
 def _cells(row: Row, *, several: bool) -> list[str]:
