@@ -175,7 +175,7 @@ from smartcache.hub.mapping import cache_mapping, import_mapping
 from smartcache.hub.plan import DownloadPlan
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo, RepoType, announced_by
 from smartcache.hub.remote import Access
-from smartcache.hub.removal import RemovalPlan, plan_removal
+from smartcache.hub.removal import RemovalPlan, plan_cache_prune, plan_removal
 from smartcache.hub.removing import RemovalResult
 from smartcache.hub.repairing import plan_repair
 from smartcache.hub.repos import CachedRepo, find_repo, scan_caches
@@ -659,6 +659,7 @@ __all__ = [
     "placement",
     "places",
     "plain",
+    "plan_cache_prune",
     "plan_dedup",
     "plan_export",
     "plan_import",
