@@ -244,6 +244,7 @@ from smartcache.store import proof as store_proof
 from smartcache.store import recovery as store_recovery
 from smartcache.store import replace as store_replace
 from smartcache.store import schema as store_schema
+from smartcache.store import separate as store_separate
 from smartcache.store import share as store_share
 from smartcache.store import swap as store_swap
 from smartcache.store import undo as store_undo
@@ -304,6 +305,7 @@ from smartcache.store.replace import Replacement, give_back
 from smartcache.store.safety import open_own, read_own
 from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
 from smartcache.store.schema import VERSION, connect, signed
+from smartcache.store.separate import plan_separate
 from smartcache.store.statkey import RACY_NS, StatKey, judge
 from smartcache.store.store import DEFAULT_PIN, Store
 from smartcache.store.swap import beside
@@ -666,6 +668,7 @@ __all__ = [
     "plan_removal",
     "plan_repair",
     "plan_seed",
+    "plan_separate",
     "position",
     "pretrained_registry",
     "printable",
@@ -719,6 +722,7 @@ __all__ = [
     "store_recovery",
     "store_replace",
     "store_schema",
+    "store_separate",
     "store_share",
     "store_swap",
     "store_undo",
