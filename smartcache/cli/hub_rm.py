@@ -23,10 +23,10 @@ from smartcache.sizes import format_size
 
 _MOST_SHOWN = 20
 _COLUMNS = (
-    Column(title="REPO", gives_way=True),
+    Column(title="REPO"),
     Column(title="WHAT"),
     Column(title="SIZE", right=True),
-    Column(title="FOLDER"),
+    Column(title="FOLDER", gives_way=True),
 )
 
 

@@ -164,7 +164,7 @@ class TestArtifactsPrune:
         index.close()
         done = sc("artifacts", "prune", "-n", "--unused-for", "1d")
         assert "not used for long" in done.stdout
-        assert "Would remove 5 artifacts" in done.stderr
+        assert "Would remove 5 artifacts" in done.stdout
         assert "Removed 5 artifacts" in sc("artifacts", "prune", "-y", "--unused-for", "1d").stdout
 
     def test_what_may_not_be_evicted_stays_and_is_told(self, sc: Here, home: Path) -> None:
