@@ -10,6 +10,7 @@ import click
 
 from smartcache.cli._command import FILE, asks, command
 from smartcache.cli._failures import FAILED
+from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._hub import stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -65,11 +66,13 @@ def separate_command(
         for path, reason in plan.skipped:
             out.warn(f"{path} stays as it is: {reason}")
         results: list[Separated] = []
+        held = 0
         if plan.files and not dry_run:
             if not yes and out.mode == "human":
                 _show(plan, verbose=verbose, as_talk=True)
             out.confirm(f"Separate {_summary(plan)}?", yes=yes)
             results = plan.execute(bars)
+            held = prunable(stores)
     failed = [each for each in results if each.problem]
     for each in failed:
         out.warn(f"{each.file.path} stays as it is: {each.problem}")
@@ -78,6 +81,8 @@ def separate_command(
         document=lambda: _document(plan, results, dry_run=dry_run),
         ids=lambda: [file.path for file in plan.files],
     )
+    if out.mode == "human":
+        say_prunable(held)
     if failed or plan.skipped:
         ctx.exit(FAILED)
 

@@ -32,7 +32,8 @@ def test_after_the_store_was_deleted_files_can_be_written_again(
 
 
 def test_with_a_store_nothing_is_left_to_undo(sc: Here, linked: Path) -> None:
-    sc("separate", linked / "a.safetensors", linked / "b.safetensors", "-y")
+    done = sc("separate", linked / "a.safetensors", linked / "b.safetensors", "-y")
+    assert "are held only by smartcache; 'smartcache prune' frees them." in done.stdout
     assert "nothing to undo" in sc("undo", "--list").stdout
     assert sc("prune", "-n", "--json").json["planned_size"] >= len(WEIGHTS)
 
