@@ -205,3 +205,9 @@ def holders_of(store: Store) -> list[Holder]:
     from smartcache.artifacts.holder import SetsHolder
 
     return [SetsHolder(sets_of(store))]
+
+
+def prunable_size(store: Store) -> int:
+    """Return what `smartcache prune` would free now: on all volumes, blobs, trash and artifacts."""
+    blobs = sum(each.plan_prune(after_rebuild=True).freed_size for each in store.stores())
+    return blobs + sum(holder.plan_prune().freed_size for holder in holders_of(store))

@@ -176,7 +176,7 @@ from smartcache.hub.outcome import DownloadResult
 from smartcache.hub.plan import DownloadPlan
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo, RepoType, announced_by
 from smartcache.hub.remote import Access
-from smartcache.hub.removal import RemovalPlan, plan_removal
+from smartcache.hub.removal import RemovalPlan, plan_cache_prune, plan_removal
 from smartcache.hub.removing import RemovalResult
 from smartcache.hub.repairing import plan_repair
 from smartcache.hub.repos import CachedRepo, find_repo, scan_caches
@@ -232,6 +232,7 @@ from smartcache.store import doctor as store_doctor
 from smartcache.store import faults as store_faults
 from smartcache.store import filesystems as store_filesystems
 from smartcache.store import hold as store_hold
+from smartcache.store import index as store_index
 from smartcache.store import kernel as store_kernel
 from smartcache.store import lanes as store_lanes
 from smartcache.store import layout as store_layout
@@ -245,8 +246,8 @@ from smartcache.store import recovery as store_recovery
 from smartcache.store import replace as store_replace
 from smartcache.store import room as store_room
 from smartcache.store import schema as store_schema
+from smartcache.store import separate as store_separate
 from smartcache.store import share as store_share
-from smartcache.store import sums as store_sums
 from smartcache.store import swap as store_swap
 from smartcache.store import volume as store_volume
 from smartcache.store.adopt import Adoption
@@ -305,11 +306,12 @@ from smartcache.store.replace import Replacement, give_back
 from smartcache.store.safety import open_own, read_own
 from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
 from smartcache.store.schema import VERSION, connect, signed
+from smartcache.store.separate import plan_separate
 from smartcache.store.statkey import RACY_NS, StatKey, judge
 from smartcache.store.store import DEFAULT_PIN, Store
 from smartcache.store.swap import Spot, beside
 from smartcache.store.undo import Undone, UndoPlan
-from smartcache.store.usage import FolderUsage, folder_usage, store_usage
+from smartcache.store.usage import FolderUsage, folder_usage
 from smartcache.store.verify import VerifyReport
 from smartcache.store.volume import Volume
 
@@ -663,12 +665,14 @@ __all__ = [
     "placement",
     "places",
     "plain",
+    "plan_cache_prune",
     "plan_dedup",
     "plan_export",
     "plan_import",
     "plan_removal",
     "plan_repair",
     "plan_seed",
+    "plan_separate",
     "position",
     "pretrained_registry",
     "printable",
@@ -709,6 +713,7 @@ __all__ = [
     "store_faults",
     "store_filesystems",
     "store_hold",
+    "store_index",
     "store_kernel",
     "store_lanes",
     "store_layout",
@@ -722,10 +727,9 @@ __all__ = [
     "store_replace",
     "store_room",
     "store_schema",
+    "store_separate",
     "store_share",
-    "store_sums",
     "store_swap",
-    "store_usage",
     "store_volume",
     "survey",
     "tensors_Kind",

@@ -34,6 +34,7 @@ _COMMANDS = {
     "prune": ("prune", "Free what only smartcache holds and nobody wants."),
     "verify": ("verify", "Compare the index with the disk."),
     "undo": ("undo", "Give files back what they had before smartcache changed them."),
+    "separate": ("separate", "Give files their own bytes and write permission back."),
     "eject": ("leave", "Give every file its own bytes back and remove the store."),
     "mv": ("leave", "Move the store to another directory."),
     "dir": ("ls", "Print where the store is."),

@@ -1,17 +1,18 @@
 """Conditions and orders that a user writes: `--filter "size>1GB"`, `--sort used:desc`.
 
-A table of columns says what there is; each column is a size, a time (compared by its age), a number
-or a word.
+A table of columns says what there is; each column is a size, a time (compared by its age), a
+number, a word, or several words of which one must match. `used` and `accessed`, which is the word
+of `hf cache ls`, mean the same everywhere.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, cast
 
 from smartcache.cli._failures import BadValueError
 from smartcache.errors import ConfigError
@@ -24,14 +25,15 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 _EQUALITY = ("=", "==", "!=")
+_ALIASES = {"used": "accessed", "accessed": "used"}
 _NEVER = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Field(Generic[_T]):
-    """What can be asked of a row; `value` gives an int, a time (None: never) or a text."""
+    """What can be asked of a row; `value` gives an int, a time (None: never), a text or texts."""
 
-    kind: Literal["size", "time", "number", "word"]
+    kind: Literal["size", "time", "number", "word", "words"]
     value: Callable[[_T], object]
 
 
@@ -54,11 +56,15 @@ class Fields(Generic[_T]):
         return test
 
     def _test(self, name: str, sign: str, value: str) -> Callable[[_T], bool] | None:
-        field = self._fields.get(name)
-        if field is None or (field.kind == "word" and sign not in _EQUALITY):
+        field = self._fields.get(self._known(name))
+        if field is None or (field.kind in ("word", "words") and sign not in _EQUALITY):
             return None
         if field.kind == "word":
             return lambda row: (field.value(row) == value) == (sign != "!=")
+        if field.kind == "words":
+            return lambda row: (
+                (value in cast("Collection[str]", field.value(row))) == (sign != "!=")
+            )
         compare, of = _COMPARE[sign], self._number(field)
         if field.kind != "time":
             wanted = parse_size(value) if field.kind == "size" else int(value)
@@ -66,18 +72,23 @@ class Fields(Generic[_T]):
         now, age = datetime.now(UTC).timestamp(), parse_age(value).total_seconds()
         return lambda row: compare(now - of(row), age)
 
+    def _known(self, name: str) -> str:
+        return name if name in self._fields else _ALIASES.get(name, name)
+
     def order(self, text: str) -> tuple[str, bool]:
         """Read a sort key with an optional direction; return whether the largest comes first."""
         name, _, direction = text.partition(":")
+        name = self._known(name)
         if name not in self._fields or direction not in ("", "asc", "desc"):
             hint = f"Write {', '.join(self._fields)}, with :asc or :desc behind it if you like."
             raise BadValueError(f"not a sort key: {text!r}", hint=hint)
-        return name, direction == "desc" if direction else self._fields[name].kind != "word"
+        is_text = self._fields[name].kind in ("word", "words")
+        return name, direction == "desc" if direction else not is_text
 
     def sorted(self, rows: Iterable[_T], order: tuple[str, bool]) -> list[_T]:
         """Return rows in an order; those that are equal stay as they are."""
         field = self._fields[order[0]]
-        if field.kind == "word":
+        if field.kind in ("word", "words"):
             return sorted(rows, key=lambda row: str(field.value(row)), reverse=order[1])
         return sorted(rows, key=self._number(field), reverse=order[1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from smartcache.cache import holders_of
+from smartcache.cache import holders_of, prunable_size
 from smartcache.cli._output import out
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
@@ -41,6 +41,19 @@ _REASONS = {"expired": "past their time", "dead": "room of what is gone"}
 def holders(stores: Sequence[Store]) -> list[Holder]:
     """Return what keeps something besides blobs; it all lies in the first of the volumes."""
     return holders_of(stores[0]) if stores else []
+
+
+def prunable(stores: Sequence[Store]) -> int:
+    """Return what `prune` would free now, on all volumes."""
+    return prunable_size(stores[0]) if stores else 0
+
+
+def say_prunable(size: int) -> None:
+    """Say what only smartcache holds and nobody wants, and how it is freed; nothing for nothing."""
+    if size:
+        out.paragraph(
+            f"{format_size(size)} are held only by smartcache; 'smartcache prune' frees them."
+        )
 
 
 def shortened_name(name: str) -> str:

@@ -51,16 +51,21 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
                 hint = "--cache-dir is the folder that has models--org--name in it."
                 raise RepoNotCachedError(f"There is no HF cache at {each}", hint=hint)
         return list(given)
+    known = known_caches(stores)
+    if not known:
+        out.talk(f"There is no HF cache at {tree.default_cache_dir()}; --cache-dir names another.")
+    return known
+
+
+def known_caches(stores: list[Store]) -> list[Path]:
+    """Return the HF caches that are there: the default one, and those that scans have found."""
     known = [
         folder.path
         for store in stores[:1]
         for folder in store.folders()
-        if folder.program == _PROGRAM and folder.path.is_dir()
+        if folder.program == _PROGRAM
     ]
-    default = tree.default_cache_dir()
-    if not known and not default.is_dir():
-        out.talk(f"There is no HF cache at {default}; --cache-dir names another.")
-    return [default, *known]
+    return [each for each in (tree.default_cache_dir(), *known) if each.is_dir()]
 
 
 def chosen(repos: list[CachedRepo], words: tuple[str, ...]) -> list[tuple[CachedRepo, str | None]]:

@@ -262,7 +262,7 @@ def _show_table(taken: list[Added], *, dry_run: bool) -> None:
         out.table(columns[dry_run:], (row[dry_run:] for row in rows))
     size = format_size(sum(each.size for each in taken))
     if dry_run:
-        out.talk(f"Would add {counted(len(taken), 'file')}, {size}, unless the store has them.")
+        out.line(f"Would add {counted(len(taken), 'file')}, {size}, unless the store has them.")
         return
     counts = Counter(each.outcome for each in taken)
     words = [f"{number} {outcome}" for outcome, number in counts.items()]

@@ -105,7 +105,7 @@ def _show(rows: Sequence[SetInfo], *, is_any: bool) -> None:
         for each in differences[:_MOST_DIFFERENCES]:
             out.line(f"  {each}")
         if differences[_MOST_DIFFERENCES:]:
-            out.talk(f"  ... and {len(differences) - _MOST_DIFFERENCES:,} more; --json has all")
+            out.line(f"  ... and {len(differences) - _MOST_DIFFERENCES:,} more; --json has all")
     artifacts = counted(sum(info.artifacts for info in rows), "artifact")
     size = format_size(sum(info.on_disk for info in rows))
     out.talk(f"{counted(len(rows), 'set')}, {artifacts}, {size} on disk.")

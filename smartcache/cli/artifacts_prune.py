@@ -122,7 +122,7 @@ def _say(plan: SetPlan, result: SetResult | None, nothing: str) -> None:
     elif result is None:
         show_plan(plan, as_talk=False)
         freed = format_size(plan.freed_size)
-        out.talk(f"Would remove {what} and free {freed}." if what else f"Would free {freed}.")
+        out.line(f"Would remove {what} and free {freed}." if what else f"Would free {freed}.")
     else:
         freed = format_size(result.freed_size)
         removed = f"{result.artifacts:,} artifact{'' if result.artifacts == 1 else 's'}"

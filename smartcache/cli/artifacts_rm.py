@@ -97,7 +97,7 @@ def _say_how_to_name_one(plan: SetPlan) -> None:
 def _say(plan: SetPlan, result: SetResult | None, keys_of: SetInfo | None) -> None:
     if result is None:
         show_plan(plan, as_talk=False)
-        out.talk(f"Would remove {what_goes(plan)}: {format_size(plan.freed_size)}.")
+        out.line(f"Would remove {what_goes(plan)}: {format_size(plan.freed_size)}.")
         return
     verb = "Removed" if not result.problems else "Partly removed"
     out.line(f"{verb} {what_goes(plan)}, freed {format_size(result.freed_size)}.")

@@ -276,7 +276,7 @@ def _say_removed(
     blobs = counted(len(found), "blob")
     if dry_run:
         _show_victims(found, as_talk=False)
-        out.talk(f"Would remove {blobs} ({size}) {'for good' if now else 'to the trash'}.")
+        out.line(f"Would remove {blobs} ({size}) {'for good' if now else 'to the trash'}.")
     elif now:
         out.line(f"Removed {blobs}, freed {format_size(sum(each.freed_size for each in removed))}.")
     else:

@@ -18,7 +18,6 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
-from smartcache.cli._words import ago, clock
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 from smartcache.store.holder import HolderUsage
@@ -53,31 +52,29 @@ _FOLDERS = (
     "df",
     examples=(
         ("smartcache df", "the store: on disk, shared, and what prune could free"),
-        ("smartcache df -v --check", "every blob looked at again, and what each owner holds"),
+        ("smartcache df -v", "the smaller parts too, and what each owner holds"),
         ("smartcache df ~/ComfyUI/models ~/.cache/huggingface", "any folders, and all together"),
     ),
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=FILE)
 @click.option("-v", "--verbose", is_flag=True, help="Show the smaller parts and every owner too.")
-@click.option("--check", is_flag=True, help="Look at every blob again instead of asking the index.")
 @click.pass_obj
-def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool, check: bool) -> None:
+def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool) -> None:
     """Show what is on the disk, links counted once.
 
     Of the store, or of any folders: LOGICAL is what the names add up to, ON DISK the blocks in use,
     each file once. What is SHARED has names outside too; deleting the folder does not free it.
-    Artifact sets are shown if there are any.
+    Artifact sets are shown if there are any. Every blob is looked at: the figures are those of now.
     """
     if paths:
         _show_folders(_measure(session, paths))
         return
     with session.stores() as stores:
-        by_owner = verbose or out.mode == "json"
-        figures = [store.usage(check=check, by_owner=by_owner, progress=bars) for store in stores]
+        figures = [store.usage(progress=bars) for store in stores]
         held = [holder.usage() for holder in holders(stores)]
     warn_of_parts(held)
     out.show(
-        human=lambda: _show_stores(figures, held, verbose=verbose, check=check),
+        human=lambda: _show_stores(figures, held, verbose=verbose),
         document=lambda: {
             "stores": [_store_document(each, _of(each, figures, held)) for each in figures],
             "folders": [],
@@ -104,14 +101,12 @@ def _of(usage: StoreUsage, figures: list[StoreUsage], held: list[HolderUsage]) -
     return held if usage is figures[0] else []
 
 
-def _show_stores(
-    figures: list[StoreUsage], held: list[HolderUsage], *, verbose: bool, check: bool
-) -> None:
+def _show_stores(figures: list[StoreUsage], held: list[HolderUsage], *, verbose: bool) -> None:
     for number, each in enumerate(figures):
         own = _of(each, figures, held)
         if number:
             out.line()
-        out.line(f"{each.root}, as of {clock(each.as_of)} ({ago(each.as_of)})")
+        out.line(str(each.root))
         out.table(_FIGURES, _rows(each, own, verbose=verbose))
         if verbose and each.owners:
             out.line()
@@ -121,8 +116,6 @@ def _show_stores(
             show_parts(usage)
         if each.is_rebuilt:
             out.talk("The index was rebuilt: prune refuses until 'smartcache scan' has run.")
-    if figures and not check:
-        out.talk("These are figures of the index; --check looks at every blob again.")
 
 
 def _rows(usage: StoreUsage, held: list[HolderUsage], *, verbose: bool) -> list[list[str]]:
@@ -133,7 +126,7 @@ def _rows(usage: StoreUsage, held: list[HolderUsage], *, verbose: bool) -> list[
         ["    shared", format_size(usage.shared), "with files outside the store"],
         ["    only here", format_size(usage.only_smartcache), "held by smartcache alone"],
         *usage_rows(held),
-        ["  can be freed", format_size(_reclaimable(usage, held)), "by 'smartcache prune', now"],
+        ["  can be freed", format_size(_reclaimable(usage, held)), "by 'smartcache prune'"],
         ["  saved", format_size(usage.saved), "by sharing instead of copying"],
     ]
     if verbose:
@@ -169,7 +162,6 @@ def _owner_rows(usage: StoreUsage) -> list[list[str]]:
 def _store_document(usage: StoreUsage, held: list[HolderUsage]) -> dict[str, object]:
     return {
         "root": usage.root,
-        "as_of": usage.as_of,
         "blobs": usage.blobs,
         "logical": usage.logical,
         "physical": usage.physical,

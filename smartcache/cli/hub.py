@@ -7,6 +7,7 @@ from smartcache.cli._command import lazy_group
 _COMMANDS = {
     "ls": ("hub_ls", "List the repos in HF caches with their own and shared bytes."),
     "rm": ("hub_rm", "Remove repos or revisions, and say what that really frees."),
+    "prune": ("hub_rm", "Remove revisions that no ref points to, and partial downloads."),
     "verify": ("hub_verify", "Compare the files of repos with the hashes the Hub announced."),
     "seed": ("hub_seed", "Fill huggingface_hub's shared blob store with links to blobs."),
     "export": ("hub_export", "Write repos to a folder or tar file, each blob once."),

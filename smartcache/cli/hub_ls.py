@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import operator
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import click
 
 from smartcache.cli._command import command
-from smartcache.cli._failures import BadValueError
+from smartcache.cli._filters import Field, Fields
+from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
-from smartcache.errors import ConfigError
 from smartcache.hub.repos import CachedRepo, Revision, scan_caches
 from smartcache.hub.sharing import Census, Share
-from smartcache.sizes import format_size, parse_age, parse_size
+from smartcache.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,61 +36,20 @@ class Row:
     refs: tuple[str, ...]
 
 
-_Test = Callable[[Row], bool]
-_FILTER = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
-_FILTER_HINT = "Write size>1GB, own>1GB, accessed>30d, modified<1w, type=dataset or refs=main."
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-    "=": operator.eq, "==": operator.eq, "!=": operator.ne,
-}  # fmt: skip
-_SIZES: dict[str, Callable[[Row], int]] = {
-    "size": lambda row: row.size,
-    "own": lambda row: row.share.own,
-    "shared": lambda row: row.share.shared,
-}
-_TIMES: dict[str, Callable[[Row], datetime]] = {
-    "accessed": lambda row: row.accessed_at,
-    "modified": lambda row: row.modified_at,
-}
 _NAME = "name"
-
-
-def condition(text: str) -> _Test:
-    """Read a condition on repos or revisions."""
-    found = _FILTER.fullmatch(text)
-    try:
-        test = None if found is None else _test(found[1], found[2], found[3])
-    except (ConfigError, ValueError) as error:
-        raise BadValueError(f"{error} in {text!r}", hint=_FILTER_HINT) from None
-    if test is None:
-        raise BadValueError(f"not a filter: {text!r}", hint=_FILTER_HINT)
-    return test
-
-
-def _test(key: str, sign: str, value: str) -> _Test | None:
-    compare = _COMPARE[sign]
-    if key in _SIZES:
-        size, bytes_of = parse_size(value), _SIZES[key]
-        return lambda row: compare(bytes_of(row), size)
-    if key in _TIMES:
-        now, age, time_of = datetime.now(UTC), parse_age(value), _TIMES[key]
-        return lambda row: compare((now - time_of(row)).total_seconds(), age.total_seconds())
-    is_wanted = sign != "!="
-    if key == "type" and sign in ("=", "==", "!="):
-        return lambda row: (row.repo.repo.type == value.removesuffix("s")) == is_wanted
-    if key == "refs" and sign in ("=", "==", "!="):
-        return lambda row: (value in row.refs) == is_wanted
-    return None
-
-
-def order(text: str) -> tuple[str, bool]:
-    """Read a sort key with an optional direction; return whether the largest comes first."""
-    key, _, direction = text.partition(":")
-    if key not in (*_SIZES, *_TIMES, _NAME) or direction not in ("", "asc", "desc"):
-        keys = ", ".join((*_SIZES, *_TIMES, _NAME))
-        hint = f"Write {keys}, with :asc or :desc after it if you like."
-        raise BadValueError(f"not a sort key: {text!r}", hint=hint)
-    return key, direction == "desc" if direction else key != _NAME
+_FIELDS: Fields[Row] = Fields(
+    {
+        _NAME: Field("word", lambda row: str(row.repo.repo)),
+        "size": Field("size", lambda row: row.size),
+        "own": Field("size", lambda row: row.share.own),
+        "shared": Field("size", lambda row: row.share.shared),
+        "accessed": Field("time", lambda row: row.accessed_at),
+        "modified": Field("time", lambda row: row.modified_at),
+        "type": Field("words", lambda row: (row.repo.repo.type, f"{row.repo.repo.type}s")),
+        "refs": Field("words", lambda row: row.refs),
+    },
+    hint="Write size>1GB, own>1GB, accessed>30d, modified<1w, type=dataset or refs=main.",
+)
 
 
 @command(
@@ -106,11 +63,11 @@ def order(text: str) -> tuple[str, bool]:
 )
 @click.option("--revisions", is_flag=True, help="Show every revision of every repo.")
 @click.option(
-    "--filter", "tests", type=condition, multiple=True, metavar="EXPR",
+    "--filter", "tests", type=_FIELDS.condition, multiple=True, metavar="EXPR",
     help="Only those that match: size, own, shared, accessed, modified, type, refs.",
 )  # fmt: skip
 @click.option(
-    "--sort", type=order, default=_NAME, metavar="KEY[:DIR]", show_default=True,
+    "--sort", type=_FIELDS.order, default=_NAME, metavar="KEY[:DIR]", show_default=True,
     help="By name, size, own, shared, accessed or modified; :asc or :desc.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most N.")
@@ -120,7 +77,7 @@ def ls_command(
     session: Session,
     *,
     revisions: bool,
-    tests: tuple[_Test, ...],
+    tests: tuple[Callable[[Row], bool], ...],
     sort: tuple[str, bool],
     limit: int | None,
     cache_dirs: tuple[Path, ...],
@@ -134,11 +91,12 @@ def ls_command(
     with stores_if_any(session) as stores:
         repos = scan_caches(hf_caches(cache_dirs, stores))
         census = Census(repos, stores)
+        held = prunable(stores)
     rows = [row for repo in repos for row in _rows(census, repo, revisions=revisions)]
-    rows = _sorted([row for row in rows if all(test(row) for test in tests)], sort)[:limit]
+    rows = _FIELDS.sorted((row for row in rows if all(test(row) for test in tests)), sort)[:limit]
     out.show(
-        human=lambda: _show(census, rows, revisions=revisions),
-        document=lambda: _document(census, rows, revisions=revisions),
+        human=lambda: _show(census, rows, held, revisions=revisions),
+        document=lambda: {**_document(census, rows, revisions=revisions), "prunable": held},
         ids=lambda: _ids(repos, rows),
     )
 
@@ -157,15 +115,6 @@ def _rows(census: Census, repo: CachedRepo, *, revisions: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def _sorted(rows: list[Row], sort: tuple[str, bool]) -> list[Row]:
-    key, is_descending = sort
-    if key == _NAME:
-        return sorted(rows, key=lambda row: str(row.repo.repo), reverse=is_descending)
-    if key in _SIZES:
-        return sorted(rows, key=_SIZES[key], reverse=is_descending)
-    return sorted(rows, key=_TIMES[key], reverse=is_descending)
-
-
 def _ids(repos: list[CachedRepo], rows: list[Row]) -> list[str]:
     """Return what `hub rm` takes: repos, or commits (with their repo if several have it)."""
     pairs = {(str(repo.repo), each.commit) for repo in repos for each in repo.revisions}
@@ -181,9 +130,10 @@ def _ids(repos: list[CachedRepo], rows: list[Row]) -> list[str]:
     return list(ids)
 
 
-def _show(census: Census, rows: list[Row], *, revisions: bool) -> None:
+def _show(census: Census, rows: list[Row], held: int, *, revisions: bool) -> None:
     if not rows:
         out.line("No repo is cached." if not census.repos else "No repo matches.")
+        say_prunable(held)
         return
     several = len({row.repo.cache_dir for row in rows}) > 1
     columns = [
@@ -198,6 +148,7 @@ def _show(census: Census, rows: list[Row], *, revisions: bool) -> None:
     ]
     out.table(columns, (_cells(row, several=several) for row in rows))
     _say_totals(census, rows)
+    say_prunable(held)
 
 
 def _cells(row: Row, *, several: bool) -> list[str]:

@@ -1,12 +1,13 @@
-"""Removing repos and revisions from HF caches: `hub rm`."""
+"""Removing from HF caches what is chosen or what nothing asks for: `hub rm`, `hub prune`."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import click
 
-from smartcache.cli._command import asks, command
+from smartcache.cli._command import age, asks, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, stores_if_any
 from smartcache.cli._output import out
@@ -14,7 +15,7 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
-from smartcache.hub.removal import RemovalPlan, plan_removal
+from smartcache.hub.removal import RemovalPlan, plan_cache_prune, plan_removal
 from smartcache.hub.removing import Removal, RemovalResult
 from smartcache.hub.repos import scan_caches
 from smartcache.hub.sharing import Census
@@ -22,10 +23,10 @@ from smartcache.sizes import format_size
 
 _MOST_SHOWN = 20
 _COLUMNS = (
-    Column(title="REPO", gives_way=True),
-    Column(title="REVISIONS"),
+    Column(title="REPO"),
+    Column(title="WHAT"),
     Column(title="SIZE", right=True),
-    Column(title="FOLDER"),
+    Column(title="FOLDER", gives_way=True),
 )
 
 
@@ -62,18 +63,59 @@ def rm_command(
     with stores_if_any(session) as stores:
         census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
         plan = plan_removal(census, chosen(census.repos, repos), stores, keep_blobs=keep_blobs)
-        for warning in plan.warnings:
-            out.warn(warning)
-        result: RemovalResult | None = None
-        if not dry_run:
-            if not yes and out.mode == "human":
-                _show(plan, as_talk=True)
-            freed = format_size(plan.freed_size)
-            out.confirm(f"Remove {_what(plan)} for good and free {freed}?", yes=yes)
-            result = plan.execute(bars)
+        _carry_out(ctx, plan, dry_run=dry_run, yes=yes)
+
+
+@command(
+    "prune",
+    examples=(
+        ("smartcache hub prune --dry-run", "what would go, and what that frees"),
+        ("smartcache hub prune --unused-for 30d -y", "from a timer, without asking"),
+        ("smartcache hub prune --cache-dir /mnt/hf", "one HF cache"),
+    ),
+)
+@click.option("--unused-for", type=age, metavar="AGE", help="Only revisions not read since.")
+@click.option("--keep-blobs", is_flag=True, help="Let the store keep its blobs until prune.")
+@cache_dirs_option
+@asks
+@click.pass_context
+def prune_command(
+    ctx: click.Context,
+    *,
+    unused_for: timedelta | None,
+    keep_blobs: bool,
+    cache_dirs: tuple[Path, ...],
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Remove revisions that no ref points to, and partial downloads.
+
+    When a branch moves on, the revision it pointed to before stays in the HF cache. So do the files
+    of downloads that were killed. Files that other revisions need stay. A revision that was
+    downloaded by its commit has no ref either: the plan names it. This cannot be undone, only
+    downloaded again.
+    """
+    with stores_if_any(ctx.ensure_object(Session)) as stores:
+        census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
+        plan = plan_cache_prune(
+            census, stores, unused_for=unused_for or timedelta(0), keep_blobs=keep_blobs
+        )
+        _carry_out(ctx, plan, dry_run=dry_run, yes=yes)
+
+
+def _carry_out(ctx: click.Context, plan: RemovalPlan, *, dry_run: bool, yes: bool) -> None:
+    for warning in plan.warnings:
+        out.warn(warning)
+    result: RemovalResult | None = None
+    if plan.removals and not dry_run:
+        if not yes and out.mode == "human":
+            _show(plan, as_talk=True)
+        freed = format_size(plan.freed_size)
+        out.confirm(f"Remove {_what(plan)} for good and free {freed}?", yes=yes)
+        result = plan.execute(bars)
     out.show(
         human=lambda: _say(plan, result),
-        document=lambda: _document(plan, result),
+        document=lambda: _document(plan, result, dry_run=dry_run),
         ids=lambda: [name for each in plan.removals for name in _ids(each)],
     )
     if result is not None and result.failures:
@@ -81,23 +123,29 @@ def rm_command(
 
 
 def _what(plan: RemovalPlan) -> str:
+    """Return "1 repo, 3 revisions and 2 partial downloads"."""
     repos = sum(each.is_whole for each in plan.removals)
     revisions = sum(len(each.commits) for each in plan.removals if not each.is_whole)
-    words = [counted(number, noun) for number, noun in ((repos, "repo"), (revisions, "revision"))]
-    return " and ".join(text for text in words if not text.startswith("0 "))
+    partials = sum(len(each.partials) for each in plan.removals if not each.is_whole)
+    counts = ((repos, "repo"), (revisions, "revision"), (partials, "partial download"))
+    *first, last = [counted(number, noun) for number, noun in counts if number]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _ids(each: Removal) -> list[str]:
+    """Return what goes: a repo, revisions as `hub rm` takes them, or files."""
     repo = str(each.repo.repo)
-    return [repo] if each.is_whole else [f"{repo}@{commit}" for commit in each.commits]
+    if each.is_whole:
+        return [repo]
+    return [*(f"{repo}@{commit}" for commit in each.commits), *each.partials]
 
 
 def _show(plan: RemovalPlan, *, as_talk: bool) -> None:
     rows = (
         [
             str(each.repo.repo),
-            "all" if each.is_whole else " ".join(map(short, each.commits)),
-            format_size(each.size),
+            _revisions(each),
+            format_size(each.size + sum(each.repo.names[name].size for name in each.partials)),
             str(each.repo.folder),
         ]
         for each in plan.removals
@@ -106,41 +154,54 @@ def _show(plan: RemovalPlan, *, as_talk: bool) -> None:
     blobs = sum(map(len, plan.digests.values()))
     if blobs:
         files, more = format_size(plan.files_size), format_size(plan.blobs_size)
-        out.talk(
-            f"Frees {files} with the files, {more} with {counted(blobs, 'blob')} of the store."
-        )
-    _say_kept(plan)
+        text = f"Frees {files} with the files, {more} with {counted(blobs, 'blob')} of the store."
+        out.line(text, as_talk=as_talk)
+    _say_kept(plan, as_talk=as_talk)
 
 
-def _say_kept(plan: RemovalPlan) -> None:
+def _revisions(each: Removal) -> str:
+    words = ["all"] if each.is_whole else [short(commit) for commit in each.commits]
+    if each.partials and not each.is_whole:
+        words.append(counted(len(each.partials), "partial download"))
+    return ", ".join(words)
+
+
+def _say_kept(plan: RemovalPlan, *, as_talk: bool) -> None:
     kept = sorted(plan.kept, key=lambda each: -each.size)
     for each in kept[:_MOST_SHOWN]:
-        out.talk(f"{format_size(each.size)} stay: held by {each.by}.")
+        out.line(f"{format_size(each.size)} stay: held by {each.by}.", as_talk=as_talk)
     if kept[_MOST_SHOWN:]:
         rest = format_size(sum(each.size for each in kept[_MOST_SHOWN:]))
-        out.talk(f"... and {rest} held by {len(kept) - _MOST_SHOWN} others.")
+        more = len(kept) - _MOST_SHOWN
+        out.line(f"... and {rest} held by {more} others.", as_talk=as_talk)
 
 
 def _say(plan: RemovalPlan, result: RemovalResult | None) -> None:
+    if not plan.removals:
+        out.line("Nothing to prune: every revision has a ref, and no download is unfinished.")
+        return
     if result is None:
         _show(plan, as_talk=False)
-        out.talk(f"Would remove {_what(plan)} and free {format_size(plan.freed_size)}.")
+        out.line(f"Would remove {_what(plan)} and free {format_size(plan.freed_size)}.")
         return
     for path, reason in result.failures:
         out.warn(f"{path} was not removed: {reason}")
     verb = "Removed" if not result.failures else "Partly removed"
     out.line(f"{verb} {_what(plan)}, freed {format_size(result.freed_size)}.")
-    _say_kept(plan)
+    _say_kept(plan, as_talk=False)
 
 
-def _document(plan: RemovalPlan, result: RemovalResult | None) -> dict[str, object]:
+def _document(
+    plan: RemovalPlan, result: RemovalResult | None, *, dry_run: bool
+) -> dict[str, object]:
     return {
-        "dry_run": result is None,
+        "dry_run": dry_run,
         "removals": [
             {
                 "id": str(each.repo.repo),
                 "revisions": each.commits,
                 "is_whole": each.is_whole,
+                "partial_downloads": each.partials,
                 "size": each.size,
                 "path": each.repo.folder,
             }

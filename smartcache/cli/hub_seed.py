@@ -88,7 +88,7 @@ def _say(plan: SeedPlan, result: SeedResult | None) -> None:
         out.line("Nothing to link.")
     elif result is None:
         _show(plan, as_talk=False)
-        out.talk(f"Would link {_summary(plan)}.")
+        out.line(f"Would link {_summary(plan)}.")
     else:
         linked = counted(len(_digests(plan, result)), "blob")
         more = f": programs find {format_size(result.size)} more" if result.seeded else ""

@@ -134,7 +134,7 @@ def _say(report: RepoVerifyReport, plan: RepairPlan | None, result: RepairResult
         _say_repaired(result)
     elif plan is not None and not plan.is_empty:
         files = counted(len(plan.files), "damaged file")
-        out.talk(f"Would move {files} to bad/ and remove {counted(_pointers(plan), 'pointer')}.")
+        out.line(f"Would move {files} to bad/ and remove {counted(_pointers(plan), 'pointer')}.")
     else:
         out.talk("'smartcache hub verify --repair' takes them away; then download them again.")
 

@@ -63,8 +63,8 @@ def prune_command(
 
     Blobs without a pin, owner, symlink or hard link go, and the trash is emptied: what it holds
     cannot be undone afterwards. Of artifact sets, what is past its time and dead room go, never an
-    artifact that is wanted: 'smartcache artifacts prune' evicts those. `smartcache gc` is the same
-    command.
+    artifact that is wanted: 'smartcache artifacts prune' evicts those; 'smartcache hub prune' frees
+    more in HF caches. `smartcache gc` is the same command.
     """
     with session.stores() as stores:
         plans = [
@@ -88,6 +88,8 @@ def prune_command(
             document=lambda: _document(pruning, dry_run=dry_run),
             ids=lambda: [victim.digest for victim in pruning.victims()],
         )
+        if out.mode == "human":
+            _say_what_hub_prune_frees(stores)
 
 
 class _Pruning:
@@ -162,7 +164,7 @@ def _show(pruning: _Pruning, *, verbose: bool, as_talk: bool) -> None:
     )
     out.table(_COLUMNS, rows, as_talk=as_talk)
     if len(victims) > len(shown):
-        out.talk(f"... and {len(victims) - len(shown):,} smaller ones; -v shows all")
+        out.line(f"... and {len(victims) - len(shown):,} more; -v shows all", as_talk=as_talk)
     if victims and any(plan.victims for plan in pruning.held):
         out.line(as_talk=as_talk)
     show_victims(pruning.held, as_talk=as_talk)
@@ -177,7 +179,7 @@ def _say(pruning: _Pruning, *, verbose: bool, dry_run: bool) -> None:
         _show(pruning, verbose=verbose, as_talk=False)
         what, freed = _what(len(pruning.victims()), pruning.artifacts()), pruning.planned_size()
         words = f"remove {what} and free" if what else "free"
-        out.talk(f"Would {words} {format_size(freed)}{stays}.")
+        out.line(f"Would {words} {format_size(freed)}{stays}.")
     else:
         _say_done(pruning, stays)
 
@@ -196,6 +198,21 @@ def _say_done(pruning: _Pruning, stays: str) -> None:
         out.talk("Artifacts give more back with 'smartcache artifacts compact --force'.")
     for text in (text for result in pruning.held_results for text in result.problems):
         out.warn(text)
+
+
+def _say_what_hub_prune_frees(stores: list[Store]) -> None:
+    from smartcache.cli._hub import known_caches
+    from smartcache.hub.removal import plan_cache_prune
+    from smartcache.hub.repos import scan_caches
+    from smartcache.hub.sharing import Census
+
+    census = Census(scan_caches(known_caches(stores)), stores)
+    size = plan_cache_prune(census, stores).freed_size
+    if size:
+        out.paragraph(
+            f"'smartcache hub prune' would free {format_size(size)} more: revisions that no ref "
+            "points to, and partial downloads."
+        )
 
 
 def _document(pruning: _Pruning, *, dry_run: bool) -> dict[str, object]:

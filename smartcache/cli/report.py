@@ -169,6 +169,7 @@ def _document(report: Report, warnings: list[str]) -> dict[str, object]:
         "elsewhere": report.elsewhere,
         "unread": _unread(report.unread),
         "artifact_sets": [part_document(part) for part in report.artifact_sets],
+        "prunable": report.prunable,
         "min_size": report.min_size,
         "uncompared": report.uncompared,
         "problems": report.problems,

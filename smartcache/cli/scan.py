@@ -22,6 +22,7 @@ from smartcache.cli._folders import (
     show_blocks,
     warn_of,
 )
+from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -100,12 +101,15 @@ def scan_command(
         )  # fmt: skip
         seconds = time.monotonic() - began
         warn_of(found.warnings, found.problems)
+        held = prunable([store])
         count = None if everything else _GROUPS if groups is None else groups
         out.show(
             human=lambda: _show(found, count, seconds) if chosen else _show_places(only),
-            document=lambda: _document(found, warnings),
+            document=lambda: {**_document(found, warnings), "prunable": held},
             ids=lambda: _duplicates(found),
         )
+        if out.mode == "human":
+            say_prunable(held)
 
 
 def _show_places(only: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from smartcache.store.store import Store
 
 _YOUNG = 60.0
 """Seconds for which what is written in one go, without a lock, may still be somebody's."""
+PARTIAL = ".incomplete"
 _log = logging.getLogger(__name__)
 
 
@@ -127,18 +128,45 @@ def _noted_names(target: LocalTarget) -> Iterator[str]:
 
 def clear_repo(folder: Path) -> None:
     """Remove what killed clients have left half-made in a repo folder of an HF cache."""
-    locks = folder.parent / ".locks" / folder.name
     for name in _names(os.path.join(folder, "blobs")):
-        if tree.is_half_made(name) and name.endswith(".incomplete"):
-            lock = locks / f"{name.rsplit('.', 2)[0]}.lock"
-            with suppress(Timeout, NotImplementedError, OSError):
-                if not lock.exists():  # whoever writes holds it
-                    _remove_dead(folder / "blobs" / name)
-                    continue
-                with FileLock(lock, timeout=0, mode=0o664):
-                    _remove_dead(folder / "blobs" / name)
+        if tree.is_half_made(name) and name.endswith(PARTIAL):
+            with suppress(OSError):
+                remove_partial(folder / "blobs" / name)
     _clear_old(folder / "refs")
     _clear_old(folder / "trees")
+
+
+def is_dead(partial: Path) -> bool:
+    """Say whether surely nobody is at work on an unfinished download in `blobs/` of a repo."""
+    with _held(partial) as is_held:
+        return is_held
+
+
+def remove_partial(partial: Path) -> bool:
+    """Remove an unfinished download; False: it stays, because somebody may be at work on it."""
+    with _held(partial) as is_held:
+        if is_held:
+            os.unlink(partial)
+            _log.info("%s of a killed download is removed", partial)
+        return is_held
+
+
+@contextmanager
+def _held(partial: Path) -> Iterator[bool]:
+    """Keep everybody from an unfinished download inside the block; False: somebody is at it."""
+    blobs = partial.parent
+    name = partial.name.removesuffix(PARTIAL)
+    etag = name.rpartition(".")[0] if tree.is_half_made(partial.name) else name
+    lock = blobs.parent.parent / ".locks" / blobs.parent.name / f"{etag}.lock"
+    with ExitStack() as stack:
+        is_free = False
+        with suppress(Timeout, NotImplementedError, OSError):
+            if lock.exists():  # whoever writes holds it
+                stack.enter_context(FileLock(lock, timeout=0, mode=0o664))
+            descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            stack.callback(os.close, descriptor)
+            is_free = _is_unwritten(descriptor)
+        yield is_free
 
 
 def clear_local_dir(target: LocalTarget) -> None:
@@ -160,8 +188,16 @@ def _remove_dead(path: Path) -> None:
     """Remove a file unless some process has it open for writing."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if take_lease(descriptor) != "busy":
+        if _is_unwritten(descriptor):
             os.unlink(path)
             _log.info("%s of a killed download is removed", path)
     finally:
         os.close(descriptor)
+
+
+def _is_unwritten(descriptor: int) -> bool:
+    """Say whether nobody has a file open for writing; where that cannot be asked, its age tells."""
+    lease = take_lease(descriptor)
+    return lease == "held" or (
+        lease == "unsupported" and time.time() - os.fstat(descriptor).st_mtime > _YOUNG
+    )

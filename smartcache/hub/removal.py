@@ -1,4 +1,7 @@
-"""Remove repos or single revisions from HF caches, and what only they held in the store.
+"""Remove repos or revisions from HF caches, and what only they held in the store.
+
+Those that are chosen, or (`plan_cache_prune`) what nothing asks for any more: revisions that no ref
+points to, and downloads that ended before they were finished.
 
 The plan says before what comes back, the result says after what did: disk blocks of inodes whose
 last name went. Names are looked up again right before they are removed, so that a revision that
@@ -12,12 +15,15 @@ part, and removes what a snapshot's symlink points at even outside the repo.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from smartcache.hub.leftovers import is_dead
 from smartcache.hub.removing import Removal, RemovalResult, execute, removal_of
-from smartcache.hub.repos import Body, CachedRepo, Key
+from smartcache.hub.repos import Body, CachedRepo, Key, Revision
 from smartcache.hub.sharing import Census, used
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
@@ -25,6 +31,8 @@ from smartcache.store.owners import link_liveness, liveness
 from smartcache.store.records import Blob
 from smartcache.store.statkey import allocated_bytes
 from smartcache.store.store import Store
+
+_YOUNG = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +79,80 @@ def plan_removal(
 
     Blobs that were held for them alone are let go of too, unless `keep_blobs`.
     """
-    removals = _removals(chosen)
-    volumes = list(stores)
+    removals, volumes = _removals(chosen), list(stores)
+    warnings = _warnings(removals, volumes, keep_blobs=keep_blobs)
+    return _plan(census, removals, volumes, warnings, keep_blobs=keep_blobs)
+
+
+def _plan(
+    census: Census,
+    removals: list[Removal],
+    volumes: list[Store],
+    warnings: Iterable[str],
+    *,
+    keep_blobs: bool,
+) -> RemovalPlan:
     tally = _Tally(census, removals, volumes, keep_blobs=keep_blobs)
     tally.count()
     return RemovalPlan(
         removals=tuple(removals), files_size=tally.files_size, blobs_size=tally.blobs_size,
         digests={root: tuple(found) for root, found in tally.digests.items()},
         kept=tuple(Kept(size=size, by=by) for by, size in sorted(tally.kept.items())),
-        warnings=tuple(_warnings(removals, volumes, keep_blobs=keep_blobs)),
+        warnings=tuple(warnings),
         _execute=lambda plan, progress: execute(plan.removals, plan.digests, volumes, progress),
     )  # fmt: skip
+
+
+def plan_cache_prune(
+    census: Census,
+    stores: Iterable[Store] = (),
+    *,
+    unused_for: timedelta = timedelta(0),
+    keep_blobs: bool = False,
+) -> RemovalPlan:
+    """Plan to remove revisions that no ref points to, and unfinished downloads nobody is at.
+
+    A revision younger than an hour may be one that is being downloaded by its commit, and stays.
+    """
+    removals: list[Removal] = []
+    warnings: list[str] = []
+    volumes = list(stores)
+    oldest = datetime.now(UTC) - unused_for
+    for repo in census.repos:
+        if repo.is_symlink:
+            continue
+        if repo.unread:
+            warnings.append(f"{repo.repo} is left alone: {repo.unread[0][0]} cannot be read")
+            continue
+        dead = [name for name in repo.incomplete if is_dead(Path(name))]
+        if len(dead) < len(repo.incomplete):
+            warnings.append(f"{repo.repo} is left alone: a download is running")
+            continue
+        detached = [each for each in repo.revisions if not each.refs and each.accessed_at <= oldest]
+        old = {each.commit for each in detached if not _is_young(repo, each)}
+        if len(old) < len(detached):
+            text = "revisions that no ref points to stay while they are less than an hour old"
+            warnings.append(f"{repo.repo}: {text}")
+        if old or dead:
+            removal = removal_of(repo, old)
+            removals.append(
+                replace(
+                    removal, partials=tuple(dead), only_detached=True,
+                    names=tuple(dict.fromkeys((*dead, *removal.names))),
+                )
+            )  # fmt: skip
+            if removal.is_whole:
+                text = "has no ref to what is here, as when it was downloaded by its commit"
+                warnings.append(f"{repo.repo} {text}: it goes as a whole")
+    if removals:
+        warnings += _rebuilt(volumes, keep_blobs=keep_blobs)
+    return _plan(census, removals, volumes, warnings, keep_blobs=keep_blobs)
+
+
+def _is_young(repo: CachedRepo, revision: Revision) -> bool:
+    """Say whether a snapshot has changed within the hour."""
+    names = (repo.names[each.name].modified for each in revision.pointers)
+    return time.time() - max(names, default=revision.made) < _YOUNG
 
 
 def _removals(chosen: Iterable[tuple[CachedRepo, str | None]]) -> list[Removal]:
@@ -242,9 +313,11 @@ def _warnings(removals: list[Removal], stores: list[Store], *, keep_blobs: bool)
             sizes = sum(repo.names[name].size for name in repo.incomplete)
             size = format_size(sizes)
             warnings.append(f"{size} of unfinished downloads of {repo.repo} will be removed too")
-    if not keep_blobs and any(store.has_lost_links for store in stores):
-        warnings.append(
-            "The index was rebuilt from the disk and may lack owners: the store keeps the blobs "
-            "until 'smartcache scan' has run"
-        )
-    return warnings
+    return warnings + _rebuilt(stores, keep_blobs=keep_blobs)
+
+
+def _rebuilt(stores: list[Store], *, keep_blobs: bool) -> list[str]:
+    if keep_blobs or not any(store.has_lost_links for store in stores):
+        return []
+    text = "The index was rebuilt from the disk and may lack owners"
+    return [f"{text}: the store keeps the blobs until 'smartcache scan' has run"]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from smartcache.errors import HubError, PruneRefusedError
 from smartcache.hub import sharedstore
+from smartcache.hub.leftovers import remove_partial
 from smartcache.hub.repos import CachedRepo, scan_repo
 from smartcache.hub.sharing import names_of_revisions
 from smartcache.progress import Progress
@@ -36,6 +37,10 @@ class Removal:
     """In the order they are removed."""
     size: int
     """Bytes by name, as `hf cache ls` counts them."""
+    partials: tuple[str, ...] = ()
+    """Those of `names` that are unfinished downloads: they go only if nobody is at work on them."""
+    only_detached: bool = False
+    """A revision that has got a ref since stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +134,28 @@ class _Work:
         if not os.path.lexists(folder):
             return
         now = scan_repo(planned.repo.repo, folder)
-        arrived = {each.commit for each in now.revisions} - set(planned.commits)
+        commits = set(planned.commits)
+        if planned.only_detached:
+            commits -= {each.commit for each in now.revisions if each.refs}
+        arrived = {each.commit for each in now.revisions} - commits
         if now.is_symlink:
             if planned.repo.is_symlink:
                 self._unlink(str(folder))
             return
+        for name in planned.partials:
+            self._unlink_partial(name, folder)
         whole = {""} if planned.is_whole and not arrived else set()
-        removal = removal_of(now, set(planned.commits) | whole)
+        if not commits | whole:
+            return
+        if planned.only_detached and any(map(os.path.lexists, now.incomplete)):
+            self.failures.append((str(folder), "a download is running"))
+            return
+        removal = removal_of(now, commits | whole)
+        self._remove_names(now, removal)
+        self._remove_folders(now, removal)
+
+    def _remove_names(self, now: CachedRepo, removal: Removal) -> None:
+        folder = now.folder
         has_shared = sharedstore.is_usable(now.cache_dir)
         stuck: set[str] = set()  # blobs; their pointers stay, so that they are found again
         for name in removal.names:
@@ -151,7 +171,6 @@ class _Work:
             if len(self.failures) > before:
                 stuck.add(name)
             reached("hub rm: name removed")
-        self._remove_folders(now, removal)
 
     def _is_inside(self, directory: str, folder: Path) -> bool:
         """Say whether a directory is where its name says: no symlink has taken its place."""
@@ -173,6 +192,19 @@ class _Work:
             return
         self.removed += 1
         self.freed += freed()
+
+    def _unlink_partial(self, name: str, folder: Path) -> None:
+        if not self._is_inside(os.path.dirname(name), folder):
+            self.failures.append((name, "its folder was replaced meanwhile"))
+            return
+        try:
+            with _watched(name) as freed:
+                is_removed = remove_partial(Path(name))
+        except OSError as error:
+            self.failures.append((name, error.strerror or str(error)))
+            return
+        self.removed += is_removed
+        self.freed += freed() if is_removed else 0
 
     def _unlink_shared(self, name: str, cache_dir: Path) -> None:
         """Let huggingface_hub remove a symlink into its shared store, and sweep what it led to."""

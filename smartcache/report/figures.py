@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from smartcache.cache import holders_of
+from smartcache.cache import holders_of, prunable_size
 from smartcache.folders.records import Figures, Group, ModelFolder, Problem, Scan
 from smartcache.folders.scan import survey
 from smartcache.folders.titles import kind_of
@@ -92,6 +92,8 @@ class Report:
     warnings: tuple[str, ...]
     artifact_sets: tuple[Part, ...] = ()
     """Sets of computed tensors, the largest first."""
+    prunable: int = 0
+    """What only smartcache holds and nobody wants: `prune` would free it."""
     figures: tuple[Figures, ...] = ()
     """The sums of each folder, the largest first."""
     groups: tuple[Group, ...] = ()
@@ -134,8 +136,8 @@ def make_report(
     parts = [part for holder in holders_of(store) for part in holder.usage().parts]
     parts.sort(key=lambda part: (-part.on_disk, part.name))
     return replace(
-        counting.report(found, now), artifact_sets=tuple(parts), figures=found.folders,
-        groups=tuple(groups), files=tuple(files),
+        counting.report(found, now), artifact_sets=tuple(parts), prunable=prunable_size(store),
+        figures=found.folders, groups=tuple(groups), files=tuple(files),
     )  # fmt: skip
 
 

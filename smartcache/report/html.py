@@ -96,7 +96,7 @@ def look_beside(store: Store, report: Report) -> Beside:
     caches = [folder.path for folder in report.folders if folder.program == _HUGGING_FACE]
     census = Census(scan_caches(caches), stores)
     # By the links there are now: what was deleted since the last look is only in the store.
-    usages = [each.usage(check=True, by_owner=False) for each in stores]
+    usages = [each.usage() for each in stores]
     infos = sets_of(store).infos() if has_sets(store.volume.layout) else []
     return Beside(
         repos=tuple(_repos(census)),

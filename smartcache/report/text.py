@@ -65,7 +65,11 @@ def _summary(report: Report) -> Iterator[str]:
         files = _count(report.uncompared, "file")
         yield f"{files} never compared with others of the same size: 'smartcache scan' would."
     elif not total.freeable:
-        yield "No file is here twice: there is nothing to free."
+        rest = "" if report.prunable else ": there is nothing to free"
+        yield f"No file is here twice{rest}."
+    if report.prunable:
+        size = format_size(report.prunable)
+        yield f"{size} are held only by smartcache; 'smartcache prune' frees them."
 
 
 def _table(title: str, label: str, rows: tuple[Sums, ...]) -> Section:

@@ -1,6 +1,6 @@
 """The SQL of blobs, aliases, links and owners, and the `Index` of it all.
 
-What else is asked is in `filememory`, `known`, `sighted`, `duplicates` and `sums`.
+What else is asked is in `filememory`, `known`, `sighted` and `duplicates`.
 
 The index is a memory, never the truth: what it says of files is checked against the disk, and can
 be made again from it. Owners other than pins cannot: they are lost with the index. One method
@@ -36,13 +36,15 @@ from smartcache.store.records import (
 from smartcache.store.schema import signed
 from smartcache.store.sighted import SightedFiles
 from smartcache.store.statkey import StatKey, allocated_bytes
-from smartcache.store.sums import Sums
 
 _BLOB = (
     "blobs.id, blobs.digest, size, allocated, blobs.inode, mtime_ns, ctime_ns, links, trust,"
     " unsynced, added_at, used_at"
 )
-_LINK = "path, blobs.digest, links.kind, links.filesystem, links.inode, links.owner, links.made_at"
+_LINK = (
+    "links.path, blobs.digest, links.kind, links.filesystem, links.inode, links.owner,"
+    " links.made_at"
+)
 _ORDERS = {
     "digest": "digest",
     "size": "size DESC, digest",
@@ -51,6 +53,7 @@ _ORDERS = {
     "oldest": "used_at, blobs.id",
 }
 _PAGE = 256
+_LONG_PAGE = 1000
 _ADD_BLOB = (
     "INSERT INTO blobs (digest, size, allocated, inode, mtime_ns, ctime_ns, links, trust, unsynced,"
     " added_at, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -64,7 +67,7 @@ _NO_TIME = 1 << 37
 _Row = tuple[Any, ...]
 
 
-class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
+class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
     """The index of one volume."""
 
     # blobs
@@ -114,15 +117,28 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
         """
         rows = self._all(f"SELECT id FROM blobs ORDER BY {_ORDERS[order]}")
         ids = array("q", map(number_of, rows))
-        sql = f"SELECT {_BLOB} FROM json_each(?) JOIN blobs ON blobs.id = value ORDER BY key"
         for start in range(0, len(ids), _PAGE):
-            page = json.dumps(ids[start : start + _PAGE].tolist())
-            yield from [_blob(row) for row in self._all(sql, page)]
+            yield from self.blobs_among(ids[start : start + _PAGE])
 
     def blobs_after(self, digest: bytes, limit: int) -> list[Blob]:
         """Return the next blobs in order of digest: a page for work that writes in between."""
         sql = f"SELECT {_BLOB} FROM blobs WHERE digest > ? ORDER BY digest LIMIT ?"
         return [_blob(row) for row in self._ahead(1, digest, self._all(sql, digest, limit))]
+
+    def digests(self) -> Iterator[list[tuple[int, str]]]:
+        """Go through (id, digest) of all blobs, in pages that come from one moment each."""
+        sql = "SELECT id, lower(hex(digest)) FROM blobs WHERE id > ? ORDER BY id LIMIT ?"
+        last = 0
+        while page := self._all(sql, last, _LONG_PAGE):
+            yield page
+            if page[-1][0] <= last:
+                raise IndexDamagedError(f"{self.path} is damaged: its rows are not in order")
+            last = page[-1][0]
+
+    def blobs_among(self, blobs: Iterable[int]) -> list[Blob]:
+        """Return the blobs of these ids, as far as there are any."""
+        sql = f"SELECT {_BLOB} FROM json_each(?) JOIN blobs ON blobs.id = value ORDER BY key"
+        return [_blob(row) for row in self._all(sql, json.dumps(list(blobs)))]
 
     def add_blob(
         self,
@@ -300,6 +316,17 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
         )
         return [_link(row) for row in self._all(sql, blob)]
 
+    def links_among(self, blobs: Iterable[int]) -> dict[int, list[Link]]:
+        """Return the recorded links of these blobs, by blob; those without any are left out."""
+        sql = (
+            f"SELECT links.blob, {_LINK} FROM json_each(?) CROSS JOIN links ON links.blob = value"
+            " JOIN blobs ON blobs.id = links.blob"
+        )
+        found: dict[int, list[Link]] = {}
+        for blob, *row in self._all(sql, json.dumps(list(blobs))):
+            found.setdefault(blob, []).append(_link(tuple(row)))
+        return found
+
     def links_after(self, path: str, limit: int, *, kind: LinkKind | None = None) -> list[Link]:
         """Return the next links in order of path: a page for work that writes in between."""
         sql = (
@@ -355,6 +382,19 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates, Sums):
             " JOIN owners ON owners.id = owner WHERE blob = ? ORDER BY kind, name"
         )
         return [_owner(row) for row in self._all(sql, blob)]
+
+    def holds_among(self, blobs: Iterable[int]) -> dict[int, list[int]]:
+        """Return the owners that hold these blobs, by blob; those without any are left out."""
+        sql = "SELECT blob, owner FROM json_each(?) CROSS JOIN holds ON blob = value"
+        found: dict[int, list[int]] = {}
+        for blob, owner in self._all(sql, json.dumps(list(blobs))):
+            found.setdefault(blob, []).append(owner)
+        return found
+
+    def digests_held_by(self, owner: int) -> list[str]:
+        """Return the digests of the blobs that an owner holds."""
+        sql = "SELECT digest FROM holds JOIN blobs ON blobs.id = blob WHERE owner = ?"
+        return [digest.hex() for (digest,) in self._all(sql, owner)]
 
     def _ahead(self, column: int, after: bytes, page: list[_Row]) -> list[_Row]:
         """Return a page that leads on; damage to the index may give the same one for ever."""

@@ -9,9 +9,10 @@ no garbage.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,9 +21,12 @@ from smartcache.store.filesystems import filesystem_id, nearest_existing
 from smartcache.store.journal import Batch, Change
 from smartcache.store.records import Blob, Link, Owner
 from smartcache.store.schema import signed
+from smartcache.store.statkey import allocated_bytes
 from smartcache.store.volume import Volume
 
 Liveness = Literal["live", "dead", "away"]
+Holding = tuple[Owner, Liveness]
+"""An owner that holds a blob, and whether it exists."""
 
 
 def pin(name: str) -> Owner:
@@ -76,20 +80,27 @@ def _points_at(path: Path, target: str) -> bool:
         return False
 
 
-def live_holders(volume: Volume, blob: Blob) -> list[tuple[Owner, Liveness]]:
+def live_holders(volume: Volume, blob: Blob) -> list[Holding]:
     """Return the owners that still hold a blob, live or away, checked against the disk now.
 
     An owner that held the blob through links holds it only while one of those links is there.
     """
-    links: dict[int, list[Link]] = {}
-    for link in volume.index.links_of(blob.id):
+    owners = [(owner, liveness(owner)) for owner in volume.index.holders_of(blob.id)]
+    return _still_holding(volume, owners, volume.index.links_of(blob.id))
+
+
+def _still_holding(
+    volume: Volume, owners: Iterable[Holding], links: Iterable[Link]
+) -> list[Holding]:
+    of_owner: dict[int, list[Link]] = {}
+    for link in links:
         if link.owner is not None:
-            links.setdefault(link.owner, []).append(link)
-    holders: list[tuple[Owner, Liveness]] = []
-    for owner in volume.index.holders_of(blob.id):
-        state = liveness(owner)
-        if state == "live" and owner.id in links:
-            states = {link_liveness(volume, link) for link in links[owner.id]}
+            of_owner.setdefault(link.owner, []).append(link)
+    holders: list[Holding] = []
+    for owner, exists in owners:
+        state = exists
+        if state == "live" and owner.id in of_owner:
+            states = {link_liveness(volume, link) for link in of_owner[owner.id]}
             state = "live" if "live" in states else "away" if "away" in states else "dead"
         if state != "dead":
             holders.append((owner, state))
@@ -98,11 +109,87 @@ def live_holders(volume: Volume, blob: Blob) -> list[tuple[Owner, Liveness]]:
 
 def living_symlinks(volume: Volume, blob: Blob) -> list[Link]:
     """Return the recorded symlinks that still point at a blob, or may (their drive is away)."""
-    return [
-        link
-        for link in volume.index.links_of(blob.id)
-        if link.kind == "symlink" and link_liveness(volume, link) != "dead"
-    ]
+    return _living(volume, volume.index.links_of(blob.id))
+
+
+def _living(volume: Volume, links: Iterable[Link]) -> list[Link]:
+    symlinks = (link for link in links if link.kind == "symlink")
+    return [link for link in symlinks if link_liveness(volume, link) != "dead"]
+
+
+def wants(
+    holders: Collection[Holding], symlinks: Collection[Link], *, drop_away: bool = False
+) -> bool:
+    """Say whether one of these keeps a blob alive; `drop_away`: absent drives are gone."""
+    states = {state for _, state in holders}
+    return "live" in states or ("away" in states and not drop_away) or bool(symlinks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """A blob that only smartcache has, and who wants it all the same."""
+
+    blob: Blob
+    """`allocated` is of now."""
+    holders: Collection[Holding]
+    symlinks: Collection[Link]
+
+    def is_wanted(self, *, drop_away: bool = False) -> bool:
+        """Say whether it must stay."""
+        return wants(self.holders, self.symlinks, drop_away=drop_away)
+
+
+class Look:
+    """A look at all blobs as they are now: one stat for each blob, and each owner is asked once."""
+
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
+        self._known: dict[int, Holding] = {}
+
+    def pages(self) -> Iterator[dict[int, os.stat_result]]:
+        """Go through the blobs whose files are there: their numbers and stats."""
+        blob_path = self._volume.layout.blob
+        for page in self._volume.index.digests():
+            stats = ((blob, _stat(blob_path(digest))) for blob, digest in page)
+            yield {blob: st for blob, st in stats if st is not None}
+
+    def alone(self, page: dict[int, os.stat_result]) -> Iterator[Alone]:
+        """Go through those of a page that have no name outside the store."""
+        index = self._volume.index
+        numbers = [blob for blob, st in page.items() if st.st_nlink == 1]
+        if not numbers:
+            return
+        holds, links = self.owners(numbers), index.links_among(numbers)
+        for blob in index.blobs_among(numbers):
+            own = links.get(blob.id, [])
+            yield Alone(
+                blob=replace(blob, allocated=allocated_bytes(page[blob.id])),
+                holders=_still_holding(self._volume, holds.get(blob.id, ()), own),
+                symlinks=_living(self._volume, own),
+            )
+
+    def owners(self, blobs: Collection[int]) -> dict[int, list[Holding]]:
+        """Return the owners on record for some blobs, deleted ones too."""
+        index, known = self._volume.index, self._known
+        holds = index.holds_among(blobs)
+        if any(owner not in known for owners in holds.values() for owner in owners):
+            known |= {o.id: (o, liveness(o)) for o in index.owners() if o.id not in known}
+        return {blob: [known[o] for o in owners if o in known] for blob, owners in holds.items()}
+
+
+def _stat(path: str) -> os.stat_result | None:
+    """Return the stat of a blob's file as of now, None if there is none."""
+    try:
+        st = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return st if stat.S_ISREG(st.st_mode) else None
+
+
+def held_alone(volume: Volume, blob: Blob) -> int | None:
+    """Return the bytes of a blob whose last link is the store's, as of now; else None."""
+    st = _stat(volume.layout.blob(blob.digest))
+    return allocated_bytes(st) if st is not None and st.st_nlink == 1 else None
 
 
 def own(volume: Volume, owner: Owner, digests: list[str]) -> int:

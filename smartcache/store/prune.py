@@ -9,7 +9,6 @@ row that lies. What is reported as freed are the blocks of inodes whose last lin
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from smartcache.errors import NoSpaceError, PruneRefusedError, UnsafeFileError
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.faults import reached
-from smartcache.store.owners import live_holders, living_symlinks
+from smartcache.store.owners import Look, held_alone, live_holders, living_symlinks, wants
 from smartcache.store.records import Blob
 from smartcache.store.safety import open_own
 from smartcache.store.statkey import allocated_bytes
@@ -95,7 +94,7 @@ def plan_prune(
     _refuse_after_rebuild(volume, allowed=after_rebuild)
     free, held_size, warnings = _sort_out(volume, drop_away=drop_away)
     victims = _choose(free, held_size, max_size=max_size, unused_for=unused_for, warnings=warnings)
-    victims += _files(volume.layout.trash, "trash")
+    victims += in_trash(volume)
     if with_bad:
         victims += _files(volume.layout.bad, "bad")
     return PrunePlan(
@@ -111,7 +110,7 @@ def plan_release(volume: Volume, digests: Iterable[str]) -> PrunePlan:
     victims: list[Victim] = []
     for digest in dict.fromkeys(digests):
         blob = volume.index.blob(digest)
-        allocated = None if blob is None or not blob.is_here else _held_alone(volume, blob)
+        allocated = None if blob is None or not blob.is_here else held_alone(volume, blob)
         if blob is not None and allocated is not None and not is_wanted(volume, blob):
             victims.append(_victim(replace(blob, allocated=allocated), "unowned"))
     return PrunePlan(
@@ -134,9 +133,8 @@ def _refuse_after_rebuild(volume: Volume, *, allowed: bool) -> None:
 
 def is_wanted(volume: Volume, blob: Blob, *, drop_away: bool = False) -> bool:
     """Say whether an owner or a symlink keeps a blob alive, checked against the disk now."""
-    states = {state for _, state in live_holders(volume, blob)}
-    is_held = "live" in states or ("away" in states and not drop_away)
-    return is_held or bool(living_symlinks(volume, blob))
+    holders, symlinks = live_holders(volume, blob), living_symlinks(volume, blob)
+    return wants(holders, symlinks, drop_away=drop_away)
 
 
 def _sort_out(volume: Volume, *, drop_away: bool) -> tuple[list[Blob], int, list[str]]:
@@ -144,29 +142,17 @@ def _sort_out(volume: Volume, *, drop_away: bool) -> tuple[list[Blob], int, list
     free: list[Blob] = []
     held_size = 0
     away: set[str] = set()
-    for blob in volume.index.blobs(order="oldest"):
-        allocated = _held_alone(volume, blob)
-        if allocated is None:
-            continue
-        holders = live_holders(volume, blob)
-        away |= {str(owner) for owner, state in holders if state == "away"}
-        if is_wanted(volume, blob, drop_away=drop_away):
-            held_size += allocated
+    look = Look(volume)
+    for each in (each for page in look.pages() for each in look.alone(page)):
+        away |= {str(owner) for owner, state in each.holders if state == "away"}
+        if each.is_wanted(drop_away=drop_away):
+            held_size += each.blob.allocated
         else:
-            free.append(replace(blob, allocated=allocated))
+            free.append(each.blob)
+    free.sort(key=lambda blob: (blob.used, blob.id))
     verb = "is not mounted or was removed as a whole"
     kept = "; what it owns counts as gone" if drop_away else "; what it owns is kept"
     return free, held_size, [f"{name} {verb}{kept}" for name in sorted(away)]
-
-
-def _held_alone(volume: Volume, blob: Blob) -> int | None:
-    """Return the bytes of a blob whose last link is the store's, as of now; else None."""
-    try:
-        st = os.lstat(volume.layout.blob(blob.digest))
-    except FileNotFoundError:
-        return None
-    is_alone = stat.S_ISREG(st.st_mode) and st.st_nlink == 1
-    return allocated_bytes(st) if is_alone else None
 
 
 def _choose(
@@ -207,6 +193,11 @@ def _victim(blob: Blob, reason: Reason) -> Victim:
         reason=reason,
         used_at=blob.used_at,
     )
+
+
+def in_trash(volume: Volume) -> list[Victim]:
+    """Return what every prune removes from the trash."""
+    return _files(volume.layout.trash, "trash")
 
 
 def _files(directory: Path, reason: Reason) -> list[Victim]:
@@ -266,7 +257,7 @@ def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool
                     volume.index.drop_blob(blob.id)
                 paths.append(str(victim.path))
                 continue
-            if blob is None or _held_alone(volume, blob) is None:
+            if blob is None or held_alone(volume, blob) is None:
                 continue
             if is_wanted(volume, blob, drop_away=drop_away):
                 continue

@@ -357,11 +357,9 @@ class Store(StoreReader):
 
     # looking after the whole
 
-    def usage(
-        self, *, check: bool = False, by_owner: bool = True, progress: Progress = silent
-    ) -> _usage.StoreUsage:
-        """Say what is on the disk: index figures, or (`check`) every blob looked at again."""
-        return _usage.store_usage(self.volume, check=check, by_owner=by_owner, progress=progress)
+    def usage(self, *, progress: Progress = silent) -> _usage.StoreUsage:
+        """Say what is on the disk now; every blob is looked at."""
+        return _usage.store_usage(self.volume, progress=progress)
 
     def folder_usage(
         self, paths: Iterable[str | Path], *, progress: Progress = silent

@@ -187,7 +187,7 @@ class TestDryRun:
     ) -> None:
         before = snapshot(models)
         done = sc("add", how, "-r", models, "--dry-run")
-        assert "Would add 3 files" in done.stderr
+        assert "Would add 3 files" in done.stdout
         assert snapshot(models) == before
         assert not home.exists()
 

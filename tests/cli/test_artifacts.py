@@ -80,6 +80,7 @@ class TestLs:
     def test_quiet_prints_what_rm_takes(self, sc: Here, two: tuple[str, str]) -> None:
         new, old = two
         (name,) = sc("artifacts", "ls", "-q", "--filter", "used>30d").ids
+        assert sc("artifacts", "ls", "-q", "--filter", "accessed>30d").ids == [name]
         assert name == f"latents/{old}"
         sc("artifacts", "rm", "-y", name)
         assert set(sc("artifacts", "ls", "-q", "latents").ids) == {f"latents/{new}"}
@@ -315,7 +316,7 @@ class TestRm:
     def test_a_name_stands_for_all_sets_of_it(self, sc: Here, two: tuple[str, str]) -> None:
         done = sc("artifacts", "rm", "latents", "-n")
         assert all(id_[:12] in done.stdout for id_ in two)
-        assert "Would remove 2 sets with 13 artifacts" in done.stderr
+        assert "Would remove 2 sets with 13 artifacts" in done.stdout
         assert set(sc("artifacts", "rm", "latents", "-y", "-q").ids) == {
             f"latents/{id_}" for id_ in two
         }

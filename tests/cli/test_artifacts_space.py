@@ -98,7 +98,7 @@ class TestPrune:
         done = sc("prune", "-n")
         assert digest_of(OTHER)[:12] in done.stdout
         assert re.search(rf"^latents/{worn[:12]} +5 .* past their time$", done.stdout, re.MULTILINE)
-        assert "Would remove 1 blob and 5 artifacts and free" in done.stderr
+        assert "Would remove 1 blob and 5 artifacts and free" in done.stdout
         assert sc("prune", "-n", "-q").ids == [digest_of(OTHER)]
         assert sc("prune", "-y").stdout.startswith("Removed 1 blob and 5 artifacts, freed ")
 
@@ -107,7 +107,7 @@ class TestPrune:
         with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={}) as latents:
             latents.delete("key-0")
             latents.delete("key-1")
-        assert re.match(r"Would free \S+ KB\.\n", sc("prune", "-n").stderr)
+        assert re.search(r"^Would free \S+ KB\.$", sc("prune", "-n").stdout, re.MULTILINE)
         assert re.fullmatch(r"Freed \S+ KB\.\n", sc("prune", "-y").stdout)
         assert len(keys(home, id_)) == 8
 
@@ -164,7 +164,7 @@ class TestArtifactsPrune:
         index.close()
         done = sc("artifacts", "prune", "-n", "--unused-for", "1d")
         assert "not used for long" in done.stdout
-        assert "Would remove 5 artifacts" in done.stderr
+        assert "Would remove 5 artifacts" in done.stdout
         assert "Removed 5 artifacts" in sc("artifacts", "prune", "-y", "--unused-for", "1d").stdout
 
     def test_what_may_not_be_evicted_stays_and_is_told(self, sc: Here, home: Path) -> None:

@@ -215,7 +215,7 @@ class TestRemove:
     def test_a_dry_run_shows_what_would_go(self, filled: Here, home: Path) -> None:
         done = filled("rm", "--dry-run", DIGEST)
         assert DIGEST[:12] in done.stdout
-        assert "Would remove 1 blob (100 KB) to the trash." in done.stderr
+        assert "Would remove 1 blob (100 KB) to the trash." in done.stdout
         assert blob(home).exists()
 
     def test_refuses_where_it_cannot_ask(self, filled: Here, home: Path) -> None:

@@ -101,6 +101,8 @@ def test_ids_compose_with_rm(sc: Here, cache: Path) -> None:
         ("refs=old", ["dataset/org/b"]),
         ("modified>1h", []),
         ("accessed<1h", ["dataset/org/b", "model/org/a"]),
+        ("used<1h", ["dataset/org/b", "model/org/a"]),
+        ("used>1h", []),
     ],
 )
 def test_filters(test: str, ids: list[str], sc: Here, cache: Path) -> None:
@@ -111,6 +113,7 @@ def test_order_and_limit(sc: Here, cache: Path) -> None:
     ls = ("hub", "ls", "--cache-dir", cache, "-q")
     assert sc(*ls, "--sort", "size:asc").ids == ["model/org/a", "dataset/org/b"]
     assert sc(*ls, "--sort", "own").ids == ["dataset/org/b", "model/org/a"]
+    assert sc(*ls, "--sort", "used").ids == sc(*ls, "--sort", "accessed").ids
     assert sc(*ls, "--sort", "name:desc", "--limit", "1").ids == ["model/org/a"]
 
 

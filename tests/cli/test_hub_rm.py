@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Owner, Store
+from tests.api import Owner, Store, format_size
 from tests.cli.running import Here, Smartcache
 from tests.hub.caches import blocks_below, commit_of, make_repo
-from tests.store.files import OTHER, WEIGHTS, allocated, snapshot
+from tests.store.files import OTHER, WEIGHTS, allocated, snapshot, write
 
 A, B = commit_of(1), commit_of(2)
 pytestmark = pytest.mark.usefixtures("own_places")
@@ -48,7 +48,7 @@ def test_blobs_of_the_store_go_too_and_both_numbers_are_told(
     blob = adopt(home, cache)
     size, taken = allocated(blob), blocks_below(cache / "models--org--a")
     planned = sc("hub", "rm", "org/a", "--cache-dir", cache, "-n")
-    assert "with 1 blob of the store" in planned.stderr
+    assert "with 1 blob of the store" in planned.stdout
     done = sc("hub", "rm", "org/a", "--cache-dir", cache, "-y", "--json").json
     assert (done["planned_files_size"], done["planned_blobs_size"]) == (taken - size, size)
     assert (done["freed_size"], done["blobs_removed"]) == (taken, 1)
@@ -58,14 +58,14 @@ def test_blobs_of_the_store_go_too_and_both_numbers_are_told(
 def test_kept_blobs(sc: Here, cache: Path, home: Path) -> None:
     adopt(home, cache)
     done = sc("hub", "rm", "org/a", "--cache-dir", cache, "-y", "--keep-blobs")
-    assert "stay: held by the store (--keep-blobs)" in done.stderr
+    assert "stay: held by the store (--keep-blobs)" in done.stdout
     assert len(sc.digests()) == 1
 
 
 def test_dry_run_changes_nothing(sc: Here, cache: Path) -> None:
     before = snapshot(cache)
     done = sc("hub", "rm", "org/a", "org/b@old", "--cache-dir", cache, "--dry-run")
-    assert "Would remove 1 repo and 1 revision" in done.stderr
+    assert "Would remove 1 repo and 1 revision" in done.stdout
     assert snapshot(cache) == before
     assert sc("hub", "rm", "org/b@old", "--cache-dir", cache, "-n", "-q").ids == [
         f"model/org/b@{A}"
@@ -124,3 +124,62 @@ def test_a_repo_in_two_caches_goes_from_both(sc: Here, cache: Path, tmp_path: Pa
 
 def test_nothing_named_is_bad_usage(sc: Here) -> None:
     assert sc("hub", "rm", code=2).error
+
+
+class TestPrune:
+    @pytest.fixture
+    def cache(self, sc: Here) -> Path:
+        """An HF cache that is known: a repo whose branch has moved on, and a killed download."""
+        path = Path.home() / ".cache/huggingface/hub"
+        make_repo(path, {"m.bin": WEIGHTS, "same": OTHER}, commit=A, ref="")
+        folder = make_repo(path, {"m.bin": WEIGHTS + b"!", "same": OTHER}, commit=B)
+        for pointer in (folder / "snapshots" / A).iterdir():
+            os.utime(pointer, (1_600_000_000,) * 2, follow_symlinks=False)
+        write(folder / "blobs" / f"{'a' * 64}.12345678.incomplete", OTHER)
+        sc("scan", "-q")
+        return path
+
+    def test_what_no_ref_points_to_and_what_is_partial_goes(self, sc: Here, cache: Path) -> None:
+        folder = cache / "models--org--name"
+        planned = sc("hub", "prune", "--dry-run")
+        assert "Would remove 1 revision and 1 partial download and free " in planned.stdout
+        before = blocks_below(cache)
+        done = sc("hub", "prune", "-y", "--json").json
+        assert done["planned_size"] == done["freed_size"] == before - blocks_below(cache)
+        assert done["freed_size"] >= len(WEIGHTS) + len(OTHER)
+        assert os.listdir(folder / "snapshots") == [B]
+        assert len(os.listdir(folder / "blobs")) == 2
+        assert (folder / "snapshots" / B / "same").read_bytes() == OTHER
+        assert sc("hub", "prune", "-y").stdout.startswith("Nothing to prune")
+
+    def test_a_dry_run_changes_nothing_and_quiet_names_what_would_go(
+        self, sc: Here, cache: Path
+    ) -> None:
+        before = snapshot(cache)
+        revision, partial = sc("hub", "prune", "-n", "-q").ids
+        assert revision == f"model/org/name@{A}"
+        assert partial.endswith(".incomplete")
+        assert snapshot(cache) == before
+
+    def test_it_asks(self, program: Smartcache, cache: Path) -> None:
+        before = snapshot(cache)
+        done = program.at_terminal("hub", "prune", answer="n\n")
+        assert "Remove 1 revision and 1 partial download for good and free" in done.stdout
+        assert (done.code, snapshot(cache)) == (1, before)
+
+    @pytest.mark.usefixtures("cache")
+    def test_prune_names_it_with_what_it_would_free(self, sc: Here) -> None:
+        sc("add", "--no-pin", write(Path("x.bin"), WEIGHTS))
+        size = sc("hub", "prune", "-n", "--json").json["planned_size"]
+        words = "more: revisions that no ref points to, and partial downloads."
+        for done in (sc("prune", "-n"), sc("prune", "-y"), sc("prune")):
+            text = " ".join(done.stdout.split())
+            assert f"'smartcache hub prune' would free {format_size(size)} {words}" in text
+        sc("hub", "prune", "-y")
+        assert "hub prune" not in sc("prune").stdout
+
+    def test_only_what_was_not_read_for_long(self, sc: Here, cache: Path) -> None:
+        for blob in (cache / "models--org--name" / "blobs").iterdir():
+            os.utime(blob)
+        done = sc("hub", "prune", "--unused-for", "1d", "-n", "--json").json
+        assert [each["revisions"] for each in done["removals"]] == [[]]

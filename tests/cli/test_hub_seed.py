@@ -56,7 +56,7 @@ class TestSeed:
         assert done.stdout.splitlines()[0].split() == ["DIGEST", "SIZE", "XET"]
         assert done.stdout.splitlines()[1].split()[0] == digest[:12]
         assert "to be computed" in done.stdout
-        assert "Would link 1 blob (100 KB, 100 KB of them to be hashed)." in done.stderr
+        assert "Would link 1 blob (100 KB, 100 KB of them to be hashed)." in done.stdout
         assert snapshot(cache) == before
         assert sc("hub", "seed", "--cache-dir", cache, "-n", "-q").ids == [digest]
 

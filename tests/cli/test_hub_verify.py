@@ -66,7 +66,7 @@ def test_only_the_repos_that_were_named(sc: Here, cache: Path) -> None:
 def test_repair(program: Smartcache, cache: Path, damaged: Path, home: Path) -> None:
     words = ("hub", "verify", "--repair", "--cache-dir", cache)
     before = snapshot(cache)
-    assert "Would move 1 damaged file" in program(*words, "--dry-run", code=3).stderr
+    assert "Would move 1 damaged file" in program(*words, "--dry-run", code=3).stdout
     assert "no terminal to ask at" in program(*words, code=1).error
     assert snapshot(cache) == before
     bytes_of_it = damaged.read_bytes()

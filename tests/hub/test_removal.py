@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from huggingface_hub import DeleteCacheStrategy
 
 from tests.api import (
@@ -17,6 +19,7 @@ from tests.api import (
     RemovalResult,
     SmartCache,
     Store,
+    plan_cache_prune,
     plan_removal,
     scan_caches,
 )
@@ -454,3 +457,89 @@ class TestWithDownloads:
         assert (result.freed_size, result.blobs_removed) == (second.freed_size, 2)
         assert blocks_below(*roots) == os.stat(store.volume.layout.tag).st_blocks * 512
         assert store.plan_prune().victims == ()
+
+
+def prune(cache: Path, store: Store | None = None) -> RemovalPlan:
+    stores = [] if store is None else [store]
+    return plan_cache_prune(Census(scan_caches([cache]), stores), stores)
+
+
+def age(folder: Path, commit: str) -> None:
+    """Let a snapshot have been made long ago."""
+    for path in (folder / "snapshots" / commit).rglob("*"):
+        os.utime(path, (1_600_000_000,) * 2, follow_symlinks=False)
+
+
+class TestWhatNothingAsksFor:
+    def test_blobs_held_for_a_revision_without_a_ref_go_with_it(
+        self, cache: Path, store: Store
+    ) -> None:
+        folder = make_repo(cache, FILES, commit=A, ref="")
+        make_repo(cache, {"m.safetensors": OTHER}, commit=B)
+        (gone,) = own(store, folder, A)
+        (stays,) = own(store, folder, B)
+        age(folder, A)
+        made = prune(cache, store)
+        assert made.blobs_size == allocated(Path(store.volume.layout.blob(gone)))
+        result = made.execute()
+        assert (result.freed_size, result.failures) == (made.freed_size, ())
+        assert [blob.digest for blob in store.blobs()] == [stays]
+
+    def test_a_young_revision_may_be_on_its_way_and_stays(self, cache: Path) -> None:
+        make_repo(cache, FILES, commit=A, ref="")
+        make_repo(cache, {"m.safetensors": OTHER}, commit=B)
+        made = prune(cache)
+        assert made.removals == ()
+        assert "less than an hour old" in made.warnings[0]
+
+    def test_a_revision_that_gets_a_ref_after_the_plan_stays(self, cache: Path) -> None:
+        folder = make_repo(cache, FILES, commit=A, ref="")
+        make_repo(cache, {"m.safetensors": OTHER}, commit=B)
+        age(folder, A)
+        made = prune(cache)
+        (folder / "refs" / "v1").write_text(A)
+        before = snapshot(cache)
+        assert made.execute().removed == 0
+        assert snapshot(cache) == before
+
+    def test_a_repo_without_any_ref_goes_as_a_whole_and_is_named(self, cache: Path) -> None:
+        age(make_repo(cache, FILES, commit=A, ref=""), A)
+        made = prune(cache)
+        assert "it goes as a whole" in made.warnings[0]
+        remove_measured(made, cache)
+        assert os.listdir(cache) == []
+
+    @pytest.mark.parametrize("way", ["open for writing", "locked"])
+    def test_a_repo_into_which_a_download_is_running_is_left_alone(
+        self, cache: Path, way: str
+    ) -> None:
+        folder = make_repo(cache, FILES, commit=A, ref="")
+        age(folder, A)
+        partial = folder / "blobs" / f"{'a' * 64}.12345678.incomplete"
+        locks = cache / ".locks" / folder.name
+        locks.mkdir(parents=True)
+        with ExitStack() as stack:
+            stack.enter_context(open(partial, "wb"))
+            if way == "locked":
+                stack.pop_all().close()
+                stack.enter_context(FileLock(locks / f"{'a' * 64}.lock"))
+            made = prune(cache)
+            assert made.removals == ()
+            assert "a download is running" in made.warnings[0]
+        made = prune(cache)
+        with open(partial, "ab"):  # it goes on after the plan
+            before = snapshot(cache)
+            assert made.execute().failures[0][1] == "a download is running"
+            assert snapshot(cache) == before
+        assert len(prune(cache).execute().failures) == 0
+        assert not folder.exists()
+
+    def test_an_old_kind_of_partial_download_goes_too(self, cache: Path) -> None:
+        folder = make_repo(cache, FILES)
+        partial = folder / "blobs" / f"{'a' * 64}.incomplete"
+        partial.write_bytes(OTHER)
+        size = allocated(partial)
+        made = prune(cache)
+        assert made.freed_size == size
+        assert remove_measured(made, cache).freed_size == size
+        assert not partial.exists()

@@ -175,7 +175,7 @@ class TestCountedOnce:
         assert found.freeable == 0
 
     def test_by_usage(self, used: Path, cache: Path, store: Store) -> None:
-        usage = store.usage(check=True)
+        usage = store.usage()
         assert (usage.physical, usage.shared) == (allocated(used), allocated(used))
         folder = store.folder_usage([cache])[0]
         marker = allocated(cache / "blobs" / MARKER)

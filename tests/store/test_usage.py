@@ -11,8 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,11 @@ from tests.api import (
     StoreError,
     Trust,
     folder_usage,
-    store_usage,
+    store_index,
 )
 from tests.api import store_measure as measure
-from tests.api import store_sums as sums
 from tests.processes.children import NOBODY, Child, folder_of
-from tests.store.files import OTHER, WEIGHTS, Watch, allocated, edit, link_count, write
+from tests.store.files import OTHER, WEIGHTS, Watch, allocated, link_count, snapshot, write
 from tests.store.small_disks import bind, in_own_namespace
 
 if sys.platform == "win32":
@@ -61,7 +58,7 @@ def test_an_empty_store_has_no_blobs_and_nothing_to_free(store: Store) -> None:
 def test_a_blob_with_no_name_outside_counts_once_and_can_be_freed(store: Store) -> None:
     digest = store.put_stream([WEIGHTS]).digest
     blocks = allocated(store.volume.layout.blob(digest))
-    usage = store.usage(check=True)
+    usage = store.usage()
     assert (usage.blobs, usage.logical, usage.saved) == (1, len(WEIGHTS), 0)
     assert usage.physical == usage.only_smartcache == usage.reclaimable == blocks
     assert usage.shared == 0
@@ -71,7 +68,7 @@ def test_each_name_outside_counts_as_a_copy_that_was_saved(store: Store, folder:
     digest = store.put_stream([WEIGHTS]).digest
     for name in ("a", "b", "c"):
         store.place(digest, folder / f"{name}.safetensors", kind="hardlink")
-    usage = store.usage(check=True)
+    usage = store.usage()
     blocks = allocated(store.volume.layout.blob(digest))
     assert usage.logical == 3 * len(WEIGHTS)
     assert usage.physical == usage.shared == blocks
@@ -79,32 +76,38 @@ def test_each_name_outside_counts_as_a_copy_that_was_saved(store: Store, folder:
     assert usage.saved == 2 * blocks
 
 
-def test_names_that_go_are_seen_only_by_a_check(store: Store, folder: Path) -> None:
+def test_names_that_go_are_seen_at_once(store: Store, folder: Path) -> None:
     path = write(folder / "a.safetensors")
     store.adopt(path)
-    store.usage(check=True)
-    path.unlink()
     assert store.usage().shared > 0
-    checked = store.usage(check=True)
-    assert checked.shared == 0
-    assert checked.reclaimable == checked.only_smartcache == checked.physical
-    assert store.usage() == checked
+    path.unlink()
+    usage = store.usage()
+    assert usage.shared == 0
+    assert usage.reclaimable == usage.only_smartcache == usage.physical > 0
 
 
-def test_figures_are_as_of_the_last_check_and_before_that_of_the_making(store: Store) -> None:
-    made = store.usage().as_of
-    assert made == datetime.fromtimestamp(int(store.volume.layout.format.stat().st_mtime), UTC)
-    before = datetime.now(UTC)
-    checked = store.usage(check=True).as_of
-    assert before <= checked <= datetime.now(UTC)
-    assert store.usage().as_of == checked
+def test_looking_changes_nothing(store: Store, folder: Path) -> None:
+    path = write(folder / "a.safetensors")
+    store.adopt(path)
+    path.unlink()
+    before = snapshot(store.root)
+    store.usage()
+    assert snapshot(store.root) == before
+
+
+def test_looking_says_how_far_it_is(store: Store) -> None:
+    for n in range(5):
+        store.put_stream([bytes([n]) * 100])
+    watch = Watch()
+    store.usage(progress=watch)
+    assert (watch.labels, watch.total, watch.done) == (["Looking at blobs"], 5, 5)
 
 
 def test_a_pin_keeps_a_blob_from_being_reclaimable(store: Store) -> None:
     digest = store.put_stream([WEIGHTS]).digest
     free = store.put_stream([OTHER]).digest
     store.pin(digest)
-    usage = store.usage(check=True)
+    usage = store.usage()
     assert usage.only_smartcache == usage.physical
     assert usage.reclaimable == allocated(store.volume.layout.blob(free))
 
@@ -114,7 +117,7 @@ def test_owners_say_what_they_hold_and_what_nobody_else_does(store: Store, folde
     store.own(owner_of(folder / "one"), [first, second])
     store.own(owner_of(folder / "two"), [second])
     store.own(owner_of(folder / "none"), [])
-    usage = {Path(owner.name).name: owner for owner in store.usage(check=True).owners}
+    usage = {Path(owner.name).name: owner for owner in store.usage().owners}
     sizes = [allocated(store.volume.layout.blob(digest)) for digest in (first, second)]
     one, two, none = usage["one"], usage["two"], usage["none"]
     assert (one.blobs, one.size, one.allocated) == (2, len(WEIGHTS) + len(OTHER), sum(sizes))
@@ -123,24 +126,15 @@ def test_owners_say_what_they_hold_and_what_nobody_else_does(store: Store, folde
     assert (none.blobs, none.liveness) == (0, "live")
 
 
-def test_the_figures_are_the_same_when_nobody_asks_for_owners(store: Store) -> None:
-    store.pin(store.put_stream([WEIGHTS]).digest)
-    store.put_stream([OTHER])
-    usage = store.usage(check=True)
-    assert len(usage.owners) == 1
-    assert store_usage(store.volume, by_owner=False) == replace(usage, owners=())
-
-
 @pytest.mark.parametrize("shared", [0, 1, 9, 10], ids=lambda n: f"{n} of 10 blobs shared")
 def test_what_an_owner_holds_alone_is_right_however_much_is_shared(
     store: Store, folder: Path, shared: int
 ) -> None:
-    """The index is asked in three ways, depending on how many blobs have several owners."""
     digests = [store.put_stream([bytes([n]) * 5000]).digest for n in range(10)]
     store.own(owner_of(folder / "all"), digests)
     store.own(owner_of(folder / "some"), digests[:shared])
     blocks = allocated(store.volume.layout.blob(digests[0]))
-    usage = {Path(owner.name).name: owner for owner in store.usage(check=True).owners}
+    usage = {Path(owner.name).name: owner for owner in store.usage().owners}
     assert usage["all"].alone == (10 - shared) * blocks
     assert (usage["some"].alone, usage["some"].allocated) == (0, shared * blocks)
 
@@ -152,7 +146,7 @@ def test_what_a_deleted_owner_held_is_reclaimable_unless_another_holds_it(
     store.own(owner_of(folder / "dead"), [lone, both])
     store.own(owner_of(folder / "live"), [both])
     (folder / "dead").rmdir()
-    usage = store.usage(check=True)
+    usage = store.usage()
     assert [owner.liveness for owner in usage.owners] == ["dead", "live"]
     assert usage.reclaimable == allocated(store.volume.layout.blob(lone))
 
@@ -164,7 +158,7 @@ def test_what_an_owner_on_an_absent_drive_holds_is_not_reclaimable(
     drive = folder / "drive"
     store.own(owner_of(drive / "models"), [digest])
     shutil.rmtree(drive)
-    usage = store.usage(check=True)
+    usage = store.usage()
     assert [owner.liveness for owner in usage.owners] == ["away"]
     assert usage.reclaimable == 0
 
@@ -175,7 +169,7 @@ def test_a_living_symlink_keeps_a_blob_and_a_removed_one_does_not(
     digest = store.put_stream([WEIGHTS]).digest
     link = folder / "a.safetensors"
     store.place(digest, link, kind="symlink")
-    assert store.usage(check=True).reclaimable == 0
+    assert store.usage().reclaimable == 0
     link.unlink()
     usage = store.usage()
     assert usage.reclaimable == usage.physical > 0
@@ -186,9 +180,9 @@ def test_an_owner_whose_last_link_was_deleted_holds_the_blob_no_more(
 ) -> None:
     path = write(folder / "a.safetensors")
     store.adopt(path, owner=owner_of(folder))
-    assert store.usage(check=True).reclaimable == 0
+    assert store.usage().reclaimable == 0
     path.unlink()
-    usage = store.usage(check=True)
+    usage = store.usage()
     assert usage.owners[0].liveness == "live"
     assert usage.reclaimable == usage.physical > 0
 
@@ -198,7 +192,7 @@ def test_reclaimable_is_what_prune_frees(
     store: Store, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names, owners, pins and symlinks made and removed at random."""
-    monkeypatch.setattr(sums, "_PAGE", seed + 1)
+    monkeypatch.setattr(store_index, "_LONG_PAGE", seed + 1)
     rnd = random.Random(seed)
     digests = [
         store.put_stream([rnd.randbytes(rnd.randrange(1, 30_000))]).digest for _ in range(40)
@@ -225,13 +219,13 @@ def test_reclaimable_is_what_prune_frees(
             store.forget(blob.digest)
         except StoreError:
             continue
-    usage = store.usage(check=True)
+    usage = store.usage()
     trashed = [each for each in store.volume.layout.trash.iterdir() if link_count(each) == 1]
     plan = store.plan_prune()
     assert usage.reclaimable == plan.freed_size > 0
     from_trash = sum(map(allocated, trashed))
     assert plan.execute().freed_size == usage.reclaimable
-    after = store.usage(check=True)
+    after = store.usage()
     assert (after.reclaimable, after.trash) == (0, 0)
     assert after.physical == usage.physical - (usage.reclaimable - from_trash)
 
@@ -239,18 +233,9 @@ def test_reclaimable_is_what_prune_frees(
 def test_the_trash_is_reclaimable_but_no_blob_any_more(store: Store) -> None:
     digest = store.put_stream([WEIGHTS]).digest
     store.forget(digest)
-    usage = store.usage(check=True)
+    usage = store.usage()
     blocks = allocated(store.volume.layout.trash / digest)
     assert (usage.blobs, usage.physical, usage.trash, usage.reclaimable) == (0, 0, blocks, blocks)
-
-
-def test_a_check_leaves_what_is_in_the_trash_to_undo(store: Store) -> None:
-    digest = store.put_stream([WEIGHTS]).digest
-    store.forget(digest)
-    store.usage(check=True)
-    store.plan_undo(last=True).execute()
-    assert store.usage(check=True).blobs == 1
-    assert store.get(digest).trust == Trust.VERIFIED
 
 
 def test_what_lies_beside_the_blobs_is_counted_by_place(store: Store) -> None:
@@ -271,58 +256,17 @@ def test_after_a_rebuild_the_figures_say_so(store: Store) -> None:
     assert store.usage().is_rebuilt
 
 
-def test_a_check_tells_links_made_by_others_from_edits(store: Store, folder: Path) -> None:
-    linked, edited, same = (store.put_stream([bytes([n]) * 5000]).digest for n in range(3))
-    os.link(store.volume.layout.blob(linked), folder / "made outside")
-    edit(store.volume.layout.blob(edited))
-    store.usage(check=True)
-    trust = [store.get(digest).trust for digest in (linked, edited, same)]
-    assert trust == [Trust.RELINKED, Trust.UNPROVEN, Trust.VERIFIED]
-    assert store.get(linked).links == 2
-
-
-def test_a_check_does_not_trust_an_edited_blob_again_because_it_looked_twice(store: Store) -> None:
-    digest = store.put_stream([WEIGHTS]).digest
-    edit(store.volume.layout.blob(digest))
-    store.usage(check=True)
-    store.usage(check=True)
-    assert store.get(digest).trust == Trust.UNPROVEN
-    assert store.verify().damaged == [digest]
-
-
-def test_a_check_notices_that_another_file_took_the_place_of_a_blob(store: Store) -> None:
-    digest = store.put_stream([WEIGHTS]).digest
-    path = Path(store.volume.layout.blob(digest))
-    st = path.stat()
-    other = write(path.with_name("other"), WEIGHTS, mode=0o444)
-    os.utime(other, ns=(st.st_mtime_ns, st.st_mtime_ns))
-    other.replace(path)
-    store.usage(check=True)
-    assert store.get(digest).trust == Trust.UNPROVEN
-
-
 def test_a_blob_that_is_gone_counts_no_more_and_counts_again_when_it_is_back(
     store: Store, folder: Path
 ) -> None:
     digest = store.put_stream([WEIGHTS]).digest
     os.rename(store.volume.layout.blob(digest), folder / "taken away")
-    gone = store.usage(check=True)
+    gone = store.usage()
     assert (gone.blobs, gone.physical) == (0, 0)
     assert store.verify().missing == [digest]
     os.rename(folder / "taken away", store.volume.layout.blob(digest))
-    back = store.usage(check=True)
+    back = store.usage()
     assert (back.blobs, back.physical) == (1, allocated(store.volume.layout.blob(digest)))
-    blob = store.volume.index.blob(digest)
-    assert blob is not None
-    assert blob.trust == Trust.UNPROVEN
-
-
-def test_a_check_says_how_far_it_is(store: Store) -> None:
-    for n in range(5):
-        store.put_stream([bytes([n]) * 100])
-    watch = Watch()
-    store.usage(check=True, progress=watch)
-    assert (watch.labels, watch.total, watch.done) == (["Checking blobs"], 5, 5)
 
 
 # folders
