@@ -130,12 +130,22 @@ from smartcache.folders import walk as folders_walk
 from smartcache.folders.apps import PROGRAMS, discover, identify, identify_names, places
 from smartcache.folders.comfyui import read_extra_paths
 from smartcache.folders.comparing import SAMPLE_MIN_SIZE, Compared, compare
-from smartcache.folders.dedup import DedupPlan, DedupResult, Skip, plan_dedup
+from smartcache.folders.dedup import DedupPlan, DedupResult, plan_dedup
 from smartcache.folders.eligible import is_write_once
 from smartcache.folders.grouping import World, gain, group_from, groups
 from smartcache.folders.names import Namer
 from smartcache.folders.programs import TABLE
-from smartcache.folders.records import Copy, Figures, ModelFolder, Name, Problem, Scan
+from smartcache.folders.records import (
+    Copy,
+    Figures,
+    ModelFolder,
+    Name,
+    Option,
+    Problem,
+    Scan,
+    Skip,
+    Verdict,
+)
 from smartcache.folders.records import Group as records_Group
 from smartcache.folders.scan import folders_to_scan, look, scan, survey
 from smartcache.folders.tally import KEPT, Tally
@@ -444,6 +454,7 @@ __all__ = [
     "NothingToUndoError",
     "OldFile",
     "Op",
+    "Option",
     "Options",
     "Owner",
     "PackHeader",
@@ -515,6 +526,7 @@ __all__ = [
     "UnsafeNameError",
     "UnsafeStoreError",
     "UnsupportedValueError",
+    "Verdict",
     "VerifyReport",
     "Volume",
     "Walked",

@@ -155,7 +155,6 @@ def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> 
         "size": group.size,
         "freeable": group.freeable,
         "elsewhere": group.elsewhere,
-        "editable": group.editable,
         "copies": [_copy_document(copy, role) for copy, role in roles(group)],
     }
 

@@ -23,8 +23,8 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
-from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan, Skip, plan_dedup
-from smartcache.folders.records import Scan
+from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan, plan_dedup
+from smartcache.folders.records import Scan, Skip
 from smartcache.folders.scan import folders_to_scan, scan
 from smartcache.report.naming import Naming, from_home
 from smartcache.sizes import format_size
@@ -92,7 +92,7 @@ def dedup_command(
         plan = plan_dedup(
             store,
             found,
-            keep_writable=store.settings.keep_writable if keep_writable is None else keep_writable,
+            keep_writable=keep_writable,
             allow=frozenset(allow),
         )
         warn_of([*warnings, *found.warnings, *plan.warnings], found.problems)

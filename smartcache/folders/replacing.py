@@ -13,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 
 from smartcache.errors import FileSkippedError, SmartcacheError, StoreError
-from smartcache.folders.dedup import Allow, DedupPlan, DedupResult, GroupPlan, Skip
-from smartcache.folders.records import ModelFolder
+from smartcache.folders.checks import Allow
+from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
+from smartcache.folders.records import ModelFolder, Skip
 from smartcache.progress import Job, Progress
 from smartcache.store.replace import Replacement
 from smartcache.store.statkey import StatKey

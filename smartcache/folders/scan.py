@@ -10,15 +10,18 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from smartcache.errors import StoreError
 from smartcache.folders.apps import discover, identify
+from smartcache.folders.checks import Checks
 from smartcache.folders.comparing import Compared, compare
 from smartcache.folders.grouping import World, groups
-from smartcache.folders.records import Figures, Group, ModelFolder, Scan
+from smartcache.folders.kinds import Choice
+from smartcache.folders.records import Figures, Group, Judge, ModelFolder, Scan
 from smartcache.folders.tally import KEPT, Tally
 from smartcache.folders.walk import Walked, walk
 from smartcache.progress import Progress, silent
@@ -161,6 +164,7 @@ class _Finding:
             store=ModelFolder(path=store.root, program="smartcache"),
             blob_path=lambda digest: Path(store.volume.layout.blob(digest)),
             is_blob=_blobs_elsewhere(store),
+            judge=Checks(Choice(store)),
             any_file=any_file,
             is_proven=not is_quick,
         )
@@ -187,7 +191,7 @@ class _Finding:
         figures, total = _figures(self._store, self._scope, self._walked.folders, tally)
         return Scan(
             folders=figures, total=total, groups=tally.groups, freeable=tally.freeable,
-            elsewhere=tally.elsewhere, editable=tally.editable, min_size=self._scope.min_size,
+            elsewhere=tally.elsewhere, left=tally.left(), min_size=self._scope.min_size,
             is_quick=self._by == "sample", hashed=compared.hashed, busy=tuple(compared.busy),
             problems=(*self._walked.problems, *compared.problems), warnings=(),
             _largest=partial(self._largest, tally),
@@ -201,11 +205,12 @@ class _Finding:
     def _rows(self, *, with_racy: bool = True) -> Iterator[MemberRow]:
         return self._store.volume.index.members(self._scope, self._by, with_racy=with_racy)
 
-    def _largest(self, tally: Tally, most: int | None) -> Iterator[Group]:
-        found = groups(self._rows(), self._world)
+    def _largest(self, tally: Tally, most: int | None, judge: Judge | None) -> Iterator[Group]:
+        world = self._world if judge is None else replace(self._world, judge=judge)
+        found = groups(self._rows(), world)
         if most is None:
             return found
-        if most <= KEPT or tally.has_all:
+        if judge is None and (most <= KEPT or tally.has_all):
             return tally.best(most)
         best = heapq.nlargest(most, found, key=lambda group: (group.freeable, group.elsewhere))
         return iter(best)
