@@ -15,7 +15,7 @@ from smartcache.cli._output import out
 from smartcache.cli._tables import Column, text_width
 from smartcache.cli._words import counted
 from smartcache.errors import StoreError
-from smartcache.folders.records import Copy, Group, ModelFolder, Problem
+from smartcache.folders.records import Copy, Group, Left, ModelFolder, Option, Problem
 from smartcache.report.naming import Naming, from_home
 from smartcache.report.roles import Role, roles
 from smartcache.sizes import format_size
@@ -85,8 +85,43 @@ def existing(words: tuple[Path, ...]) -> list[Path]:
     for word in words:
         os.stat(word)
         if not word.is_dir():
-            raise StoreError(f"{word} is no folder", hint="Name the folder it is in.")
+            raise StoreError(f"{word} is not a folder", hint="Name the folder it is in.")
     return [Path(os.path.abspath(word)) for word in words]
+
+
+FILES = ("folders", "only", "min_size", "exclude", "any_file")
+"""The parameters that say which files are meant; `same_options` hands them on."""
+
+
+def in_quotes(line: str) -> str:
+    """Return a command line for a sentence: in quotes that it does not have itself."""
+    return f"`{line}`" if "'" in line else f"'{line}'"
+
+
+_DIFFERENCES: dict[Option, tuple[str, str]] = {
+    "any-file": ("is of a kind", "are of a kind"),
+    "group": ("differs in group", "differ in group"),
+    "mode": ("differs in permissions", "differ in permissions"),
+    "xattr": ("has extended attributes", "have extended attributes"),
+}
+
+
+def left_words(left: tuple[Left, ...]) -> Iterator[str]:
+    """Say what `dedup` leaves alone: first what options would include, then what none does."""
+    for each in sorted(left, key=lambda each: not each.options):
+        files, size = counted(each.files, "file"), format_size(each.size)
+        if not each.options:
+            yield f"{size} stays as it is ({files}: {each.reason})."
+            continue
+        words = [_DIFFERENCES[option][each.files != 1] for option in each.options]
+        if "any-file" in each.options:
+            words[0] += " that programs edit in place"
+        yield f"{size} more with {option_words(each.options)} ({files} {' or '.join(words)})."
+
+
+def option_words(options: Iterable[Option]) -> str:
+    """Return options as they are typed."""
+    return " ".join("--any-file" if each == "any-file" else f"--allow {each}" for each in options)
 
 
 def remembered(_: object) -> str:
@@ -155,13 +190,15 @@ def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> 
         "size": group.size,
         "freeable": group.freeable,
         "elsewhere": group.elsewhere,
-        "copies": [_copy_document(copy, role) for copy, role in roles(group)],
+        "copies": [_copy_document(group, copy, role) for copy, role in roles(group)],
     }
 
 
-def _copy_document(copy: Copy, role: Role) -> dict[str, object]:
+def _copy_document(group: Group, copy: Copy, role: Role) -> dict[str, object]:
+    skips = (each for each in group.skipped if each.path == copy.path)
     return {
         "role": role,
+        "reason": next((each.reason for each in skips), None),
         "filesystem": copy.filesystem,
         "inode": copy.inode,
         "links": copy.links,

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import click
 
-from smartcache.cli._command import asks, command
+from smartcache.cli._command import asks, command, same_options
 from smartcache.cli._failures import FAILED
 from smartcache.cli._folders import (
+    FILES,
     chooses_files,
     existing,
     group_document,
     heading,
+    in_quotes,
+    option_words,
     remembered,
     show_blocks,
     warn_of,
@@ -54,7 +57,8 @@ _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
 )  # fmt: skip
 @click.option(
     "--allow", type=click.Choice(_ALLOWANCES), multiple=True,
-    help="Link files though their group, mode or extended attributes differ. Repeatable.",
+    help="Link files though their group, mode or extended attributes differ; of modes the "
+    "narrowest is kept. Repeatable.",
 )  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Show every group and every skipped file.")
 @asks
@@ -82,6 +86,7 @@ def dedup_command(
     """
     session = ctx.ensure_object(Session)
     given = existing(folders)
+    again = in_quotes(same_options("dedup", ctx, *FILES, "keep_writable", "allow"))
     session.how_far = remembered
     with session.store(create=True) as store:
         chosen, warnings = folders_to_scan(store, given, only)
@@ -101,9 +106,9 @@ def dedup_command(
             if not yes and out.mode == "human":
                 _show_plan(plan, verbose=verbose, as_talk=True)
             out.confirm(_question(plan), yes=yes)
-            result = _execute(session, store, plan)
+            result = _execute(session, store, plan, again)
         out.show(
-            human=lambda: _say(found, plan, result, verbose=verbose),
+            human=lambda: _say(found, plan, result, again, verbose=verbose),
             document=lambda: _document(found, plan, result, dry_run=dry_run),
             ids=lambda: () if result is None else result.batches,
         )
@@ -116,7 +121,7 @@ def _question(plan: DedupPlan) -> str:
     return f"Replace {counted(plan.files, 'duplicate file')}, freeing {size}?"
 
 
-def _execute(session: Session, store: Store, plan: DedupPlan) -> DedupResult:
+def _execute(session: Session, store: Store, plan: DedupPlan, again: str) -> DedupResult:
     """Carry out a plan; when interrupted, the history says how far it came."""
     before = {entry.id for each in store.stores() for entry in each.history()}
 
@@ -125,7 +130,7 @@ def _execute(session: Session, store: Store, plan: DedupPlan) -> DedupResult:
         done = sum(entry.changes for entry in made)
         ids = " ".join(entry.id for entry in made)
         undo = f"; 'smartcache undo {ids}' takes that back" if made else ""
-        return f"{counted(done, 'file')} changed so far{undo}, 'smartcache dedup' goes on."
+        return f"{counted(done, 'file')} changed so far{undo}, {again} goes on."
 
     session.how_far = how_far
     result = plan.execute(progress=bars)
@@ -172,6 +177,10 @@ def _terms(plan: DedupPlan) -> list[str]:
             f"{plan.read_only:,} {become} read-only: programs load, rename and delete them as "
             "before, but cannot write into bytes that others share."
         )
+    terms += [
+        f"{counted(number, 'file')} {'becomes' if number == 1 else 'become'} {what}."
+        for what, number in plan.permissions.items()
+    ]
     terms += [f"A volume will be made at {path}." for path in plan.new_volumes]
     terms.append(
         "Every path and every byte stays; a link shows the date of the file it shares. 'smartcache "
@@ -188,16 +197,25 @@ def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) ->
         rows = [[f"  {each.reason}", from_home(each.path)] for each in skipped]
         out.table(_SKIPPED, rows, as_talk=as_talk)
         return
-    for reason, number in Counter(each.reason for each in skipped).most_common():
-        out.line(f"  {reason}: {counted(number, 'file')}", as_talk=as_talk)
+    for (reason, option), number in Counter(
+        (each.reason, each.option) for each in skipped
+    ).most_common():
+        included = (
+            ""
+            if option is None
+            else f"; {option_words([option])} includes {'it' if number == 1 else 'them'}"
+        )
+        out.line(f"  {reason}: {counted(number, 'file')}{included}", as_talk=as_talk)
 
 
 # what became of it
 
 
-def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: bool) -> None:
+def _say(
+    found: Scan, plan: DedupPlan, result: DedupResult | None, again: str, *, verbose: bool
+) -> None:
     if result is not None:
-        _say_result(plan, result, verbose=verbose)
+        _say_result(plan, result, again, verbose=verbose)
         return
     if not plan.files:
         _show_skipped(plan.skipped, verbose=verbose, as_talk=False)
@@ -209,15 +227,16 @@ def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: b
     out.line(f"Would replace {files} and free {size}. Nothing was changed.")
 
 
-def _say_result(plan: DedupPlan, result: DedupResult, *, verbose: bool) -> None:
+def _say_result(plan: DedupPlan, result: DedupResult, again: str, *, verbose: bool) -> None:
     _show_skipped(result.skipped, verbose=verbose, as_talk=True)
     at_most = "at most " if result.freed_at_most else ""
     freed = f"freed {at_most}{format_size(result.freed)}"
     out.line(f"Replaced {counted(result.replaced, 'duplicate file')}, {freed}.")
     if not result.is_complete:
-        out.talk("Not everything was done; run 'smartcache dedup' again to go on.")
+        out.talk(f"Not everything was done; {again} goes on.")
     if result.batches:
-        out.talk(f"To take it back: smartcache undo {' '.join(result.batches)}")
+        files = counted(result.changed, "file")
+        out.talk(f"To take it back ({files} changed): smartcache undo {' '.join(result.batches)}")
     if result.batches and any(each.kind == "hardlink" for each in plan.groups):
         out.talk(
             "Deleting a model in one program now frees its bytes only when its last name is gone "
@@ -238,11 +257,13 @@ def _document(
         "kinds": plan.kinds,
         "new_volumes": plan.new_volumes,
         "read_only": plan.read_only,
+        "permissions": plan.permissions,
         "skipped": skipped,
         "busy": found.busy,
         "problems": found.problems,
         "warnings": [*found.warnings, *plan.warnings],
         "replaced": 0 if result is None else result.replaced,
+        "changed": 0 if result is None else result.changed,
         "freed_size": 0 if result is None else result.freed,
         "is_at_most": result is not None and result.freed_at_most,
         "batches": () if result is None else result.batches,

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import click
 
-from smartcache.cli._command import command
+from smartcache.cli._command import command, same_options
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._folders import (
+    FILES,
     chooses_files,
     copy_rows,
     existing,
     folder_document,
     group_document,
     heading,
+    in_quotes,
+    left_words,
     remembered,
     show_blocks,
     warn_of,
@@ -65,9 +68,9 @@ _FOLDERS = (
     help=f"Show so many groups of duplicates.  [default: {_GROUPS}]",
 )  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="Show every group with every path.")
-@click.pass_obj
+@click.pass_context
 def scan_command(
-    session: Session,
+    ctx: click.Context,
     *,
     folders: tuple[Path, ...],
     min_size: int,
@@ -88,6 +91,7 @@ def scan_command(
     """
     if everything and groups is not None:
         raise BadUsageError("--groups and --all exclude each other", hint="Leave one out.")
+    session = ctx.ensure_object(Session)
     given = existing(folders)
     session.how_far = remembered
     with session.store(create=True) as store:
@@ -102,7 +106,7 @@ def scan_command(
         warn_of(found.warnings, found.problems)
         count = None if everything else _GROUPS if groups is None else groups
         out.show(
-            human=lambda: _show(found, count, seconds) if chosen else _show_places(only),
+            human=lambda: _show(ctx, found, count, seconds) if chosen else _show_places(only),
             document=lambda: _document(found, warnings),
             ids=lambda: _duplicates(found),
         )
@@ -116,11 +120,11 @@ def _show_places(only: tuple[str, ...]) -> None:
     out.line("Name a folder to scan it: smartcache scan FOLDER")
 
 
-def _show(found: Scan, count: int | None, seconds: float) -> None:
+def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) -> None:
     _say_what_was_read(found, seconds)
     out.table(_FOLDERS, _folder_rows(found))
     naming = Naming()
-    groups = [each for each in _largest(found, count) if each.freeable or each.elsewhere]
+    groups = [each for each in _largest(found, count) if _matters(each)]
     if groups:
         is_likely = found.is_quick
         blocks = [
@@ -138,12 +142,16 @@ def _show(found: Scan, count: int | None, seconds: float) -> None:
     if found.elsewhere:
         size = format_size(found.elsewhere)
         out.line(f"{size} more are copies on other filesystems, which links cannot free.")
-    if found.editable:
-        size = format_size(found.editable)
-        out.line(f"{size} more are files that programs edit in place; --any-file counts them too.")
     if found.busy:
         out.line(f"{counted(len(found.busy), 'file')} left out: somebody is writing there.")
-    out.line(_conclusion(found))
+    # Not wrapped: it can be pasted.
+    out.line(_conclusion(found, in_quotes(same_options("dedup", ctx, *FILES))))
+    for text in left_words(found.left):
+        out.paragraph(text)
+
+
+def _matters(group: Group) -> bool:
+    return bool(group.freeable or group.elsewhere or any(each.size for each in group.skipped))
 
 
 def _largest(found: Scan, count: int | None) -> Iterable[Group]:
@@ -177,17 +185,17 @@ def _folder_rows(found: Scan) -> Iterator[list[str]]:
         ]
 
 
-def _conclusion(found: Scan) -> str:
+def _conclusion(found: Scan, dedup: str) -> str:
     """Return the last line: what it would bring to go on."""
     if not found.freeable:
-        is_alone = not (found.elsewhere or found.editable)
-        why = ": nothing is here twice" if is_alone else " by links"
+        is_alone = not (found.elsewhere or found.left)
+        why = ": nothing is here twice" if is_alone else " by links" if found.elsewhere else ""
         return f"There is nothing to free{why}. This scan has changed nothing."
     size, groups = format_size(found.freeable), counted(found.groups, "group")
     if found.is_quick:
         these = "this group is" if found.groups == 1 else f"these {groups} are"
-        return f"'smartcache dedup' would free about {size}, if {these} proven equal."
-    return f"'smartcache dedup' would free {size} ({groups}). This scan has changed nothing."
+        return f"{dedup} would free about {size}, if {these} proven equal."
+    return f"{dedup} would free {size} ({groups}). This scan has changed nothing."
 
 
 def _duplicates(found: Scan) -> Iterator[Path]:
@@ -209,6 +217,7 @@ def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
         "freeable": found.freeable,
         "elsewhere": found.elsewhere,
         "editable": found.editable,
+        "left": found.left,
         "min_size": found.min_size,
         "is_quick": found.is_quick,
         "hashed": found.hashed,

@@ -218,10 +218,10 @@ def _meaning(before: int, after: int) -> str:
     """Return what it means that a name gets another mode; "" if it stays but for writing."""
     lost, gained = before & ~after & 0o555, after & ~before & 0o555
     if gained & 0o044:
-        return "become readable by more users"
+        return "readable by more users"
     if lost & 0o044:
-        return f"become readable by {'fewer users' if after & 0o044 else 'you only'}"
-    return "get another permission to be run" if lost or gained else ""
+        return f"readable by {'fewer users' if after & 0o044 else 'you only'}"
+    return "executable by others than before" if lost or gained else ""
 
 
 def _alike(held: list[_Held], allow: Allow) -> list[list[_Held]]:

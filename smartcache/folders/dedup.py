@@ -43,6 +43,8 @@ class DedupResult:
 
     replaced: int
     """Names that are links now."""
+    changed: int
+    """Files that `undo` would give back: those replaced, and those that they share now."""
     freed: int
     """Disk blocks of inodes whose last name went, as they were when it went."""
     freed_at_most: bool
@@ -69,7 +71,7 @@ class DedupPlan:
     read_only: int
     """Files that lose their write permission."""
     permissions: Mapping[str, int]
-    """How many files get another mode besides, by what that means: "become ..."."""
+    """How many files get another mode besides, by what that means: "readable by ..."."""
     skipped: tuple[Skip, ...]
     warnings: tuple[str, ...]
     _execute: Callable[[DedupPlan, Progress], DedupResult] = field(repr=False, compare=False)

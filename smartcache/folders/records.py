@@ -94,7 +94,7 @@ class Verdict:
     read_only: int = 0
     """Names that lose their write permission."""
     permissions: tuple[str, ...] = ()
-    """What the change of mode means for each name that gets another one: "become ..."."""
+    """What the change of mode means for each name that gets another one: "readable by ..."."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

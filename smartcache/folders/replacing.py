@@ -35,6 +35,7 @@ class Replacing:
         self._batches: list[str] = []
         self._replaced = 0
         self._freed = 0
+        self._changed = 0
         self._changes = 0
         """Of the volume in work: what `undo` could take back."""
 
@@ -48,6 +49,7 @@ class Replacing:
                 self._run_on(store, plans, job)
         return DedupResult(
             replaced=self._replaced,
+            changed=self._changed,
             freed=self._freed,
             freed_at_most=any(plan.kind == "reflink" for plan in self._plan.groups),
             skipped=tuple(self._skipped),
@@ -88,6 +90,7 @@ class Replacing:
                 chunk = self._still_there(chunk)
                 self._share(store, [plan for plan in chunk if plan.kind == "reflink"], job)
                 self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
+        self._changed += self._changes
         if self._changes:
             self._batches.append(batch.id)
 

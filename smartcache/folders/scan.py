@@ -72,7 +72,7 @@ def known_folders(store: Store, *, beside: Sequence[ModelFolder] = ()) -> list[M
 def _named(path: Path) -> ModelFolder:
     real = Path(os.path.realpath(path))
     if not os.path.isdir(real):
-        reason = "is no directory" if os.path.lexists(path) else "does not exist"
+        reason = "is not a folder" if os.path.lexists(path) else "does not exist"
         hint = (
             "Give folders; 'smartcache add' takes single files."
             if os.path.exists(real)

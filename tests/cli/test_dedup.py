@@ -56,7 +56,9 @@ class TestDoingIt:
     ) -> None:
         before = snapshot(machine.home)
         text = sc("dedup", *SMALL, "-y").stderr
-        found = re.search(r"^To take it back: (smartcache undo \w+)$", text, re.MULTILINE)
+        found = re.search(
+            r"^To take it back \(\d+ files changed\): (smartcache undo \w+)$", text, re.MULTILINE
+        )
         assert found
         sc(*found[1].split()[1:], "-y")
         assert snapshot(machine.home) == before
@@ -180,7 +182,9 @@ class TestLeavingAlone:
     def test_another_mode_unless_allowed(self, sc: Here, pair: Path) -> None:
         (pair / "b.safetensors").chmod(0o600)
         done = sc("dedup", pair, *SMALL, "-y")
-        assert done.stdout.startswith("Left alone: 1 file\n  different permissions: 1 file\n")
+        assert done.stdout.startswith(
+            "Left alone: 1 file\n  different permissions: 1 file; --allow mode includes it\n"
+        )
         assert "nothing to replace" in done.stdout
         (skip,) = sc("dedup", pair, *SMALL, "-y", "--json").json["skipped"]
         assert skip["path"] == str(pair / "b.safetensors")

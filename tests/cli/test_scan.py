@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -76,11 +77,46 @@ class TestForPeople:
 
     @pytest.mark.usefixtures("machine")
     @pytest.mark.parametrize("words", [[], ["--quick"], ["--all"], ["-n", "0"]])
-    def test_the_last_line_says_what_dedup_would_free(self, words: list[str], sc: Here) -> None:
+    def test_says_at_the_end_what_dedup_would_free(self, words: list[str], sc: Here) -> None:
         last = sc("scan", *SMALL, *words).stdout.splitlines()[-1]
-        assert "'smartcache dedup' would free " in last
+        assert "'smartcache dedup --min-size 4KiB' would free " in last
         assert "1.05 MB" in last
         assert "5 groups" in last
+
+    def test_counts_with_the_checks_of_dedup_and_names_the_option_that_includes_more(
+        self, sc: Here, pair: Path
+    ) -> None:
+        """What save_pretrained writes has mode 0600."""
+        (pair / "b.safetensors").chmod(0o600)
+        for name in ("d", "e"):
+            write(pair / f"{name}.safetensors", content(3))
+        (pair / "e.safetensors").chmod(0o4755)
+        text = sc("scan", pair, *SMALL).stdout
+        nothing, more, stays = text.splitlines()[-3:]
+        assert nothing == f"There is nothing to free. {EXPLAINED}"
+        assert more == "65.5 KB more with --allow mode (1 file differs in permissions)."
+        assert stays == "65.5 KB stays as it is (1 file: has a special mode)."
+        plan = sc("dedup", pair, *SMALL, "--allow", "mode", "-n")
+        assert "Would replace 1 duplicate file and free 65.5 KB." in plan.stdout
+        assert "1 file becomes readable by you only." in plan.stdout
+
+    def test_the_command_it_names_can_be_pasted(self, sc: Here, tmp_path: Path) -> None:
+        folder = tmp_path / "my models"
+        write(folder / "a.db", content(1))
+        write(folder / "b.db", content(1))
+        done = sc("scan", folder, "--any-file", "--min-size", "4KiB", "--exclude", "*.o", "-n", "3")
+        line = next(each for each in done.stdout.splitlines() if " would free " in each)
+        words = shlex.split(line.split("`")[1])
+        assert words == [
+            "smartcache", "dedup", str(folder), "--min-size", "4KiB", "--exclude", "*.o",
+            "--any-file",
+        ]  # fmt: skip
+        assert sc(*words[1:], "-n", "--json").json["planned_size"] == SIZE
+
+    def test_an_empty_path_is_an_error_and_not_this_folder(self, sc: Here) -> None:
+        for words in (["scan"], ["dedup", "-n"], ["folders", "add"], ["add"], ["df"]):
+            done = sc(*words, "", code=2)
+            assert "A path is empty" in done.stderr, words
 
     def test_or_that_there_is_nothing_to_free(self, sc: Here, pair: Path) -> None:
         (pair / "b.safetensors").unlink()
@@ -224,7 +260,7 @@ class TestWhatIsCompared:
             write(pair / name, content(7))
         assert len(sc("scan", pair, *SMALL, "-q").ids) == 1
         assert len(sc("scan", pair, *SMALL, "-q", "--any-file").ids) == 2
-        assert "65.5 KB more are files that programs edit" in sc("scan", pair, *SMALL).stdout
+        assert "65.5 KB more with --any-file (2 files" in sc("scan", pair, *SMALL).stdout
         assert sc("scan", pair, *SMALL, "--json").json["editable"] == SIZE
         assert "edit in place" not in sc("scan", pair, *SMALL, "--any-file").stdout
 
@@ -282,7 +318,7 @@ class TestFolders:
 
     def test_a_file_is_no_folder(self, sc: Here, pair: Path, home: Path) -> None:
         done = sc("scan", pair / "a.safetensors", code=1)
-        assert done.error == f"{pair}/a.safetensors is no folder"
+        assert done.error == f"{pair}/a.safetensors is not a folder"
         assert not home.exists()
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
