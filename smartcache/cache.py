@@ -94,6 +94,7 @@ class SmartCache:
         now = datetime.now(UTC)
         known = {folder.path: folder for folder in self.store.folders()}
         found, _ = scan.folders_to_scan(self.store)
+        found += [each for each in scan.downloads_folder() if each.path not in known]
         found += scan.known_folders(self.store, beside=found)
         stale = [
             folder

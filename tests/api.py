@@ -73,6 +73,7 @@ from smartcache.cli._output import out, printable
 from smartcache.cli._progress import Bars, Share
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column, cut, render, shortened, text_width
+from smartcache.cli.dedup import numbers_in
 from smartcache.config import Settings, config_file, load_settings, variable
 from smartcache.errors import (
     ArtifactError,
@@ -653,6 +654,7 @@ __all__ = [
     "mount_of",
     "nearest_existing",
     "needs_hash",
+    "numbers_in",
     "numpy_dtype",
     "numpy_item_size",
     "numpy_name",

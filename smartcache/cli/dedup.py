@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import click
 
 from smartcache.cli._command import asks, command, same_options
-from smartcache.cli._failures import FAILED
+from smartcache.cli._failures import FAILED, BadUsageError
 from smartcache.cli._folders import (
     FILES,
     chooses_files,
@@ -36,6 +37,13 @@ from smartcache.store.store import Store
 
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
+_LEAVE = "Leave one out."
+_CHOICE = (
+    Column(title="NO", right=True),
+    Column(title="FREES", right=True),
+    Column(title="FILES", right=True),
+    Column(title="WHAT", gives_way=True),
+)
 _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
 
 
@@ -44,8 +52,9 @@ _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
     examples=(
         ("smartcache dedup --dry-run", "what would be done, and what it would free"),
         ("smartcache dedup", "shows the plan, asks, does it"),
+        ("smartcache dedup --interactive", "choose which groups"),
         ("smartcache dedup ~/ComfyUI ~/stable-diffusion-webui", "these folders"),
-        ("smartcache dedup --only ollama --only 'lm studio' -y", "without asking"),
+        ("smartcache dedup --program ollama --program 'lm studio' -y", "without asking"),
         ("smartcache undo --last", "take it back"),
     ),
 )
@@ -60,6 +69,7 @@ _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
     help="Link files though their group, mode or extended attributes differ; of modes the "
     "narrowest is kept. Repeatable.",
 )  # fmt: skip
+@click.option("-i", "--interactive", is_flag=True, help="Choose which groups to replace.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every group and every skipped file.")
 @asks
 @click.pass_context
@@ -73,6 +83,7 @@ def dedup_command(
     only: tuple[str, ...],
     keep_writable: bool | None,
     allow: tuple[Allowance, ...],
+    interactive: bool,
     verbose: bool,
     dry_run: bool,
     yes: bool,
@@ -84,6 +95,8 @@ def dedup_command(
     full are replaced, and never one that somebody has open for writing. With -q, prints the id for
     'smartcache undo'.
     """
+    if interactive and (yes or dry_run or out.mode != "human"):
+        raise BadUsageError("--interactive asks, so it needs no -y, -n, --json or -q", hint=_LEAVE)
     session = ctx.ensure_object(Session)
     given = existing(folders)
     again = in_quotes(same_options("dedup", ctx, *FILES, "keep_writable", "allow"))
@@ -94,13 +107,13 @@ def dedup_command(
             store, chosen, min_size=min_size, exclude=exclude, any_file=any_file,
             is_whole=not (given or only or warnings), progress=bars,
         )  # fmt: skip
-        plan = plan_dedup(
-            store,
-            found,
-            keep_writable=keep_writable,
-            allow=frozenset(allow),
+        planned = partial(
+            plan_dedup, store, found, keep_writable=keep_writable, allow=frozenset(allow)
         )
+        plan = planned()
         warn_of([*warnings, *found.warnings, *plan.warnings], found.problems)
+        if interactive and plan.files:
+            plan = planned(digests=_chosen(plan))
         result: DedupResult | None = None
         if plan.files and not dry_run:
             if not yes and out.mode == "human":
@@ -114,6 +127,50 @@ def dedup_command(
         )
     if result is not None and not (result.is_complete or result.replaced):
         ctx.exit(FAILED)
+
+
+def _chosen(plan: DedupPlan) -> list[str]:
+    """Ask which groups are to be replaced; return their digests."""
+    by_digest: dict[str, list[GroupPlan]] = {}
+    for each in plan.groups:
+        by_digest.setdefault(each.group.digest, []).append(each)
+    naming = Naming()
+    rows = [
+        [
+            str(number),
+            format_size(sum(each.freed_size for each in same)),
+            f"{sum(len(each.replaced) for each in same):,}",
+            str(naming.of(same[0].group)),
+        ]
+        for number, same in enumerate(by_digest.values(), 1)
+    ]
+    out.table(_CHOICE, rows, as_talk=True)
+    while True:
+        answer = out.ask("Which groups? (1-3,7 / all / none)")
+        numbers = numbers_in(answer, len(by_digest))
+        if numbers is not None:
+            break
+        out.talk(f"{answer!r} is not a choice; numbers are from 1 to {len(by_digest)}.")
+    if not numbers:
+        raise click.Abort
+    return [digest for number, digest in enumerate(by_digest, 1) if number in numbers]
+
+
+def numbers_in(answer: str, most: int) -> set[int] | None:
+    """Return the numbers that an answer such as "1-3,7", "all" or "none" means; None: nothing."""
+    word = answer.strip().casefold()
+    if word in ("all", "none", ""):
+        return set(range(1, most + 1)) if word == "all" else set()
+    found: set[int] = set()
+    for part in word.replace(",", " ").split():
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            return None
+        begin, end = int(first), int(last or first)
+        if not 1 <= begin <= end <= most:
+            return None
+        found.update(range(begin, end + 1))
+    return found
 
 
 def _question(plan: DedupPlan) -> str:

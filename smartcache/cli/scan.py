@@ -54,7 +54,7 @@ _FOLDERS = (
     examples=(
         ("smartcache scan", "the model folders of every program on this machine"),
         ("smartcache scan ~/ComfyUI /mnt/models", "these folders"),
-        ("smartcache scan --only comfyui --only ollama", "two programs"),
+        ("smartcache scan --program comfyui --program ollama", "two programs"),
         ("smartcache scan --quick", "a first look: sizes, beginnings and ends of files"),
         ("smartcache scan --json > duplicates.json", "every group with every path"),
     ),

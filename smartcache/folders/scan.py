@@ -20,6 +20,7 @@ from smartcache.folders.apps import discover, identify
 from smartcache.folders.checks import Checks
 from smartcache.folders.comparing import Compared, compare
 from smartcache.folders.grouping import World, groups
+from smartcache.folders.ignored import ignored
 from smartcache.folders.kinds import Choice
 from smartcache.folders.records import Figures, Group, Judge, ModelFolder, Scan
 from smartcache.folders.tally import KEPT, Tally
@@ -37,7 +38,8 @@ def folders_to_scan(
 ) -> tuple[list[ModelFolder], list[str]]:
     """Return the folders named, or else those of programs and those remembered; and warnings.
 
-    `only` keeps the folders of some programs. A named folder that does not exist is an error.
+    `only` keeps the folders of some programs. A named folder that does not exist is an error;
+    one that the user has ignored is left out.
     """
     warnings: list[str] = []
     found: list[ModelFolder] = []
@@ -54,6 +56,13 @@ def folders_to_scan(
             else:
                 warnings.append(f"{path} is not there now")
         found += discovery.folders
+    left_alone = ignored()
+    for folder in found:
+        if given and left_alone.covers(folder.path):
+            warnings.append(
+                f"{folder.path} is ignored; 'smartcache folders ignore --remove' takes that back"
+            )
+    found = [folder for folder in found if not left_alone.covers(folder.path)]
     unique = list({folder.path: folder for folder in reversed(found)}.values())[::-1]
     wanted = {name.casefold() for name in only}
     return [each for each in unique if not only or each.program.casefold() in wanted], warnings
@@ -62,11 +71,24 @@ def folders_to_scan(
 def known_folders(store: Store, *, beside: Sequence[ModelFolder] = ()) -> list[ModelFolder]:
     """Return the folders in which files were seen and that are there now, besides those given."""
     others = {folder.path for folder in beside}
+    left_alone = ignored()
     return [
         ModelFolder(path=each.path, program=each.program, found_by="seen", is_given=each.is_given)
         for each in store.folders()
         if each.path not in others and os.path.isdir(each.path)
+        if not left_alone.covers(each.path)
     ]
+
+
+def downloads_folder() -> list[ModelFolder]:
+    """Return where browsers save files: looked at for what downloads can reuse, never changed."""
+    try:
+        path = Path.home() / "Downloads"
+    except RuntimeError:  # nobody's home
+        return []
+    if not os.path.isdir(path) or ignored().covers(path):
+        return []
+    return [ModelFolder(path=Path(os.path.realpath(path)), found_by="downloads")]
 
 
 def _named(path: Path) -> ModelFolder:
@@ -104,7 +126,7 @@ def scan(
     compared = finding.compare(progress)
     if store.has_lost_links:
         store.record_symlinks(Path(os.fsdecode(path)) for path in walked.blob_links)
-        if is_whole and not walked.problem_count:
+        if is_whole and not walked.problem_count and not walked.is_partial:
             store.confirm_links()
     return finding.result(compared)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smartcache.folders.apps import identify_names
+from smartcache.folders.ignored import ignored
 from smartcache.folders.records import ModelFolder, Problem
 from smartcache.progress import Job
 from smartcache.store.filesystems import filesystem_id
@@ -53,6 +54,8 @@ class Walked:
     files: int = 0
     changes: int = 0
     """Files that are new, changed or gone."""
+    is_partial: bool = False
+    """The user has some files ignored: there may be more than was met."""
     blob_links: list[bytes] = field(default_factory=list)
     """Symlinks that point at blobs of the store, if the store has forgotten them."""
 
@@ -78,6 +81,8 @@ class _Run:
         self.walked = Walked()
         self._index = store.volume.index
         self._job = job
+        self._ignored = ignored()
+        self.walked.is_partial = bool(self._ignored.patterns)
         self._blobs = os.fsencode(store.volume.layout.blobs) if store.has_lost_links else None
         self._entered: set[_Key] = set()
         self._filesystems: dict[int, int] = {}
@@ -127,7 +132,8 @@ class _Run:
 
     def _descend(self, number: int, top: bytes, st: os.stat_result) -> list[ModelFolder]:
         found: list[ModelFolder] = []
-        waiting = [(top, (st.st_dev, st.st_ino))]
+        is_ignored = self._ignored.covers(Path(os.fsdecode(top)))
+        waiting = [] if is_ignored else [(top, (st.st_dev, st.st_ino))]
         while waiting:
             path, key = waiting.pop()
             if key in self._entered:
@@ -178,9 +184,13 @@ class _Run:
         """Return what is in a directory; what cannot be looked at is left out and noted."""
         listing = _Listing()
         seen, below, filesystems = listing.seen, listing.below, self._filesystems
+        matches = self._ignored.matches if self._ignored.patterns else None
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
+                    # A store is known by its marks, whatever is ignored.
+                    if matches and entry.name not in _STORE_MARKS and matches(entry.path):
+                        continue
                     try:
                         st = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:

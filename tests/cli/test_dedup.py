@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import mount_of
+from tests.api import mount_of, numbers_in
 from tests.cli.running import PATIENCE, Here, Smartcache, Terminal
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import inode_of, mode_of, snapshot
@@ -36,6 +36,53 @@ def hard_links(tmp_path: Path) -> None:
     """Only where duplicates become hard links."""
     if mount_of(tmp_path).fstype in ("btrfs", "xfs"):
         pytest.skip("reflinks are made here")
+
+
+class TestChoosing:
+    """On a terminal, by plain numbers."""
+
+    def test_only_the_groups_chosen_are_replaced(self, program: Smartcache, tmp_path: Path) -> None:
+        folder = tmp_path / "models"
+        for number in (1, 2, 3):
+            for name in "ab":
+                write(folder / f"{name}{number}.safetensors", content(number, number * 10_000))
+        with Terminal(program, "dedup", folder, *SMALL, "--interactive") as terminal:
+            terminal.read_until("Which groups?")
+            terminal.type("4\n")
+            terminal.read_until("is not a choice; numbers are from 1 to 3.")
+            terminal.type("1,3\n")
+            terminal.read_until("[y/N]")
+            terminal.type("y\n")
+            text = terminal.read_to_end()
+        assert "Replace 2 duplicate files" in text
+        linked = [
+            inode_of(folder / f"a{number}.safetensors")
+            == inode_of(folder / f"b{number}.safetensors")
+            for number in (1, 2, 3)
+        ]
+        assert linked == [True, False, True]
+
+    def test_none_changes_nothing(self, program: Smartcache, pair: Path) -> None:
+        with Terminal(program, "dedup", pair, *SMALL, "-i") as terminal:
+            terminal.read_until("Which groups?")
+            terminal.type("none\n")
+            terminal.read_to_end()
+        assert not are_linked(pair)
+
+    def test_needs_somebody_to_ask(self, sc: Here, pair: Path) -> None:
+        sc("dedup", pair, *SMALL, "-i", "-y", code=2)
+        assert "no terminal" in sc("dedup", pair, *SMALL, "-i", code=1).error
+        assert not are_linked(pair)
+
+    @pytest.mark.parametrize(
+        ("answer", "numbers"),
+        [
+            ("1-3,7", {1, 2, 3, 7}), ("all", set(range(1, 9))), ("none", set()), ("", set()),
+            ("2 4", {2, 4}), ("0", None), ("9", None), ("3-1", None), ("x", None), ("-2", None),
+        ],
+    )  # fmt: skip
+    def test_answers(self, answer: str, numbers: set[int] | None) -> None:
+        assert numbers_in(answer, 8) == numbers
 
 
 @pytest.mark.usefixtures("hard_links")
