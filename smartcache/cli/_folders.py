@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -15,10 +15,12 @@ from smartcache.cli._output import out
 from smartcache.cli._tables import Column, text_width
 from smartcache.cli._words import counted
 from smartcache.errors import StoreError
-from smartcache.folders.records import Copy, Group, Left, ModelFolder, Option, Problem
-from smartcache.report.naming import Naming, from_home
-from smartcache.report.roles import Role, roles
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from smartcache.folders.records import Copy, Group, Left, ModelFolder, Option, Problem
+    from smartcache.report.naming import Naming
+    from smartcache.report.roles import Role
 
 _F = TypeVar("_F", bound=Callable[..., object])
 MIN_SIZE = "1MiB"
@@ -139,6 +141,8 @@ def remembered(_: object) -> str:
 
 def warn_of(warnings: Iterable[str], problems: tuple[Problem, ...]) -> None:
     """Say what was strange and what could not be looked at; the first of many, and their number."""
+    from smartcache.report.naming import from_home
+
     for text in dict.fromkeys(warnings):
         out.warn(text)
     for problem in problems[:_MOST_NAMED]:
@@ -182,6 +186,9 @@ def show_blocks(blocks: list[Block], *, every_path: bool, as_talk: bool) -> None
 
 def copy_rows(group: Group) -> Iterator[list[str]]:
     """Go through the paths of a group with their roles, the one that stays first."""
+    from smartcache.report.naming import from_home
+    from smartcache.report.roles import roles
+
     for copy, role in roles(group):
         for number, name in enumerate(copy.names):
             word = "same file" if number and role != "duplicate" else role
@@ -190,6 +197,8 @@ def copy_rows(group: Group) -> Iterator[list[str]]:
 
 def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> dict[str, object]:
     """Return everything known of a group, for programs."""
+    from smartcache.report.roles import roles
+
     known = naming.of(group)
     return {
         "digest": None if is_likely else group.digest,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -27,13 +28,14 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
-from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan, plan_dedup
-from smartcache.folders.records import Scan, Skip
-from smartcache.folders.scan import folders_to_scan, scan
-from smartcache.report.naming import Naming, from_home
 from smartcache.sizes import format_size
-from smartcache.store.hold import Allowance
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
+    from smartcache.folders.records import Scan, Skip
+    from smartcache.report.naming import Naming
+    from smartcache.store.hold import Allowance
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
@@ -95,6 +97,9 @@ def dedup_command(
     full are replaced, and never one that somebody has open for writing. With -q, prints the id for
     'smartcache undo'.
     """
+    from smartcache.folders.dedup import plan_dedup
+    from smartcache.folders.scan import folders_to_scan, scan
+
     if interactive and (yes or dry_run or out.mode != "human"):
         raise BadUsageError("--interactive asks, so it needs no -y, -n, --json or -q", hint=_LEAVE)
     session = ctx.ensure_object(Session)
@@ -131,6 +136,8 @@ def dedup_command(
 
 def _chosen(plan: DedupPlan) -> list[str]:
     """Ask which groups are to be replaced; return their digests."""
+    from smartcache.report.naming import Naming
+
     by_digest: dict[str, list[GroupPlan]] = {}
     for each in plan.groups:
         by_digest.setdefault(each.group.digest, []).append(each)
@@ -199,6 +206,8 @@ def _execute(session: Session, store: Store, plan: DedupPlan, again: str) -> Ded
 
 
 def _show_plan(plan: DedupPlan, *, verbose: bool, as_talk: bool) -> None:
+    from smartcache.report.naming import Naming
+
     groups = plan.groups if verbose else plan.groups[:_MOST_SHOWN]
     naming = Naming()
     blocks = [
@@ -217,6 +226,8 @@ def _show_plan(plan: DedupPlan, *, verbose: bool, as_talk: bool) -> None:
 
 def _rows(plan: GroupPlan) -> list[list[str]]:
     """Return the paths of a group with what becomes of each, the survivor first."""
+    from smartcache.report.naming import from_home
+
     names = [name for copy in plan.group.copies for name in copy.names]
     programs = {name.path: name.folder.program for name in names}
     become = "link" if plan.kind == "hardlink" else "reflink"
@@ -247,6 +258,8 @@ def _terms(plan: DedupPlan) -> list[str]:
 
 
 def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) -> None:
+    from smartcache.report.naming import from_home
+
     if not skipped:
         return
     out.heading(f"Left alone: {counted(len(skipped), 'file')}", as_talk=as_talk)
@@ -304,6 +317,8 @@ def _say_result(plan: DedupPlan, result: DedupResult, again: str, *, verbose: bo
 def _document(
     found: Scan, plan: DedupPlan, result: DedupResult | None, *, dry_run: bool
 ) -> dict[str, object]:
+    from smartcache.report.naming import Naming
+
     naming = Naming()
     skipped = plan.skipped if result is None else result.skipped
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,13 +16,12 @@ from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted
 from smartcache.errors import StoreError
-from smartcache.folders.apps import discover, identify
-from smartcache.folders.ignored import Ignored, ignore, ignored
-from smartcache.folders.records import ModelFolder
-from smartcache.folders.scan import downloads_folder, look
-from smartcache.report.naming import from_home
 from smartcache.sizes import format_size
-from smartcache.store.records import KnownFolder
+
+if TYPE_CHECKING:
+    from smartcache.folders.ignored import Ignored
+    from smartcache.folders.records import ModelFolder
+    from smartcache.store.records import KnownFolder
 
 _FOR_DOWNLOADS = "for downloads"
 _IGNORED = "ignored"
@@ -67,6 +67,8 @@ def add_command(session: Session, *, paths: tuple[Path, ...], force: bool) -> No
     They count as given to smartcache: downloads may link the files in them instead of copying. No
     file is read or changed by this.
     """
+    from smartcache.folders.apps import identify
+
     folders = [Path(os.path.realpath(path)) for path in existing(paths)]
     if not force:
         for folder in folders:
@@ -95,6 +97,8 @@ def _refuse_too_much(folder: Path) -> None:
 
 
 def _say_added(added: dict[Path, str]) -> None:
+    from smartcache.report.naming import from_home
+
     for folder, program in added.items():
         out.line(f"Added {from_home(folder)}{f' ({program})' if program else ''}.")
     out.talk("'smartcache scan' looks at it from now on.")
@@ -115,6 +119,11 @@ def ls_command(session: Session) -> None:
     scan' and 'dedup' look at both. Those for downloads are only searched for files that a download
     can reuse. FILES and SIZE are those of the last walk.
     """
+    from smartcache.folders.apps import discover
+    from smartcache.folders.ignored import ignored
+    from smartcache.folders.scan import downloads_folder
+    from smartcache.store.records import KnownFolder
+
     found = discover()
     left_alone = ignored()
     known: dict[Path, KnownFolder] = {}
@@ -160,6 +169,8 @@ def _document(each: KnownFolder) -> dict[str, object]:
 
 
 def _show(known: list[tuple[str, KnownFolder]], patterns: tuple[str, ...]) -> None:
+    from smartcache.report.naming import from_home
+
     if not known:
         out.line("No folder is known, and no program's was found.")
         out.talk("'smartcache folders add PATH' adds one.")
@@ -234,6 +245,9 @@ def ignore_command(session: Session, *, words: tuple[Path, ...], remove: bool) -
     A pattern matches a name or a path of a file or folder; quote it, so that the shell leaves it as
     it is. No file is touched, and what was linked stays linked.
     """
+    from smartcache.folders.ignored import ignore, ignored
+    from smartcache.folders.scan import look
+
     patterns = ignore([str(word) for word in words], remove=remove)
     if session.has_store():
         with session.store() as store:
@@ -253,6 +267,8 @@ def _say_ignored(verb: str, patterns: list[str]) -> None:
 
 
 def _as_seen(each: KnownFolder) -> ModelFolder:
+    from smartcache.folders.records import ModelFolder
+
     return ModelFolder(path=each.path, program=each.program, is_given=each.is_given)
 
 

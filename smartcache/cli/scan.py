@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -30,12 +31,10 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
-from smartcache.folders.apps import places
-from smartcache.folders.records import Figures, Group, Scan
-from smartcache.folders.scan import folders_to_scan, scan
-from smartcache.report.naming import Naming, from_home
-from smartcache.report.roles import roles
 from smartcache.sizes import format_age, format_size
+
+if TYPE_CHECKING:
+    from smartcache.folders.records import Figures, Group, Scan
 
 _GROUPS = 10
 _FOLDERS = (
@@ -89,6 +88,8 @@ def scan_command(
     folders have too, DUPLICATE what 'smartcache dedup' would free. With -q, prints the paths that
     it would replace.
     """
+    from smartcache.folders.scan import folders_to_scan, scan
+
     if everything and groups is not None:
         raise BadUsageError("--groups and --all exclude each other", hint="Leave one out.")
     session = ctx.ensure_object(Session)
@@ -113,6 +114,9 @@ def scan_command(
 
 
 def _show_places(only: tuple[str, ...]) -> None:
+    from smartcache.folders.apps import places
+    from smartcache.report.naming import from_home
+
     whose = f"of {', '.join(only)} " if only else ""
     out.line(f"No model folder {whose}was found. Looked at:")
     rows = [[f"  {name}", from_home(path)] for name, path in places() if not only or name in only]
@@ -121,6 +125,8 @@ def _show_places(only: tuple[str, ...]) -> None:
 
 
 def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) -> None:
+    from smartcache.report.naming import Naming
+
     _say_what_was_read(found, seconds)
     out.table(_FOLDERS, _folder_rows(found))
     naming = Naming()
@@ -172,6 +178,8 @@ def _say_what_was_read(found: Scan, seconds: float) -> None:
 
 
 def _folder_rows(found: Scan) -> Iterator[list[str]]:
+    from smartcache.report.naming import from_home
+
     rows = [each for each in found.folders if each.logical] or list(found.folders)
     for each in [*rows, *([found.total] if len(rows) > 1 else [])]:
         yield [
@@ -199,6 +207,8 @@ def _conclusion(found: Scan, dedup: str) -> str:
 
 
 def _duplicates(found: Scan) -> Iterator[Path]:
+    from smartcache.report.roles import roles
+
     for group in _largest(found, None):
         for copy, role in roles(group):
             if role == "duplicate":
@@ -206,6 +216,8 @@ def _duplicates(found: Scan) -> Iterator[Path]:
 
 
 def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
+    from smartcache.report.naming import Naming
+
     naming = Naming()
     return {
         "folders": [_figures(each) for each in found.folders],
