@@ -63,7 +63,6 @@ from smartcache.cache import SmartCache
 from smartcache.cli import _failures as cli_failures
 from smartcache.cli import _progress as cli_progress
 from smartcache.cli import main
-from smartcache.cli import scan as cli_scan
 from smartcache.cli._command import Command
 from smartcache.cli._command import Group as command_Group
 from smartcache.cli._downloads import MOST_SHOWN
@@ -127,6 +126,7 @@ from smartcache.folders import apps as folders_apps
 from smartcache.folders import comfyui as folders_comfyui
 from smartcache.folders import comparing as folders_comparing
 from smartcache.folders import names as folders_names
+from smartcache.folders import scan as folders_scan
 from smartcache.folders import walk as folders_walk
 from smartcache.folders.apps import PROGRAMS, discover, identify, identify_names, places
 from smartcache.folders.comfyui import read_extra_paths
@@ -139,6 +139,7 @@ from smartcache.folders.programs import TABLE
 from smartcache.folders.records import (
     Copy,
     Figures,
+    Left,
     ModelFolder,
     Name,
     Option,
@@ -436,6 +437,7 @@ __all__ = [
     "Learned",
     "LeaseTimeoutError",
     "Leases",
+    "Left",
     "LinkKind",
     "Loans",
     "Located",
@@ -560,7 +562,6 @@ __all__ = [
     "class_of",
     "cli_failures",
     "cli_progress",
-    "cli_scan",
     "codec_Layout",
     "codec_encode",
     "command_Group",
@@ -596,6 +597,7 @@ __all__ = [
     "folders_comfyui",
     "folders_comparing",
     "folders_names",
+    "folders_scan",
     "folders_to_scan",
     "folders_walk",
     "format_age",

@@ -18,7 +18,7 @@ from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.folders.records import Copy, Group, Left, ModelFolder, Option, Problem
+    from smartcache.folders.records import Copy, Group, ModelFolder, Problem
     from smartcache.report.naming import Naming
     from smartcache.report.roles import Role
 
@@ -106,32 +106,6 @@ FILES = ("folders", "only", "min_size", "exclude", "any_file")
 def in_quotes(line: str) -> str:
     """Return a command line for a sentence: in quotes that it does not have itself."""
     return f"`{line}`" if "'" in line else f"'{line}'"
-
-
-_DIFFERENCES: dict[Option, tuple[str, str]] = {
-    "any-file": ("is of a kind", "are of a kind"),
-    "group": ("differs in group", "differ in group"),
-    "mode": ("differs in permissions", "differ in permissions"),
-    "xattr": ("has extended attributes", "have extended attributes"),
-}
-
-
-def left_words(left: tuple[Left, ...]) -> Iterator[str]:
-    """Say what `dedup` leaves alone: first what options would include, then what none does."""
-    for each in sorted(left, key=lambda each: not each.options):
-        files, size = counted(each.files, "file"), format_size(each.size)
-        if not each.options:
-            yield f"{size} stays as it is ({files}: {each.reason})."
-            continue
-        words = [_DIFFERENCES[option][each.files != 1] for option in each.options]
-        if "any-file" in each.options:
-            words[0] += " that programs edit in place"
-        yield f"{size} more with {option_words(each.options)} ({files} {' or '.join(words)})."
-
-
-def option_words(options: Iterable[Option]) -> str:
-    """Return options as they are typed."""
-    return " ".join("--any-file" if each == "any-file" else f"--allow {each}" for each in options)
 
 
 def remembered(_: object) -> str:

@@ -18,7 +18,6 @@ from smartcache.cli._folders import (
     group_document,
     heading,
     in_quotes,
-    option_words,
     remembered,
     show_blocks,
     warn_of,
@@ -258,7 +257,7 @@ def _terms(plan: DedupPlan) -> list[str]:
 
 
 def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) -> None:
-    from smartcache.report.naming import from_home
+    from smartcache.report.naming import from_home, option_words
 
     if not skipped:
         return

@@ -21,7 +21,6 @@ from smartcache.cli._folders import (
     group_document,
     heading,
     in_quotes,
-    left_words,
     remembered,
     show_blocks,
     warn_of,
@@ -125,7 +124,7 @@ def _show_places(only: tuple[str, ...]) -> None:
 
 
 def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) -> None:
-    from smartcache.report.naming import Naming
+    from smartcache.report.naming import Naming, left_words
 
     _say_what_was_read(found, seconds)
     out.table(_FOLDERS, _folder_rows(found))

@@ -33,6 +33,12 @@ MIN_SIZE = 1 << 20
 """Smaller files are seen, but not compared: programs edit them in place, and they gain little."""
 
 
+_MAY_BE_MORE = (
+    "The index was lost, and links to the store may lie in what is ignored: 'prune' waits until a"
+    " scan has seen everything ('smartcache folders ignore --remove')"
+)
+
+
 def folders_to_scan(
     store: Store, given: Sequence[str | Path] = (), only: Sequence[str] = ()
 ) -> tuple[list[ModelFolder], list[str]]:
@@ -128,6 +134,8 @@ def scan(
         store.record_symlinks(Path(os.fsdecode(path)) for path in walked.blob_links)
         if is_whole and not walked.problem_count and not walked.is_partial:
             store.confirm_links()
+        elif is_whole and walked.is_partial:
+            return replace(finding.result(compared), warnings=(_MAY_BE_MORE,))
     return finding.result(compared)
 
 

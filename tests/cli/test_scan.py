@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import cli_scan
+from tests.api import folders_scan
 from tests.cli.running import Here, Smartcache
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import allocated, link_count, snapshot
@@ -363,6 +363,16 @@ class TestAfterARebuild:
         rebuilt("scan", *SMALL, *words)
         rebuilt("prune", "-y", code=1)
 
+    def test_nor_does_one_while_something_is_ignored(self, rebuilt: Here, pair: Path) -> None:
+        """A link to a blob may lie there."""
+        (pair / "old").mkdir()
+        rebuilt("folders", "ignore", pair / "old")
+        assert "'smartcache folders ignore --remove'" in rebuilt("scan", *SMALL).stderr
+        rebuilt("prune", "-y", code=1)
+        rebuilt("folders", "ignore", "--remove", pair / "old")
+        rebuilt("scan", *SMALL)
+        rebuilt("prune", "-y")
+
     def test_nor_does_one_that_missed_a_folder(self, rebuilt: Here, pair: Path) -> None:
         rebuilt("folders", "add", pair)
         pair.rename(pair.with_name("away"))
@@ -376,7 +386,7 @@ def test_ctrl_c_says_that_it_was_not_in_vain(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_scan, "scan", interrupted)
+    monkeypatch.setattr(folders_scan, "scan", interrupted)
     text = sc("scan", pair, code=130).stderr
     assert "nothing is left half done" in text
     assert "the next scan goes on from there" in text
