@@ -24,7 +24,6 @@ from smartcache.store.hold import (
     refuse_unsuitable,
     refuse_visible_change,
 )
-from smartcache.store.kernel import effective_user
 from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey
 
@@ -46,7 +45,6 @@ class Checks:
     def __init__(self, choice: Choice, allow: Iterable[Allowance] = ()) -> None:
         self.choice = choice
         self._allow: Allow = frozenset(allow)
-        self._user = effective_user()
         self._is_ordinary: dict[bytes, bool] = {}
         self._list_attributes: Callable[[bytes], list[str]] = getattr(os, "listxattr", lambda _: [])
 
@@ -66,34 +64,20 @@ class Checks:
             if len(same) >= _PAIR
         )
 
-    def ordinary(
-        self, filesystem: str, path: bytes, inode: int, mtime_ns: int
-    ) -> tuple[int, int] | None:
-        """Return the group and the permissions of a file that no check objects to by itself.
+    def ordinary(self, filesystem: str, path: bytes) -> bool:
+        """Say whether nothing but its owner and mode could speak against linking a file.
 
-        None: it must be looked at closely. Copies with one name each that are ordinary and alike
-        are all replaced but the first; a scan asks this of every duplicate, so it is short.
+        Copies with one name each that are ordinary, ours and of one mode are all replaced but the
+        first. A scan asks this of every duplicate, so it is short; the walk knows owner and mode.
         """
         folder = path[: path.rindex(b"/")]
         is_ordinary = self._is_ordinary.get(folder)
         if is_ordinary is None:
             is_ordinary = self._is_ordinary[folder] = self._is_ordinary_folder(filesystem, path)
-        if not is_ordinary:
-            return None
         try:
-            st = os.lstat(path)
-            mode = st.st_mode
-            if (
-                mode & 0o177000 != stat.S_IFREG
-                or st.st_uid != self._user
-                or st.st_ino != inode
-                or st.st_mtime_ns != mtime_ns
-                or self._list_attributes(path)
-            ):
-                return None
+            return is_ordinary and not self._list_attributes(path)
         except OSError:
-            return None
-        return st.st_gid, mode & 0o555
+            return False
 
     def _is_ordinary_folder(self, filesystem: str, path: bytes) -> bool:
         example = Path(os.fsdecode(path))

@@ -34,6 +34,8 @@ class World:
     is_blob: Callable[[str, int], bool]
     """Says whether an inode of a filesystem is a blob of another volume there."""
     judge: Judge
+    modes: Mapping[str, Mapping[int, tuple[int, int] | None]] = field(default_factory=dict)
+    """Group and permissions of the inodes that have not the usual ones (`Walked.modes`)."""
     any_file: bool = False
     """Every kind of file may be linked."""
     is_proven: bool = True

@@ -166,10 +166,8 @@ class Judge(Protocol):
     def __call__(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
         """Decide for each filesystem; the copies are in the order of survivors."""
 
-    def ordinary(
-        self, filesystem: str, path: bytes, inode: int, mtime_ns: int
-    ) -> tuple[int, int] | None:
-        """Return what copies must have in common so that nothing speaks against a link."""
+    def ordinary(self, filesystem: str, path: bytes) -> bool:
+        """Say whether nothing but its owner and mode could speak against linking a file."""
 
     def allowing(self, more: Iterable[Option]) -> Judge:
         """Return one that allows more."""

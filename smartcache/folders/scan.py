@@ -195,6 +195,7 @@ class _Finding:
             blob_path=lambda digest: Path(store.volume.layout.blob(digest)),
             is_blob=_blobs_elsewhere(store),
             judge=Checks(Choice(store)),
+            modes=walked.modes,
             any_file=any_file,
             is_proven=not is_quick,
         )

@@ -117,17 +117,17 @@ class Tally:
             is_one = len(inodes) == 1 and all(row[_FILESYSTEM] == filesystem for row in rows)
             return 0 if is_one else None
         total = 0
-        alike, ordinary = None, self._world.judge.ordinary
+        ordinary, modes = self._world.judge.ordinary, self._world.modes.get(filesystem, {})
+        alike = modes.get(rows[0][_INODE], ())
         for row in rows:
             path = row[_PATH]
-            if row[_LINKS] != 1 or row[_FILESYSTEM] != filesystem:
+            if row[_LINKS] != 1 or row[_FILESYSTEM] != filesystem or path is None:
                 return None
-            if path is None or not (any_file or is_write_once(path)):
+            if not (any_file or is_write_once(path)):
                 return None
-            seen = ordinary(filesystem, path, row[_INODE], row[_MTIME])
-            if seen is None or (alike is not None and seen != alike):
+            is_alike = alike is not None and modes.get(row[_INODE], ()) == alike
+            if not (is_alike and ordinary(filesystem, path)):
                 return None
-            alike = seen
             total += row[_ALLOCATED]
         by_age = itemgetter(_MTIME, _PATH)
         keyed = [row for row in rows if row[_FOLDER] in special] if special else []

@@ -157,11 +157,9 @@ class Unhindered:
             )  # fmt: skip
         return tuple(found)
 
-    def ordinary(
-        self, filesystem: str, path: bytes, inode: int, mtime_ns: int
-    ) -> tuple[int, int] | None:
-        del filesystem, path, inode, mtime_ns
-        return 0, 0
+    def ordinary(self, filesystem: str, path: bytes) -> bool:
+        del filesystem, path
+        return True
 
     def allowing(self, more: Iterable[Option]) -> Unhindered:
         del more

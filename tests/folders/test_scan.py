@@ -151,7 +151,7 @@ class TestMachine:
             first = scan(store, folders, min_size=4096)
         assert len(set(opened)) > len(machine.shared)
         assert first.hashed > 0
-        with files_opened(machine.home) as opened:
+        with files_opened(*(folder.path for folder in folders)) as opened:
             second = scan(store, folders, min_size=4096)
         assert (opened, second.hashed) == ([], 0)
         assert list(second.largest()) == list(first.largest())
