@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from smartcache.artifacts.artifactset import ArtifactSet
     from smartcache.artifacts.figures import SetInfo
     from smartcache.artifacts.sets import ArtifactSets
-    from smartcache.folders.dedup import Allow, DedupPlan
+    from smartcache.folders.checks import Allow
+    from smartcache.folders.dedup import DedupPlan
     from smartcache.folders.records import Scan
     from smartcache.hub.dropin import Call
     from smartcache.hub.lending import Purpose
@@ -99,6 +100,7 @@ class SmartCache:
         now = datetime.now(UTC)
         known = {folder.path: folder for folder in self.store.folders()}
         found, _ = scan.folders_to_scan(self.store)
+        found += [each for each in scan.downloads_folder() if each.path not in known]
         found += scan.known_folders(self.store, beside=found)
         stale = [
             folder
@@ -139,8 +141,7 @@ class SmartCache:
         """Plan to replace the duplicates of a scan by links, in place and undoably."""
         from smartcache.folders.dedup import plan_dedup
 
-        keep = self.settings.keep_writable if keep_writable is None else keep_writable
-        return plan_dedup(self.store, found, keep_writable=keep, allow=allow)
+        return plan_dedup(self.store, found, keep_writable=keep_writable, allow=allow)
 
     @property
     def sets(self) -> ArtifactSets:

@@ -123,6 +123,11 @@ def config_file() -> Path:
     return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "config.toml"
 
 
+def ignore_file() -> Path:
+    """Return where the list of folders and patterns to leave alone is (`folders/ignored.py`)."""
+    return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "ignore"
+
+
 def _read_file() -> tuple[Path, Mapping[str, object]]:
     path = config_file()
     try:

@@ -63,7 +63,6 @@ from smartcache.cache import SmartCache
 from smartcache.cli import _failures as cli_failures
 from smartcache.cli import _progress as cli_progress
 from smartcache.cli import main
-from smartcache.cli import scan as cli_scan
 from smartcache.cli._command import Command
 from smartcache.cli._command import Group as command_Group
 from smartcache.cli._downloads import MOST_SHOWN
@@ -73,6 +72,7 @@ from smartcache.cli._output import out, printable
 from smartcache.cli._progress import Bars, Share
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column, cut, render, shortened, text_width
+from smartcache.cli.dedup import numbers_in
 from smartcache.config import Settings, config_file, load_settings, variable
 from smartcache.errors import (
     ArtifactError,
@@ -126,16 +126,28 @@ from smartcache.folders import apps as folders_apps
 from smartcache.folders import comfyui as folders_comfyui
 from smartcache.folders import comparing as folders_comparing
 from smartcache.folders import names as folders_names
+from smartcache.folders import scan as folders_scan
 from smartcache.folders import walk as folders_walk
 from smartcache.folders.apps import PROGRAMS, discover, identify, identify_names, places
 from smartcache.folders.comfyui import read_extra_paths
 from smartcache.folders.comparing import SAMPLE_MIN_SIZE, Compared, compare
-from smartcache.folders.dedup import DedupPlan, DedupResult, Skip, plan_dedup
+from smartcache.folders.dedup import DedupPlan, DedupResult, plan_dedup
 from smartcache.folders.eligible import is_write_once
 from smartcache.folders.grouping import World, gain, group_from, groups
 from smartcache.folders.names import Namer
 from smartcache.folders.programs import TABLE
-from smartcache.folders.records import Copy, Figures, ModelFolder, Name, Problem, Scan
+from smartcache.folders.records import (
+    Copy,
+    Figures,
+    Left,
+    ModelFolder,
+    Name,
+    Option,
+    Problem,
+    Scan,
+    Skip,
+    Verdict,
+)
 from smartcache.folders.records import Group as records_Group
 from smartcache.folders.scan import folders_to_scan, look, scan, survey
 from smartcache.folders.tally import KEPT, Tally
@@ -429,6 +441,7 @@ __all__ = [
     "Learned",
     "LeaseTimeoutError",
     "Leases",
+    "Left",
     "LinkKind",
     "Loans",
     "Located",
@@ -448,6 +461,7 @@ __all__ = [
     "NothingToUndoError",
     "OldFile",
     "Op",
+    "Option",
     "Options",
     "Owner",
     "PackHeader",
@@ -521,6 +535,7 @@ __all__ = [
     "UnsafeNameError",
     "UnsafeStoreError",
     "UnsupportedValueError",
+    "Verdict",
     "VerifyReport",
     "Volume",
     "Walked",
@@ -553,7 +568,6 @@ __all__ = [
     "class_of",
     "cli_failures",
     "cli_progress",
-    "cli_scan",
     "codec_Layout",
     "codec_encode",
     "command_Group",
@@ -589,6 +603,7 @@ __all__ = [
     "folders_comfyui",
     "folders_comparing",
     "folders_names",
+    "folders_scan",
     "folders_to_scan",
     "folders_walk",
     "format_age",
@@ -647,6 +662,7 @@ __all__ = [
     "mount_of",
     "nearest_existing",
     "needs_hash",
+    "numbers_in",
     "numpy_dtype",
     "numpy_item_size",
     "numpy_name",

@@ -51,6 +51,19 @@ def test_leaving_the_block_closes_the_store(tmp_path: Path) -> None:
         cache.store.get(blob.digest)
 
 
+def test_downloads_may_reuse_what_a_browser_saved_but_it_is_not_scanned(tmp_path: Path) -> None:
+    saved = Path.home() / "Downloads" / "m.safetensors"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(b"bytes")
+    with SmartCache(tmp_path / "here") as cache:
+        cache.look_again()
+        (folder,) = [each for each in cache.store.folders() if each.path == saved.parent]
+        assert (folder.files, folder.is_given) == (1, False)
+        assert saved.parent not in [
+            each.folder.path for each in cache.scan().folders if each.folder
+        ]
+
+
 def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     cache = SmartCache(tmp_path / "here")
     cache.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib import import_module
@@ -19,7 +20,28 @@ from smartcache.sizes import parse_age, parse_size
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-FILE = click.Path(path_type=Path, readable=False)
+_ARGUMENTS = "smartcache.arguments"
+_TYPED = click.core.ParameterSource.COMMANDLINE
+
+
+class _File(click.Path):
+    """A path as it was typed. An empty one (of an unset variable) is not the current folder."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        """Return the path; an empty one is an error."""
+        if not os.fspath(value):
+            raise BadValueError(
+                "A path is empty", hint="Check the variable it came from; '.' is this folder."
+            )
+        return super().convert(value, param, ctx)
+
+
+FILE = _File(path_type=Path, readable=False)
 """Any path: what is wrong with it is said by whoever uses it, not by click."""
 
 
@@ -41,6 +63,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Forget how an earlier run in this process talked, then read the options."""
         out.begin()
+        ctx.meta[_ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -243,6 +266,34 @@ def _set_home(ctx: click.Context, _: click.Parameter, value: str | None) -> None
 def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
         ctx.ensure_object(Session).debug = True
+
+
+def same_options(name: str, like: click.Context, *names: str) -> str:
+    """Return the command line of another command with some options and arguments of this one.
+
+    As they were typed, so that the user can paste it.
+    """
+    import shlex
+
+    typed, _, _ = like.command.make_parser(like).parse_args(list(like.meta[_ARGUMENTS]))
+    home = like.ensure_object(Session).home
+    start = ["smartcache", *(["--home", str(home)] if home is not None else []), name]
+    words: list[str] = []
+    arguments: list[str] = []
+    for each in like.command.params:
+        if each.name not in names or like.get_parameter_source(each.name) is not _TYPED:
+            continue
+        value = typed[each.name]
+        if isinstance(each, click.Argument):
+            arguments += value
+        elif isinstance(value, bool):
+            words.append((each.opts if value else each.secondary_opts)[0])
+        else:
+            for one in value if isinstance(value, list) else [value]:
+                words += [each.opts[0], one]
+    if any(word.startswith("-") for word in arguments):
+        return shlex.join([*start, *words, "--", *arguments])
+    return shlex.join([*start, *arguments, *words])
 
 
 def dry_run(function: _F) -> _F:

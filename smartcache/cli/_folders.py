@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -15,10 +15,12 @@ from smartcache.cli._output import out
 from smartcache.cli._tables import Column, text_width
 from smartcache.cli._words import counted
 from smartcache.errors import StoreError
-from smartcache.folders.records import Copy, Group, ModelFolder, Problem
-from smartcache.report.naming import Naming, from_home
-from smartcache.report.roles import Role, roles
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from smartcache.folders.records import Copy, Group, ModelFolder, Problem
+    from smartcache.report.naming import Naming
+    from smartcache.report.roles import Role
 
 _F = TypeVar("_F", bound=Callable[..., object])
 MIN_SIZE = "1MiB"
@@ -45,6 +47,14 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.casefold()))
 
 
+class _WithAlias(click.Option):
+    """An option with an older name that still works; help shows the first one."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return record and (record[0].replace(", ".join(self.opts), self.opts[0]), record[1])
+
+
 def chooses_files(function: _F) -> _F:
     """Add the folders to look at, and the options that leave files out."""
     for add in (
@@ -67,8 +77,8 @@ def chooses_folders(function: _F) -> _F:
     """Add the folders to look at, and the least size that matters."""
     for add in (
         click.option(
-            "--only", type=program, multiple=True, metavar="PROGRAM",
-            help="Only the folders of this program. Repeatable.",
+            "--program", "--only", "only", type=program, multiple=True, metavar="PROGRAM",
+            cls=_WithAlias, help="Only the folders of this program. Repeatable.",
         ),
         click.option(
             "--min-size", type=size, default=MIN_SIZE, metavar="SIZE", show_default=True,
@@ -85,8 +95,17 @@ def existing(words: tuple[Path, ...]) -> list[Path]:
     for word in words:
         os.stat(word)
         if not word.is_dir():
-            raise StoreError(f"{word} is no folder", hint="Name the folder it is in.")
+            raise StoreError(f"{word} is not a folder", hint="Name the folder it is in.")
     return [Path(os.path.abspath(word)) for word in words]
+
+
+FILES = ("folders", "only", "min_size", "exclude", "any_file")
+"""The parameters that say which files are meant; `same_options` hands them on."""
+
+
+def in_quotes(line: str) -> str:
+    """Return a command line for a sentence: in quotes that it does not have itself."""
+    return f"`{line}`" if "'" in line else f"'{line}'"
 
 
 def remembered(_: object) -> str:
@@ -96,6 +115,8 @@ def remembered(_: object) -> str:
 
 def warn_of(warnings: Iterable[str], problems: tuple[Problem, ...]) -> None:
     """Say what was strange and what could not be looked at; the first of many, and their number."""
+    from smartcache.report.naming import from_home
+
     for text in dict.fromkeys(warnings):
         out.warn(text)
     for problem in problems[:_MOST_NAMED]:
@@ -139,6 +160,9 @@ def show_blocks(blocks: list[Block], *, every_path: bool, as_talk: bool) -> None
 
 def copy_rows(group: Group) -> Iterator[list[str]]:
     """Go through the paths of a group with their roles, the one that stays first."""
+    from smartcache.report.naming import from_home
+    from smartcache.report.roles import roles
+
     for copy, role in roles(group):
         for number, name in enumerate(copy.names):
             word = "same file" if number and role != "duplicate" else role
@@ -147,6 +171,8 @@ def copy_rows(group: Group) -> Iterator[list[str]]:
 
 def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> dict[str, object]:
     """Return everything known of a group, for programs."""
+    from smartcache.report.roles import roles
+
     known = naming.of(group)
     return {
         "digest": None if is_likely else group.digest,
@@ -155,14 +181,15 @@ def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> 
         "size": group.size,
         "freeable": group.freeable,
         "elsewhere": group.elsewhere,
-        "editable": group.editable,
-        "copies": [_copy_document(copy, role) for copy, role in roles(group)],
+        "copies": [_copy_document(group, copy, role) for copy, role in roles(group)],
     }
 
 
-def _copy_document(copy: Copy, role: Role) -> dict[str, object]:
+def _copy_document(group: Group, copy: Copy, role: Role) -> dict[str, object]:
+    skips = (each for each in group.skipped if each.path == copy.path)
     return {
         "role": role,
+        "reason": next((each.reason for each in skips), None),
         "filesystem": copy.filesystem,
         "inode": copy.inode,
         "links": copy.links,

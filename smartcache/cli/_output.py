@@ -174,8 +174,11 @@ class Output:
 
     def confirm(self, question: str, *, yes: bool) -> None:
         """Return if the user agrees; without a terminal to ask at, refuse instead of hanging."""
-        if yes:
-            return
+        if not yes and self.ask(f"{question} [y/N]").casefold() not in ("y", "yes"):
+            raise click.Abort
+
+    def ask(self, question: str) -> str:
+        """Return what the user answers; without a terminal to ask at, refuse."""
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             from smartcache.errors import SmartcacheError
 
@@ -183,9 +186,11 @@ class Output:
             raise SmartcacheError(
                 message, hint="Do it without asking with -y, or only look with --dry-run."
             )
-        self._write(sys.stderr, f"{printable(question)} [y/N] ")
-        if sys.stdin.readline().strip().casefold() not in ("y", "yes"):
+        self._write(sys.stderr, f"{printable(question)} ")
+        answer = sys.stdin.readline()
+        if not answer:  # the end of the input
             raise click.Abort
+        return answer.strip()
 
     # how
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._command import asks, command
-from smartcache.cli._failures import FAILED
+from smartcache.cli._command import asks, command, same_options
+from smartcache.cli._failures import FAILED, BadUsageError
 from smartcache.cli._folders import (
+    FILES,
     chooses_files,
     existing,
     group_document,
     heading,
+    in_quotes,
     remembered,
     show_blocks,
     warn_of,
@@ -23,16 +27,24 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
-from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan, Skip, plan_dedup
-from smartcache.folders.records import Scan
-from smartcache.folders.scan import folders_to_scan, scan
-from smartcache.report.naming import Naming, from_home
 from smartcache.sizes import format_size
-from smartcache.store.hold import Allowance
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
+    from smartcache.folders.records import Scan, Skip
+    from smartcache.report.naming import Naming
+    from smartcache.store.hold import Allowance
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
+_LEAVE = "Leave one out."
+_CHOICE = (
+    Column(title="NO", right=True),
+    Column(title="FREES", right=True),
+    Column(title="FILES", right=True),
+    Column(title="WHAT", gives_way=True),
+)
 _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
 
 
@@ -41,8 +53,9 @@ _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
     examples=(
         ("smartcache dedup --dry-run", "what would be done, and what it would free"),
         ("smartcache dedup", "shows the plan, asks, does it"),
+        ("smartcache dedup --interactive", "choose which groups"),
         ("smartcache dedup ~/ComfyUI ~/stable-diffusion-webui", "these folders"),
-        ("smartcache dedup --only ollama --only 'lm studio' -y", "without asking"),
+        ("smartcache dedup --program ollama --program 'lm studio' -y", "without asking"),
         ("smartcache undo --last", "take it back"),
     ),
 )
@@ -54,8 +67,10 @@ _SKIPPED = (Column(title=""), Column(title="", gives_way=True))
 )  # fmt: skip
 @click.option(
     "--allow", type=click.Choice(_ALLOWANCES), multiple=True,
-    help="Link files though their group, mode or extended attributes differ. Repeatable.",
+    help="Link files though their group, mode or extended attributes differ; of modes the "
+    "narrowest is kept. Repeatable.",
 )  # fmt: skip
+@click.option("-i", "--interactive", is_flag=True, help="Choose which groups to replace.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every group and every skipped file.")
 @asks
 @click.pass_context
@@ -69,6 +84,7 @@ def dedup_command(
     only: tuple[str, ...],
     keep_writable: bool | None,
     allow: tuple[Allowance, ...],
+    interactive: bool,
     verbose: bool,
     dry_run: bool,
     yes: bool,
@@ -80,8 +96,14 @@ def dedup_command(
     full are replaced, and never one that somebody has open for writing. With -q, prints the id for
     'smartcache undo'.
     """
+    from smartcache.folders.dedup import plan_dedup
+    from smartcache.folders.scan import folders_to_scan, scan
+
+    if interactive and (yes or dry_run or out.mode != "human"):
+        raise BadUsageError("--interactive asks, so it needs no -y, -n, --json or -q", hint=_LEAVE)
     session = ctx.ensure_object(Session)
     given = existing(folders)
+    again = in_quotes(same_options("dedup", ctx, *FILES, "keep_writable", "allow"))
     session.how_far = remembered
     with session.store(create=True) as store:
         chosen, warnings = folders_to_scan(store, given, only)
@@ -89,21 +111,21 @@ def dedup_command(
             store, chosen, min_size=min_size, exclude=exclude, any_file=any_file,
             is_whole=not (given or only or warnings), progress=bars,
         )  # fmt: skip
-        plan = plan_dedup(
-            store,
-            found,
-            keep_writable=store.settings.keep_writable if keep_writable is None else keep_writable,
-            allow=frozenset(allow),
+        planned = partial(
+            plan_dedup, store, found, keep_writable=keep_writable, allow=frozenset(allow)
         )
+        plan = planned()
         warn_of([*warnings, *found.warnings, *plan.warnings], found.problems)
+        if interactive and plan.files:
+            plan = planned(digests=_chosen(plan))
         result: DedupResult | None = None
         if plan.files and not dry_run:
             if not yes and out.mode == "human":
                 _show_plan(plan, verbose=verbose, as_talk=True)
             out.confirm(_question(plan), yes=yes)
-            result = _execute(session, store, plan)
+            result = _execute(session, store, plan, again)
         out.show(
-            human=lambda: _say(found, plan, result, verbose=verbose),
+            human=lambda: _say(found, plan, result, again, verbose=verbose),
             document=lambda: _document(found, plan, result, dry_run=dry_run),
             ids=lambda: () if result is None else result.batches,
         )
@@ -111,12 +133,58 @@ def dedup_command(
         ctx.exit(FAILED)
 
 
+def _chosen(plan: DedupPlan) -> list[str]:
+    """Ask which groups are to be replaced; return their digests."""
+    from smartcache.report.naming import Naming
+
+    by_digest: dict[str, list[GroupPlan]] = {}
+    for each in plan.groups:
+        by_digest.setdefault(each.group.digest, []).append(each)
+    naming = Naming()
+    rows = [
+        [
+            str(number),
+            format_size(sum(each.freed_size for each in same)),
+            f"{sum(len(each.replaced) for each in same):,}",
+            str(naming.of(same[0].group)),
+        ]
+        for number, same in enumerate(by_digest.values(), 1)
+    ]
+    out.table(_CHOICE, rows, as_talk=True)
+    while True:
+        answer = out.ask("Which groups? (1-3,7 / all / none)")
+        numbers = numbers_in(answer, len(by_digest))
+        if numbers is not None:
+            break
+        out.talk(f"{answer!r} is not a choice; numbers are from 1 to {len(by_digest)}.")
+    if not numbers:
+        raise click.Abort
+    return [digest for number, digest in enumerate(by_digest, 1) if number in numbers]
+
+
+def numbers_in(answer: str, most: int) -> set[int] | None:
+    """Return the numbers that an answer such as "1-3,7", "all" or "none" means; None: nothing."""
+    word = answer.strip().casefold()
+    if word in ("all", "none", ""):
+        return set(range(1, most + 1)) if word == "all" else set()
+    found: set[int] = set()
+    for part in word.replace(",", " ").split():
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            return None
+        begin, end = int(first), int(last or first)
+        if not 1 <= begin <= end <= most:
+            return None
+        found.update(range(begin, end + 1))
+    return found
+
+
 def _question(plan: DedupPlan) -> str:
     size = format_size(plan.freed_size)
     return f"Replace {counted(plan.files, 'duplicate file')}, freeing {size}?"
 
 
-def _execute(session: Session, store: Store, plan: DedupPlan) -> DedupResult:
+def _execute(session: Session, store: Store, plan: DedupPlan, again: str) -> DedupResult:
     """Carry out a plan; when interrupted, the history says how far it came."""
     before = {entry.id for each in store.stores() for entry in each.history()}
 
@@ -125,7 +193,7 @@ def _execute(session: Session, store: Store, plan: DedupPlan) -> DedupResult:
         done = sum(entry.changes for entry in made)
         ids = " ".join(entry.id for entry in made)
         undo = f"; 'smartcache undo {ids}' takes that back" if made else ""
-        return f"{counted(done, 'file')} changed so far{undo}, 'smartcache dedup' goes on."
+        return f"{counted(done, 'file')} changed so far{undo}, {again} goes on."
 
     session.how_far = how_far
     result = plan.execute(progress=bars)
@@ -137,6 +205,8 @@ def _execute(session: Session, store: Store, plan: DedupPlan) -> DedupResult:
 
 
 def _show_plan(plan: DedupPlan, *, verbose: bool, as_talk: bool) -> None:
+    from smartcache.report.naming import Naming
+
     groups = plan.groups if verbose else plan.groups[:_MOST_SHOWN]
     naming = Naming()
     blocks = [
@@ -155,6 +225,8 @@ def _show_plan(plan: DedupPlan, *, verbose: bool, as_talk: bool) -> None:
 
 def _rows(plan: GroupPlan) -> list[list[str]]:
     """Return the paths of a group with what becomes of each, the survivor first."""
+    from smartcache.report.naming import from_home
+
     names = [name for copy in plan.group.copies for name in copy.names]
     programs = {name.path: name.folder.program for name in names}
     become = "link" if plan.kind == "hardlink" else "reflink"
@@ -172,6 +244,10 @@ def _terms(plan: DedupPlan) -> list[str]:
             f"{plan.read_only:,} {become} read-only: programs load, rename and delete them as "
             "before, but cannot write into bytes that others share."
         )
+    terms += [
+        f"{counted(number, 'file')} {'becomes' if number == 1 else 'become'} {what}."
+        for what, number in plan.permissions.items()
+    ]
     terms += [f"A volume will be made at {path}." for path in plan.new_volumes]
     terms.append(
         "Every path and every byte stays; a link shows the date of the file it shares. 'smartcache "
@@ -181,6 +257,8 @@ def _terms(plan: DedupPlan) -> list[str]:
 
 
 def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) -> None:
+    from smartcache.report.naming import from_home, option_words
+
     if not skipped:
         return
     out.heading(f"Left alone: {counted(len(skipped), 'file')}", as_talk=as_talk)
@@ -188,16 +266,25 @@ def _show_skipped(skipped: tuple[Skip, ...], *, verbose: bool, as_talk: bool) ->
         rows = [[f"  {each.reason}", from_home(each.path)] for each in skipped]
         out.table(_SKIPPED, rows, as_talk=as_talk)
         return
-    for reason, number in Counter(each.reason for each in skipped).most_common():
-        out.line(f"  {reason}: {counted(number, 'file')}", as_talk=as_talk)
+    for (reason, option), number in Counter(
+        (each.reason, each.option) for each in skipped
+    ).most_common():
+        included = (
+            ""
+            if option is None
+            else f"; {option_words([option])} includes {'it' if number == 1 else 'them'}"
+        )
+        out.line(f"  {reason}: {counted(number, 'file')}{included}", as_talk=as_talk)
 
 
 # what became of it
 
 
-def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: bool) -> None:
+def _say(
+    found: Scan, plan: DedupPlan, result: DedupResult | None, again: str, *, verbose: bool
+) -> None:
     if result is not None:
-        _say_result(plan, result, verbose=verbose)
+        _say_result(plan, result, again, verbose=verbose)
         return
     if not plan.files:
         _show_skipped(plan.skipped, verbose=verbose, as_talk=False)
@@ -209,15 +296,16 @@ def _say(found: Scan, plan: DedupPlan, result: DedupResult | None, *, verbose: b
     out.line(f"Would replace {files} and free {size}. Nothing was changed.")
 
 
-def _say_result(plan: DedupPlan, result: DedupResult, *, verbose: bool) -> None:
+def _say_result(plan: DedupPlan, result: DedupResult, again: str, *, verbose: bool) -> None:
     _show_skipped(result.skipped, verbose=verbose, as_talk=True)
     at_most = "at most " if result.freed_at_most else ""
     freed = f"freed {at_most}{format_size(result.freed)}"
     out.line(f"Replaced {counted(result.replaced, 'duplicate file')}, {freed}.")
     if not result.is_complete:
-        out.talk("Not everything was done; run 'smartcache dedup' again to go on.")
+        out.talk(f"Not everything was done; {again} goes on.")
     if result.batches:
-        out.talk(f"To take it back: smartcache undo {' '.join(result.batches)}")
+        files = counted(result.changed, "file")
+        out.talk(f"To take it back ({files} changed): smartcache undo {' '.join(result.batches)}")
     if result.batches and any(each.kind == "hardlink" for each in plan.groups):
         out.talk(
             "Deleting a model in one program now frees its bytes only when its last name is gone "
@@ -228,6 +316,8 @@ def _say_result(plan: DedupPlan, result: DedupResult, *, verbose: bool) -> None:
 def _document(
     found: Scan, plan: DedupPlan, result: DedupResult | None, *, dry_run: bool
 ) -> dict[str, object]:
+    from smartcache.report.naming import Naming
+
     naming = Naming()
     skipped = plan.skipped if result is None else result.skipped
     return {
@@ -238,11 +328,13 @@ def _document(
         "kinds": plan.kinds,
         "new_volumes": plan.new_volumes,
         "read_only": plan.read_only,
+        "permissions": plan.permissions,
         "skipped": skipped,
         "busy": found.busy,
         "problems": found.problems,
         "warnings": [*found.warnings, *plan.warnings],
         "replaced": 0 if result is None else result.replaced,
+        "changed": 0 if result is None else result.changed,
         "freed_size": 0 if result is None else result.freed,
         "is_at_most": result is not None and result.freed_at_most,
         "batches": () if result is None else result.batches,

@@ -167,6 +167,7 @@ def _document(report: Report, warnings: list[str]) -> dict[str, object]:
         "most_shared": report.most_shared,
         "across": report.across,
         "elsewhere": report.elsewhere,
+        "left": report.left,
         "unread": _unread(report.unread),
         "artifact_sets": [part_document(part) for part in report.artifact_sets],
         "prunable": report.prunable,

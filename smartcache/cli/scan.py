@@ -6,18 +6,21 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._command import command
+from smartcache.cli._command import command, same_options
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._folders import (
+    FILES,
     chooses_files,
     copy_rows,
     existing,
     folder_document,
     group_document,
     heading,
+    in_quotes,
     remembered,
     show_blocks,
     warn_of,
@@ -28,12 +31,10 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
-from smartcache.folders.apps import places
-from smartcache.folders.records import Figures, Group, Scan
-from smartcache.folders.scan import folders_to_scan, scan
-from smartcache.report.naming import Naming, from_home
-from smartcache.report.roles import roles
 from smartcache.sizes import format_age, format_size
+
+if TYPE_CHECKING:
+    from smartcache.folders.records import Figures, Group, Scan
 
 _GROUPS = 10
 _FOLDERS = (
@@ -52,7 +53,7 @@ _FOLDERS = (
     examples=(
         ("smartcache scan", "the model folders of every program on this machine"),
         ("smartcache scan ~/ComfyUI /mnt/models", "these folders"),
-        ("smartcache scan --only comfyui --only ollama", "two programs"),
+        ("smartcache scan --program comfyui --program ollama", "two programs"),
         ("smartcache scan --quick", "a first look: sizes, beginnings and ends of files"),
         ("smartcache scan --json > duplicates.json", "every group with every path"),
     ),
@@ -66,9 +67,9 @@ _FOLDERS = (
     help=f"Show so many groups of duplicates.  [default: {_GROUPS}]",
 )  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="Show every group with every path.")
-@click.pass_obj
+@click.pass_context
 def scan_command(
-    session: Session,
+    ctx: click.Context,
     *,
     folders: tuple[Path, ...],
     min_size: int,
@@ -87,8 +88,11 @@ def scan_command(
     folders have too, DUPLICATE what 'smartcache dedup' would free. With -q, prints the paths that
     it would replace.
     """
+    from smartcache.folders.scan import folders_to_scan, scan
+
     if everything and groups is not None:
         raise BadUsageError("--groups and --all exclude each other", hint="Leave one out.")
+    session = ctx.ensure_object(Session)
     given = existing(folders)
     session.how_far = remembered
     with session.store(create=True) as store:
@@ -104,7 +108,7 @@ def scan_command(
         held = prunable([store])
         count = None if everything else _GROUPS if groups is None else groups
         out.show(
-            human=lambda: _show(found, count, seconds) if chosen else _show_places(only),
+            human=lambda: _show(ctx, found, count, seconds) if chosen else _show_places(only),
             document=lambda: {**_document(found, warnings), "prunable": held},
             ids=lambda: _duplicates(found),
         )
@@ -113,6 +117,9 @@ def scan_command(
 
 
 def _show_places(only: tuple[str, ...]) -> None:
+    from smartcache.folders.apps import places
+    from smartcache.report.naming import from_home
+
     whose = f"of {', '.join(only)} " if only else ""
     out.line(f"No model folder {whose}was found. Looked at:")
     rows = [[f"  {name}", from_home(path)] for name, path in places() if not only or name in only]
@@ -120,11 +127,13 @@ def _show_places(only: tuple[str, ...]) -> None:
     out.line("Name a folder to scan it: smartcache scan FOLDER")
 
 
-def _show(found: Scan, count: int | None, seconds: float) -> None:
+def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) -> None:
+    from smartcache.report.naming import Naming, left_words
+
     _say_what_was_read(found, seconds)
     out.table(_FOLDERS, _folder_rows(found))
     naming = Naming()
-    groups = [each for each in _largest(found, count) if each.freeable or each.elsewhere]
+    groups = [each for each in _largest(found, count) if _matters(each)]
     if groups:
         is_likely = found.is_quick
         blocks = [
@@ -142,12 +151,16 @@ def _show(found: Scan, count: int | None, seconds: float) -> None:
     if found.elsewhere:
         size = format_size(found.elsewhere)
         out.line(f"{size} more are copies on other filesystems, which links cannot free.")
-    if found.editable:
-        size = format_size(found.editable)
-        out.line(f"{size} more are files that programs edit in place; --any-file counts them too.")
     if found.busy:
         out.line(f"{counted(len(found.busy), 'file')} left out: somebody is writing there.")
-    out.line(_conclusion(found))
+    # Not wrapped: it can be pasted.
+    out.line(_conclusion(found, in_quotes(same_options("dedup", ctx, *FILES))))
+    for text in left_words(found.left):
+        out.paragraph(text)
+
+
+def _matters(group: Group) -> bool:
+    return bool(group.freeable or group.elsewhere or any(each.size for each in group.skipped))
 
 
 def _largest(found: Scan, count: int | None) -> Iterable[Group]:
@@ -168,6 +181,8 @@ def _say_what_was_read(found: Scan, seconds: float) -> None:
 
 
 def _folder_rows(found: Scan) -> Iterator[list[str]]:
+    from smartcache.report.naming import from_home
+
     rows = [each for each in found.folders if each.logical] or list(found.folders)
     for each in [*rows, *([found.total] if len(rows) > 1 else [])]:
         yield [
@@ -181,20 +196,22 @@ def _folder_rows(found: Scan) -> Iterator[list[str]]:
         ]
 
 
-def _conclusion(found: Scan) -> str:
+def _conclusion(found: Scan, dedup: str) -> str:
     """Return the last line: what it would bring to go on."""
     if not found.freeable:
-        is_alone = not (found.elsewhere or found.editable)
-        why = ": nothing is here twice" if is_alone else " by links"
-        return f"There is nothing to free{why}. This scan has changed nothing."
+        is_alone = not (found.elsewhere or found.left)
+        why = "No file is here twice." if is_alone else "Links could free nothing here."
+        return f"{why} This scan has changed nothing."
     size, groups = format_size(found.freeable), counted(found.groups, "group")
     if found.is_quick:
         these = "this group is" if found.groups == 1 else f"these {groups} are"
-        return f"'smartcache dedup' would free about {size}, if {these} proven equal."
-    return f"'smartcache dedup' would free {size} ({groups}). This scan has changed nothing."
+        return f"{dedup} would free about {size}, if {these} proven equal."
+    return f"{dedup} would free {size} ({groups}). This scan has changed nothing."
 
 
 def _duplicates(found: Scan) -> Iterator[Path]:
+    from smartcache.report.roles import roles
+
     for group in _largest(found, None):
         for copy, role in roles(group):
             if role == "duplicate":
@@ -202,6 +219,8 @@ def _duplicates(found: Scan) -> Iterator[Path]:
 
 
 def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
+    from smartcache.report.naming import Naming
+
     naming = Naming()
     return {
         "folders": [_figures(each) for each in found.folders],
@@ -213,6 +232,7 @@ def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
         "freeable": found.freeable,
         "elsewhere": found.elsewhere,
         "editable": found.editable,
+        "left": found.left,
         "min_size": found.min_size,
         "is_quick": found.is_quick,
         "hashed": found.hashed,

@@ -1,46 +1,22 @@
 """Plan to replace duplicates by links: which file survives, which become links, what that frees.
 
-A plan is made from a scan and from a look at each file's owner, mode and attributes; nothing is
-changed before `execute` (`replacing.py`). Per filesystem there is one kind of link: hard links, or
-reflinks where they work and files must stay writable or are written by root, whom read-only files
-do not stop.
+A plan is made from a scan and from a look at each file's owner, mode and attributes (`checks.py`,
+the same that the scan counts with); nothing is changed before `execute` (`replacing.py`).
 """
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smartcache.errors import FileSkippedError
 from smartcache.folders.apps import KEYS_ON_MTIME
-from smartcache.folders.grouping import gain
-from smartcache.folders.kinds import Choice, Decided, Kind
-from smartcache.folders.records import Copy, Group, ModelFolder, Scan
+from smartcache.folders.checks import Allow, Checks
+from smartcache.folders.kinds import Choice, Kind
+from smartcache.folders.records import Copy, Group, ModelFolder, Scan, Skip, Verdict
 from smartcache.progress import Progress, silent
-from smartcache.store.attributes import read_attributes
-from smartcache.store.hold import (
-    Allowance,
-    refuse_unshareable,
-    refuse_unsuitable,
-    refuse_visible_change,
-)
-from smartcache.store.schema import signed
-from smartcache.store.statkey import StatKey
 from smartcache.store.store import Store
-
-Allow = frozenset[Allowance]
-_PAIR = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skip:
-    """A file that is left as it is, and why: a short phrase."""
-
-    path: Path
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +43,8 @@ class DedupResult:
 
     replaced: int
     """Names that are links now."""
+    changed: int
+    """Files that `undo` would give back: those replaced, and those that they share now."""
     freed: int
     """Disk blocks of inodes whose last name went, as they were when it went."""
     freed_at_most: bool
@@ -92,6 +70,8 @@ class DedupPlan:
     """Directories that will be made, because links cannot leave their filesystem."""
     read_only: int
     """Files that lose their write permission."""
+    permissions: Mapping[str, int]
+    """How many files get another mode besides, by what that means: "readable by ..."."""
     skipped: tuple[Skip, ...]
     warnings: tuple[str, ...]
     _execute: Callable[[DedupPlan, Progress], DedupResult] = field(repr=False, compare=False)
@@ -102,15 +82,26 @@ class DedupPlan:
 
 
 def plan_dedup(
-    store: Store, found: Scan, *, keep_writable: bool = False, allow: Allow = frozenset()
+    store: Store,
+    found: Scan,
+    *,
+    keep_writable: bool | None = None,
+    allow: Allow = frozenset(),
+    digests: Iterable[str] | None = None,
 ) -> DedupPlan:
-    """Plan to replace the duplicates of a scan; a quick one proves nothing and gives no plan."""
-    planning = _Planning(store, keep_writable=keep_writable, allow=allow)
+    """Plan to replace the duplicates of a scan; a quick one proves nothing and gives no plan.
+
+    Without `keep_writable` the setting of the store holds. `digests` are those of the groups to
+    plan for; None: all.
+    """
+    planning = _Planning(Choice(store, keep_writable=keep_writable))
+    wanted = None if digests is None else set(digests)
     if found.is_quick:
         planning.warnings.append("A quick scan proves nothing: scan in full before 'dedup'.")
     else:
-        for group in found.largest():
-            planning.add(group)
+        for group in found.largest(judge=Checks(planning.choice, allow)):
+            if wanted is None or group.digest in wanted:
+                planning.add(group)
     planning.warn_of_times()
     planned = sorted(planning.groups, key=lambda plan: plan.freed_size, reverse=True)
     if found.elsewhere:
@@ -123,6 +114,7 @@ def plan_dedup(
         kinds=planning.kinds,
         new_volumes=tuple(planning.new_volumes.values()),
         read_only=planning.read_only,
+        permissions=planning.permissions,
         skipped=tuple(planning.skipped),
         warnings=tuple(planning.warnings),
         _execute=lambda plan, progress: _execute(store, plan, folders, allow, progress),
@@ -143,92 +135,45 @@ def _execute(
     return Replacing(store, plan, allow).run(folders, progress)
 
 
-_Held = tuple[Copy, os.stat_result]
-
-
 class _Planning:
-    """A plan in the making: what was decided once for each filesystem and directory."""
+    """A plan in the making: what the checks said of each group, added up."""
 
-    def __init__(self, store: Store, *, keep_writable: bool, allow: Allow) -> None:
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
         self.groups: list[GroupPlan] = []
         self.kinds: dict[Path, str] = {}
         self.new_volumes: dict[str, Path] = {}
         self.skipped: list[Skip] = []
         self.warnings: list[str] = []
         self.read_only = 0
-        self._allow = allow
+        self.permissions: Counter[str] = Counter()
         self._retimed = 0
         self._programs: set[str] = set()
-        self._choice = Choice(store, keep_writable=keep_writable)
-        self._is_writable: dict[Path, bool] = {}
 
     def add(self, group: Group) -> None:
         """Plan one group: each filesystem by itself."""
-        by_filesystem: dict[str, list[Copy]] = {}
-        for copy in group.copies:
-            by_filesystem.setdefault(copy.filesystem, []).append(copy)
-        for filesystem, copies in by_filesystem.items():
-            if len(copies) >= _PAIR:
-                self._add(group, filesystem, copies)
+        for verdict in group.verdicts:
+            self.skipped += verdict.skipped
+            if verdict.survivor is not None and verdict.kind is not None:
+                self._add(group, verdict.survivor, verdict.kind, verdict)
 
-    def _add(self, group: Group, filesystem: str, copies: list[Copy]) -> None:
-        skips: list[Skip] = []
-        writable = [copy for copy in copies if not self._choice.mount(copy.path).is_read_only]
-        fixed = [copy for copy in copies if copy not in writable] if writable else copies[1:]
-        skips += [_skip(copy, "read-only filesystem") for copy in fixed]
-        decided = self._choice.of(filesystem, writable[0].path) if len(writable) >= _PAIR else None
-        if decided is not None and decided.kind is None:
-            skips += [_skip(copy, decided.words) for copy in writable[1:]]
-        elif decided is not None and decided.kind is not None:
-            near = self._near(writable, decided, skips)
-            held = self._suitable(near, decided.kind, skips)
-            chosen = self._chosen(held, decided.kind, skips) if held else []
-            self._plan(group, filesystem, decided, chosen, tuple(skips))
-        self.skipped += skips
-
-    def _near(self, copies: list[Copy], decided: Decided, skips: list[Skip]) -> list[Copy]:
-        """Return the copies on the mount of the volume: hard links do not cross mounts."""
-        near = [
-            copy
-            for copy in copies
-            if decided.kind == "reflink" or copy.is_only_in_store
-            or self._choice.mount(copy.path).point == decided.mount
-        ]  # fmt: skip
-        skips += [
-            _skip(copy, "on another mount of its disk") for copy in copies if copy not in near
-        ]
-        return near
-
-    def _plan(
-        self,
-        group: Group,
-        filesystem: str,
-        decided: Decided,
-        chosen: list[_Held],
-        skips: tuple[Skip, ...],
-    ) -> None:
-        """Add what is to be done, unless nothing would be freed: holes have no blocks."""
-        kind = decided.kind or "hardlink"
-        others = chosen[1:]
-        is_shared = kind == "reflink"
-        freed = sum(copy.allocated if is_shared else gain(copy) for copy, _ in others)
-        if not freed:
-            return
-        survivor = chosen[0][0]
+    def _add(self, group: Group, survivor: Copy, kind: Kind, verdict: Verdict) -> None:
+        decided = self.choice.of(verdict.filesystem, survivor.path)
         self.kinds[decided.mount] = decided.words
         if decided.new_volume is not None:
-            self.new_volumes[filesystem] = decided.new_volume
-        if is_shared:
-            replaced = tuple(copy.path for copy, _ in others)
+            self.new_volumes[verdict.filesystem] = decided.new_volume
+        if kind == "reflink":
+            replaced = tuple(copy.path for copy in verdict.replaced)
         else:
-            replaced = tuple(name.path for copy, _ in others for name in copy.names)
-            self._count_times(chosen)
-            self.read_only += sum(len(c.names) for c, st in chosen if st.st_mode & 0o222)
+            replaced = tuple(name.path for copy in verdict.replaced for name in copy.names)
+            self._count_times(survivor, verdict.replaced)
+        self.read_only += verdict.read_only
+        self.permissions.update(verdict.permissions)
         self.groups.append(
             GroupPlan(
-                group=group, filesystem=filesystem, kind=kind, survivor=survivor.path,
-                spares=tuple(copy.path for copy, _ in others), is_blob=survivor.is_blob,
-                replaced=replaced, skipped=skips, freed_size=freed,
+                group=group, filesystem=verdict.filesystem, kind=kind, survivor=survivor.path,
+                spares=tuple(copy.path for copy in verdict.replaced), is_blob=survivor.is_blob,
+                replaced=replaced, skipped=verdict.skipped, freed_size=verdict.freed,
             )
         )  # fmt: skip
 
@@ -242,85 +187,9 @@ class _Planning:
                 " by the program once more."
             )
 
-    def _count_times(self, chosen: list[_Held]) -> None:
-        survivor = chosen[0][0]
-        for copy, _ in chosen[1:]:
+    def _count_times(self, survivor: Copy, replaced: Iterable[Copy]) -> None:
+        for copy in replaced:
             programs = {name.folder.program for name in copy.names} & KEYS_ON_MTIME
             if programs and copy.mtime_ns != survivor.mtime_ns:
                 self._retimed += 1
                 self._programs |= programs
-
-    def _suitable(self, copies: list[Copy], kind: Kind, skips: list[Skip]) -> list[_Held]:
-        """Return the copies that may take part, with their stats; say why the others may not."""
-        held = []
-        for copy in copies:
-            try:
-                st = os.lstat(copy.path)
-                if not copy.is_linkable and kind == "hardlink":
-                    reason = "programs edit such files in place"
-                elif (signed(st.st_ino), StatKey.of(st).mtime_ns) != (copy.inode, copy.mtime_ns):
-                    reason = "changed since it was scanned"
-                elif kind == "reflink":
-                    refuse_unshareable(copy.path, st)
-                    reason = ""
-                elif not copy.is_blob:
-                    refuse_unsuitable(copy.path, st)
-                    reason = self._obstacle(copy)
-                else:
-                    reason = ""
-            except FileSkippedError as error:
-                reason = str(getattr(error, "reason", error))
-            except OSError as error:
-                reason = error.strerror or str(error)
-            if reason:
-                skips.append(_skip(copy, reason))
-            else:
-                held.append((copy, st))
-        return held
-
-    def _obstacle(self, copy: Copy) -> str:
-        for name in copy.names:
-            folder = name.path.parent
-            if folder not in self._is_writable:
-                self._is_writable[folder] = os.access(folder, os.W_OK)
-            if not self._is_writable[folder]:
-                return "its folder cannot be written"
-        if "xattr" not in self._allow and read_attributes(copy.path):
-            return "has extended attributes"
-        return ""
-
-    def _chosen(self, held: list[_Held], kind: Kind, skips: list[Skip]) -> list[_Held]:
-        """Return the survivor and the copies that can share with it."""
-        if kind == "reflink":
-            return [held[0], *(each for each in held[1:] if each[0].shares_with is None)]
-        alike = [held] if held[0][0].is_blob else _alike(held, self._allow)
-        chosen = max(alike, key=lambda each: sum(gain(copy) for copy, _ in each[1:]))
-        survivor = chosen[0]
-        result = [survivor]
-        for copy, st in held:
-            if copy is survivor[0] or copy.shares_with is not None:
-                continue
-            try:
-                refuse_visible_change(copy.path, st, survivor[1], self._allow)
-            except FileSkippedError as error:
-                skips.append(_skip(copy, str(getattr(error, "reason", error))))
-                continue
-            if copy.outside_names:
-                skips.append(_skip(copy, "has other names elsewhere, so nothing would be freed"))
-            else:
-                result.append((copy, st))
-        return result
-
-
-def _skip(copy: Copy, reason: str) -> Skip:
-    return Skip(path=copy.path, reason=reason)
-
-
-def _alike(held: list[_Held], allow: Allow) -> list[list[_Held]]:
-    """Return the copies that a link would not change visibly among each other, in order."""
-    found: dict[tuple[object, ...], list[_Held]] = {}
-    for copy, st in held:
-        group = 0 if "group" in allow else st.st_gid
-        mode = 0 if "mode" in allow else stat.S_IMODE(st.st_mode) & 0o555
-        found.setdefault((group, mode), []).append((copy, st))
-    return list(found.values())

@@ -18,7 +18,7 @@ from pathlib import Path
 from smartcache.folders.apps import KEYS_ON_MTIME
 from smartcache.folders.blocks import SharedBlocks
 from smartcache.folders.eligible import is_write_once
-from smartcache.folders.records import Copy, Group, ModelFolder, Name
+from smartcache.folders.records import Copy, Group, Judge, ModelFolder, Name
 from smartcache.store.duplicates import Member, MemberRow
 
 _PAIR = 2
@@ -33,6 +33,9 @@ class World:
     blob_path: Callable[[str], Path]
     is_blob: Callable[[str, int], bool]
     """Says whether an inode of a filesystem is a blob of another volume there."""
+    judge: Judge
+    modes: Mapping[str, Mapping[int, tuple[int, int] | None]] = field(default_factory=dict)
+    """Group and permissions of the inodes that have not the usual ones (`Walked.modes`)."""
     any_file: bool = False
     """Every kind of file may be linked."""
     is_proven: bool = True
@@ -57,23 +60,13 @@ def group_from(rows: list[MemberRow], world: World) -> Group | None:
     if len(copies) < _PAIR or all(member.path is None for member in members):
         return None
     digest = (members[0].digest or b"").hex() if world.is_proven else ""
-    return group_of(members[0].size, digest, world.blocks.marked(sorted(copies, key=_rank)))
-
-
-def group_of(size: int, digest: str, ordered: list[Copy]) -> Group:
-    """Return a group of copies in their order, survivors first, and what it could free."""
-    survivors: dict[str, Copy] = {}
-    freeable = editable = 0
-    for copy in ordered:
-        survivor = survivors.setdefault(copy.filesystem, copy)
-        if copy is not survivor:
-            may_link = copy.is_linkable and survivor.is_linkable
-            freeable += gain(copy) if may_link else 0
-            editable += 0 if may_link else gain(copy)
-    elsewhere = sum(copy.allocated for copy in list(survivors.values())[1:])
+    ordered = world.blocks.marked(sorted(copies, key=_rank))
+    firsts = {copy.filesystem: copy for copy in reversed(ordered)}
+    first = ordered[0].filesystem
+    elsewhere = sum(copy.allocated for name, copy in firsts.items() if name != first)
     return Group(
-        digest=digest, size=size, copies=tuple(ordered), freeable=freeable, elsewhere=elsewhere,
-        editable=editable,
+        digest=digest, size=members[0].size, copies=tuple(ordered), elsewhere=elsewhere,
+        verdicts=world.judge(ordered),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from smartcache.store.filesystems import Mount, mount_of, probe
 from smartcache.store.kernel import effective_user
 from smartcache.store.layout import volume_root
+from smartcache.store.mounts import mount_points
 from smartcache.store.store import Store
 
 Kind = Literal["hardlink", "reflink"]
@@ -33,20 +34,36 @@ class Decided:
 
 
 class Choice:
-    """Which kind of link each filesystem gets; decided once."""
+    """Which kind of link each filesystem gets, decided once; and what folders allow."""
 
-    def __init__(self, store: Store, *, keep_writable: bool) -> None:
+    def __init__(self, store: Store, *, keep_writable: bool | None = None) -> None:
+        """Take a store; whether files stay writable is a setting of it, unless said here."""
         self._roots = {each.volume.filesystem: each.root for each in store.stores()}
-        self._keep_writable = keep_writable
+        setting = store.settings.keep_writable
+        self._keep_writable = setting if keep_writable is None else keep_writable
         self._decided: dict[str, Decided] = {}
+        self._points = mount_points()
         self._mounts: dict[Path, Mount] = {}
+        self._is_writable: dict[Path, bool] = {}
 
     def mount(self, path: Path) -> Mount:
-        """Return the mount that a file is on, asked once for each directory."""
-        folder = path.parent
-        if folder not in self._mounts:
-            self._mounts[folder] = mount_of(folder)
-        return self._mounts[folder]
+        """Return the mount that a file is on, given by its real path."""
+        return self._mount(path.parent)
+
+    def _mount(self, folder: Path) -> Mount:
+        found = self._mounts.get(folder)
+        if found is None:
+            # Asking the kernel takes 150 microseconds: only where another mount begins.
+            is_begin = self._points is None or folder in self._points or folder == folder.parent
+            found = mount_of(folder) if is_begin else self._mount(folder.parent)
+            self._mounts[folder] = found
+        return found
+
+    def can_write(self, folder: Path) -> bool:
+        """Say whether names in a folder can be replaced, asked once."""
+        if folder not in self._is_writable:
+            self._is_writable[folder] = os.access(folder, os.W_OK)
+        return self._is_writable[folder]
 
     def of(self, filesystem: str, example: Path) -> Decided:
         """Return what was decided for a filesystem, of which `example` is a file."""

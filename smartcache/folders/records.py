@@ -6,10 +6,14 @@ names of an inode are one copy, so links are never duplicates of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Literal, Protocol
+
+Option = Literal["group", "mode", "xattr", "any-file"]
+"""What a user can add so that files are not left alone: `--allow` the first three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +69,68 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A file that is left as it is, and why: a short phrase."""
+
+    path: Path
+    reason: str
+    option: Option | None = None
+    """What would include it."""
+    size: int = 0
+    """What a link in its place would free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What would become of the copies of a group on one filesystem."""
+
+    filesystem: str
+    kind: Literal["hardlink", "reflink"] | None = None
+    """None: nothing is replaced."""
+    survivor: Copy | None = None
+    replaced: tuple[Copy, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    freed: int = 0
+    read_only: int = 0
+    """Names that lose their write permission."""
+    permissions: tuple[str, ...] = ()
+    """What the change of mode means for each name that gets another one: "readable by ..."."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Copies of one content. `digest` is empty when it is likely, not proven (a quick scan)."""
 
     digest: str
     size: int
     copies: tuple[Copy, ...]
-    """The one that would survive first, then the others; all filesystems."""
-    freeable: int
-    """Bytes that links would give back: copies beyond the first of each filesystem whose names
-    were all met."""
+    """In the order in which they would survive; all filesystems."""
     elsewhere: int
     """Bytes of copies that cannot be linked because they lie on another filesystem than the
     first."""
-    editable: int = 0
-    """Bytes that links would give back if this were no kind of file that programs edit in
-    place."""
+    verdicts: tuple[Verdict, ...]
+    """One for each filesystem with several copies."""
+
+    @property
+    def freeable(self) -> int:
+        """Bytes that `dedup` would free."""
+        return sum(each.freed for each in self.verdicts)
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """What `dedup` would leave alone."""
+        return tuple(skip for each in self.verdicts for skip in each.skipped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Duplicates that `dedup` leaves alone for one reason: how many, and what they take."""
+
+    reason: str
+    options: tuple[Option, ...]
+    """With these it would free `size` more; none: it never does."""
+    files: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +160,19 @@ class Problem:
     reason: str
 
 
+class Judge(Protocol):
+    """Decides what would become of the copies of a group (`checks.Checks`)."""
+
+    def __call__(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
+        """Decide for each filesystem; the copies are in the order of survivors."""
+
+    def ordinary(self, filesystem: str, path: bytes) -> bool:
+        """Say whether nothing but its owner and mode could speak against linking a file."""
+
+    def allowing(self, more: Iterable[Option]) -> Judge:
+        """Return one that allows more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
     """What a scan found. Groups are read from the index when asked for, largest gain first."""
@@ -119,10 +182,11 @@ class Scan:
     groups: int
     """How many groups have something to free."""
     freeable: int
+    """Bytes that `dedup` would free: its own checks say so."""
     elsewhere: int
     """Bytes of duplicates on other filesystems, which links cannot free."""
-    editable: int
-    """Bytes of duplicates that are left out because programs edit such files in place."""
+    left: tuple[Left, ...]
+    """Duplicates that are left alone, the most bytes first."""
     min_size: int
     is_quick: bool
     hashed: int
@@ -131,8 +195,18 @@ class Scan:
     """Files left out because somebody writes them."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
-    _largest: Callable[[int | None], Iterator[Group]] = field(repr=False, compare=False)
+    _largest: Callable[[int | None, Judge | None], Iterator[Group]] = field(
+        repr=False, compare=False
+    )
 
-    def largest(self, count: int | None = None) -> Iterator[Group]:
-        """Return the `count` groups with the most to free; or go through all, by size of file."""
-        return self._largest(count)
+    def largest(self, count: int | None = None, *, judge: Judge | None = None) -> Iterator[Group]:
+        """Return the `count` groups with the most to free; or go through all, by size of file.
+
+        `judge` decides in place of the scan's own one what would become of them.
+        """
+        return self._largest(count, judge)
+
+    @property
+    def editable(self) -> int:
+        """Bytes of duplicates that are left alone because programs edit such files in place."""
+        return sum(each.size for each in self.left if "any-file" in each.options)

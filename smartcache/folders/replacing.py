@@ -13,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 
 from smartcache.errors import FileSkippedError, SmartcacheError, StoreError
-from smartcache.folders.dedup import Allow, DedupPlan, DedupResult, GroupPlan, Skip
-from smartcache.folders.records import ModelFolder
+from smartcache.folders.checks import Allow
+from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
+from smartcache.folders.records import ModelFolder, Skip
 from smartcache.progress import Job, Progress
 from smartcache.store.replace import Replacement
 from smartcache.store.statkey import StatKey
@@ -34,6 +35,7 @@ class Replacing:
         self._batches: list[str] = []
         self._replaced = 0
         self._freed = 0
+        self._changed = 0
         self._changes = 0
         """Of the volume in work: what `undo` could take back."""
 
@@ -47,6 +49,7 @@ class Replacing:
                 self._run_on(store, plans, job)
         return DedupResult(
             replaced=self._replaced,
+            changed=self._changed,
             freed=self._freed,
             freed_at_most=any(plan.kind == "reflink" for plan in self._plan.groups),
             skipped=tuple(self._skipped),
@@ -86,6 +89,7 @@ class Replacing:
                     self._lend_sightings(store, chunk)
                 self._share(store, [plan for plan in chunk if plan.kind == "reflink"], job)
                 self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
+        self._changed += self._changes
         if self._changes:
             self._batches.append(batch.id)
 

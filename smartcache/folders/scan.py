@@ -10,15 +10,19 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from smartcache.errors import StoreError
 from smartcache.folders.apps import discover, identify
+from smartcache.folders.checks import Checks
 from smartcache.folders.comparing import Compared, compare
 from smartcache.folders.grouping import World, groups
-from smartcache.folders.records import Figures, Group, ModelFolder, Scan
+from smartcache.folders.ignored import ignored
+from smartcache.folders.kinds import Choice
+from smartcache.folders.records import Figures, Group, Judge, ModelFolder, Scan
 from smartcache.folders.tally import KEPT, Tally
 from smartcache.folders.walk import Walked, walk
 from smartcache.progress import Progress, silent
@@ -29,12 +33,19 @@ MIN_SIZE = 1 << 20
 """Smaller files are seen, but not compared: programs edit them in place, and they gain little."""
 
 
+_MAY_BE_MORE = (
+    "The index was lost, and links to the store may lie in what is ignored: 'prune' waits until a"
+    " scan has seen everything ('smartcache folders ignore --remove')"
+)
+
+
 def folders_to_scan(
     store: Store, given: Sequence[str | Path] = (), only: Sequence[str] = ()
 ) -> tuple[list[ModelFolder], list[str]]:
     """Return the folders named, or else those of programs and those remembered; and warnings.
 
-    `only` keeps the folders of some programs. A named folder that does not exist is an error.
+    `only` keeps the folders of some programs. A named folder that does not exist is an error;
+    one that the user has ignored is left out.
     """
     warnings: list[str] = []
     found: list[ModelFolder] = []
@@ -51,6 +62,13 @@ def folders_to_scan(
             else:
                 warnings.append(f"{path} is not there now")
         found += discovery.folders
+    left_alone = ignored()
+    for folder in found:
+        if given and left_alone.covers(folder.path):
+            warnings.append(
+                f"{folder.path} is ignored; 'smartcache folders ignore --remove' takes that back"
+            )
+    found = [folder for folder in found if not left_alone.covers(folder.path)]
     unique = list({folder.path: folder for folder in reversed(found)}.values())[::-1]
     wanted = {name.casefold() for name in only}
     return [each for each in unique if not only or each.program.casefold() in wanted], warnings
@@ -59,17 +77,30 @@ def folders_to_scan(
 def known_folders(store: Store, *, beside: Sequence[ModelFolder] = ()) -> list[ModelFolder]:
     """Return the folders in which files were seen and that are there now, besides those given."""
     others = {folder.path for folder in beside}
+    left_alone = ignored()
     return [
         ModelFolder(path=each.path, program=each.program, found_by="seen", is_given=each.is_given)
         for each in store.folders()
         if each.path not in others and os.path.isdir(each.path)
+        if not left_alone.covers(each.path)
     ]
+
+
+def downloads_folder() -> list[ModelFolder]:
+    """Return where browsers save files: looked at for what downloads can reuse, never changed."""
+    try:
+        path = Path.home() / "Downloads"
+    except RuntimeError:  # nobody's home
+        return []
+    if not os.path.isdir(path) or ignored().covers(path):
+        return []
+    return [ModelFolder(path=Path(os.path.realpath(path)), found_by="downloads")]
 
 
 def _named(path: Path) -> ModelFolder:
     real = Path(os.path.realpath(path))
     if not os.path.isdir(real):
-        reason = "is no directory" if os.path.lexists(path) else "does not exist"
+        reason = "is not a folder" if os.path.lexists(path) else "does not exist"
         hint = (
             "Give folders; 'smartcache add' takes single files."
             if os.path.exists(real)
@@ -101,8 +132,10 @@ def scan(
     compared = finding.compare(progress)
     if store.has_lost_links:
         store.record_symlinks(Path(os.fsdecode(path)) for path in walked.blob_links)
-        if is_whole and not walked.problem_count:
+        if is_whole and not walked.problem_count and not walked.is_partial:
             store.confirm_links()
+        elif is_whole and walked.is_partial:
+            return replace(finding.result(compared), warnings=(_MAY_BE_MORE,))
     return finding.result(compared)
 
 
@@ -161,6 +194,8 @@ class _Finding:
             store=ModelFolder(path=store.root, program="smartcache"),
             blob_path=lambda digest: Path(store.volume.layout.blob(digest)),
             is_blob=_blobs_elsewhere(store),
+            judge=Checks(Choice(store)),
+            modes=walked.modes,
             any_file=any_file,
             is_proven=not is_quick,
         )
@@ -187,7 +222,7 @@ class _Finding:
         figures, total = _figures(self._store, self._scope, self._walked.folders, tally)
         return Scan(
             folders=figures, total=total, groups=tally.groups, freeable=tally.freeable,
-            elsewhere=tally.elsewhere, editable=tally.editable, min_size=self._scope.min_size,
+            elsewhere=tally.elsewhere, left=tally.left(), min_size=self._scope.min_size,
             is_quick=self._by == "sample", hashed=compared.hashed, busy=tuple(compared.busy),
             problems=(*self._walked.problems, *compared.problems), warnings=(),
             _largest=partial(self._largest, tally),
@@ -201,11 +236,12 @@ class _Finding:
     def _rows(self, *, with_racy: bool = True) -> Iterator[MemberRow]:
         return self._store.volume.index.members(self._scope, self._by, with_racy=with_racy)
 
-    def _largest(self, tally: Tally, most: int | None) -> Iterator[Group]:
-        found = groups(self._rows(), self._world)
+    def _largest(self, tally: Tally, most: int | None, judge: Judge | None) -> Iterator[Group]:
+        world = self._world if judge is None else replace(self._world, judge=judge)
+        found = groups(self._rows(), world)
         if most is None:
             return found
-        if most <= KEPT or tally.has_all:
+        if judge is None and (most <= KEPT or tally.has_all):
             return tally.best(most)
         best = heapq.nlargest(most, found, key=lambda group: (group.freeable, group.elsewhere))
         return iter(best)

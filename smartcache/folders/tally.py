@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Final
@@ -16,7 +17,7 @@ from typing import Final
 from smartcache.folders.apps import KEYS_ON_MTIME
 from smartcache.folders.eligible import is_write_once
 from smartcache.folders.grouping import World, gain, group_from
-from smartcache.folders.records import Copy, Group
+from smartcache.folders.records import Group, Left, Option
 from smartcache.store.duplicates import MemberRow
 
 KEPT = 100
@@ -36,16 +37,18 @@ _SAMPLE: Final = 9
 
 
 class Tally:
-    """Sums over all groups."""
+    """Sums over all groups, as the checks of `dedup` decide about them."""
 
     def __init__(self, world: World) -> None:
         self.groups = 0
         """Those with something to free."""
-        self.freeable = self.elsewhere = self.editable = 0
+        self.freeable = self.elsewhere = 0
+        self._left: dict[tuple[str, tuple[Option, ...]], tuple[int, int]] = {}
         self.by_folder: dict[int, int] = {}
         self.unresolved: set[int] = set()
         """Sizes of files that may be equal but were not compared."""
         self._world = world
+        self._worlds: dict[frozenset[Option], World] = {}
         self._numbers = {folder.path: number for number, folder in world.folders.items()}
         self._special = {
             number for number, folder in world.folders.items() if folder.program in KEYS_ON_MTIME
@@ -80,10 +83,18 @@ class Tally:
         """Whether `best` knows every group."""
         return self._count <= KEPT
 
+    def left(self) -> tuple[Left, ...]:
+        """Return what is left alone, the most bytes first."""
+        found = [
+            Left(reason=reason, options=options, files=files, size=size)
+            for (reason, options), (files, size) in self._left.items()
+        ]
+        return tuple(sorted(found, key=lambda each: (-each.size, each.reason)))
+
     def _add(self, rows: list[MemberRow]) -> None:
         sums = self._plainly(rows)
-        freeable, elsewhere = self._carefully(rows) if sums is None else sums
-        if not (freeable or elsewhere):
+        freeable, elsewhere, left = self._carefully(rows) if sums is None else (sums, 0, 0)
+        if not (freeable or elsewhere or left):
             return
         self.groups += freeable > 0
         self.freeable += freeable
@@ -95,7 +106,7 @@ class Tally:
         elif entry > self._best[0]:
             heapq.heapreplace(self._best, entry)
 
-    def _plainly(self, rows: list[MemberRow]) -> tuple[int, int] | None:
+    def _plainly(self, rows: list[MemberRow]) -> int | None:
         """Add up a plain group; None if it is not one."""
         filesystem, special, any_file = rows[0][_FILESYSTEM], self._special, self._world.any_file
         if self._world.blocks.may_share(filesystem, rows[0][_PATH] or b"/"):
@@ -104,13 +115,18 @@ class Tally:
         if len(inodes) < len(rows):
             # Names of one file are no duplicates; of several files, somebody must tell them apart.
             is_one = len(inodes) == 1 and all(row[_FILESYSTEM] == filesystem for row in rows)
-            return (0, 0) if is_one else None
+            return 0 if is_one else None
         total = 0
+        ordinary, modes = self._world.judge.ordinary, self._world.modes.get(filesystem, {})
+        alike = modes.get(rows[0][_INODE], ())
         for row in rows:
             path = row[_PATH]
-            if row[_LINKS] != 1 or row[_FILESYSTEM] != filesystem:
+            if row[_LINKS] != 1 or row[_FILESYSTEM] != filesystem or path is None:
                 return None
-            if path is None or not (any_file or is_write_once(path)):
+            if not (any_file or is_write_once(path)):
+                return None
+            is_alike = alike is not None and modes.get(row[_INODE], ()) == alike
+            if not (is_alike and ordinary(filesystem, path)):
                 return None
             total += row[_ALLOCATED]
         by_age = itemgetter(_MTIME, _PATH)
@@ -120,20 +136,52 @@ class Tally:
         for row in rows:
             if row is not survivor:
                 by_folder[row[_FOLDER]] = by_folder.get(row[_FOLDER], 0) + row[_ALLOCATED]
-        return total - survivor[_ALLOCATED], 0
+        return total - survivor[_ALLOCATED]
 
-    def _carefully(self, rows: list[MemberRow]) -> tuple[int, int]:
+    def _carefully(self, rows: list[MemberRow]) -> tuple[int, int, int]:
         group = group_from(rows, self._world)
         if group is None:
-            return 0, 0
-        survivors: dict[str, Copy] = {}
-        for copy in group.copies:
-            survivor = survivors.setdefault(copy.filesystem, copy)
-            if copy is not survivor and copy.is_linkable and survivor.is_linkable:
+            return 0, 0, 0
+        for verdict in group.verdicts:
+            for copy in verdict.replaced:
                 number = self._numbers.get(copy.names[0].folder.path, 0)
-                self.by_folder[number] = self.by_folder.get(number, 0) + gain(copy)
-        self.editable += group.editable
-        return group.freeable, group.elsewhere
+                size = copy.allocated if verdict.kind == "reflink" else gain(copy)
+                self.by_folder[number] = self.by_folder.get(number, 0) + size
+        return group.freeable, group.elsewhere, self._count_left(group, rows)
+
+    def _count_left(self, group: Group, rows: list[MemberRow]) -> int:
+        """Note what is left alone of a group, and which options would bring how much more."""
+        options: frozenset[Option] = frozenset()
+        final: Group | None = group
+        while final is not None:
+            added = frozenset(skip.option for skip in final.skipped if skip.option) - options
+            if not added:
+                break
+            options |= added
+            final = group_from(rows, self._allowing(options))
+        if final is None:
+            return 0
+        more = final.freeable - group.freeable
+        if more:
+            files = sum(skip.option is not None for skip in group.skipped)
+            self._note_left("", tuple(sorted(options)), files, more)
+        for skip in final.skipped:
+            if skip.size:
+                self._note_left(skip.reason, (), 1, skip.size)
+        return more + sum(skip.size for skip in final.skipped)
+
+    def _note_left(self, reason: str, options: tuple[Option, ...], files: int, size: int) -> None:
+        before = self._left.get((reason, options), (0, 0))
+        self._left[reason, options] = (before[0] + files, before[1] + size)
+
+    def _allowing(self, options: frozenset[Option]) -> World:
+        if options not in self._worlds:
+            self._worlds[options] = replace(
+                self._world,
+                any_file=self._world.any_file or "any-file" in options,
+                judge=self._world.judge.allowing(options),
+            )
+        return self._worlds[options]
 
 
 class _Unknown:

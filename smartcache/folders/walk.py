@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from smartcache.folders.apps import identify_names
+from smartcache.folders.ignored import ignored
 from smartcache.folders.records import ModelFolder, Problem
 from smartcache.progress import Job
 from smartcache.store.filesystems import filesystem_id
 from smartcache.store.hold import INCOMPLETE_SUFFIXES
+from smartcache.store.kernel import effective_user
 from smartcache.store.layout import Layout
 from smartcache.store.schema import signed
 from smartcache.store.sighted import SeenRow
@@ -53,6 +55,11 @@ class Walked:
     files: int = 0
     changes: int = 0
     """Files that are new, changed or gone."""
+    modes: dict[str, dict[int, tuple[int, int] | None]] = field(default_factory=dict)
+    """By filesystem: group and permissions of inodes that have not those of the first file, as most
+    have; None: of another user, or with a special mode."""
+    is_partial: bool = False
+    """The user has some files ignored: there may be more than was met."""
     blob_links: list[bytes] = field(default_factory=list)
     """Symlinks that point at blobs of the store, if the store has forgotten them."""
 
@@ -78,9 +85,15 @@ class _Run:
         self.walked = Walked()
         self._index = store.volume.index
         self._job = job
+        self._user = effective_user()
+        self._usual: tuple[int, int, int] | None = None
+        self._usually: tuple[int, int] | None = None
+        self._ignored = ignored()
+        self.walked.is_partial = bool(self._ignored.patterns)
         self._blobs = os.fsencode(store.volume.layout.blobs) if store.has_lost_links else None
         self._entered: set[_Key] = set()
         self._filesystems: dict[int, int] = {}
+        self._names: dict[int, str] = {}
         self._symlinks: list[tuple[int, bytes]] = []
         self._kept: dict[int, set[int]] = {}
         self._listed: list[tuple[int, bytes, _Listing]] = []
@@ -127,7 +140,8 @@ class _Run:
 
     def _descend(self, number: int, top: bytes, st: os.stat_result) -> list[ModelFolder]:
         found: list[ModelFolder] = []
-        waiting = [(top, (st.st_dev, st.st_ino))]
+        is_ignored = self._ignored.covers(Path(os.fsdecode(top)))
+        waiting = [] if is_ignored else [(top, (st.st_dev, st.st_ino))]
         while waiting:
             path, key = waiting.pop()
             if key in self._entered:
@@ -180,7 +194,7 @@ class _Run:
         seen, below, filesystems = listing.seen, listing.below, self._filesystems
         try:
             with os.scandir(path) as entries:
-                for entry in entries:
+                for entry in self._wanted(entries):
                     try:
                         st = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
@@ -192,6 +206,8 @@ class _Run:
                         below.append((entry.path, (st.st_dev, st.st_ino)))
                     elif stat.S_ISREG(st.st_mode):
                         filesystem = filesystems.get(st.st_dev) or self._number(entry.path, st)
+                        if (st.st_mode, st.st_uid, st.st_gid) != self._usual:
+                            self._note_mode(st)
                         seen[entry.name] = (
                             st.st_size, filesystem, signed(st.st_ino),
                             min(st.st_mtime_ns, LATEST_NS), min(st.st_ctime_ns, LATEST_NS),
@@ -211,8 +227,26 @@ class _Run:
         )
         return listing
 
+    def _wanted(self, entries: Iterable[os.DirEntry[bytes]]) -> Iterable[os.DirEntry[bytes]]:
+        """Pass over what the user ignores; but a store is known by its marks in any case."""
+        if not self._ignored.patterns:
+            return entries
+        matches = self._ignored.matches
+        return (each for each in entries if each.name in _STORE_MARKS or not matches(each.path))
+
+    def _note_mode(self, st: os.stat_result) -> None:
+        """Remember an owner or mode that is not that of the first file."""
+        is_ours = st.st_uid == self._user and not st.st_mode & 0o7000
+        seen = (st.st_gid, st.st_mode & 0o555) if is_ours else None
+        if self._usual is None and seen is not None:
+            self._usual, self._usually = (st.st_mode, st.st_uid, st.st_gid), seen
+        elif seen is None or seen != self._usually:
+            modes = self.walked.modes.setdefault(self._names[st.st_dev], {})
+            modes[signed(st.st_ino)] = seen
+
     def _number(self, path: bytes, st: os.stat_result) -> int:
         name = filesystem_id(Path(os.fsdecode(path)), st)
+        self._names[st.st_dev] = name
         number = self._filesystems[st.st_dev] = self._index.filesystem_number(name)
         return number
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smartcache.cache import holders_of, prunable_size
-from smartcache.folders.records import Figures, Group, ModelFolder, Problem, Scan
+from smartcache.folders.records import Figures, Group, Left, ModelFolder, Problem, Scan
 from smartcache.folders.scan import survey
 from smartcache.folders.titles import kind_of
 from smartcache.progress import Progress, silent
@@ -90,6 +90,8 @@ class Report:
     """Files from `min_size` that have another of their size and were never compared with it."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
+    left: tuple[Left, ...] = ()
+    """Duplicates that `dedup` leaves alone, with the options that would include them."""
     artifact_sets: tuple[Part, ...] = ()
     """Sets of computed tensors, the largest first."""
     prunable: int = 0
@@ -259,6 +261,7 @@ class _Counting:
             unread=self._watch.found(),
             min_size=self._min_size,
             uncompared=sum(new for all_, new in self._sizes.values() if all_ > 1),
+            left=found.left,
             problems=found.problems,
             warnings=found.warnings,
         )

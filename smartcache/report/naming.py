@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from smartcache.folders.names import Namer
-from smartcache.folders.records import Group, ModelFolder
+from smartcache.folders.records import Group, Left, ModelFolder, Option
 from smartcache.folders.titles import title_of
+from smartcache.sizes import format_size
 
 _OURS = "smartcache"
 """What scans call the store, whose blobs have no names of their own."""
@@ -76,3 +77,30 @@ def from_home(path: Path) -> str:
             below = path.relative_to(each)
             return f"~/{below}" if below.parts else "~"
     return str(path)
+
+
+_DIFFERENCES: dict[Option, tuple[str, str]] = {
+    "any-file": ("is of a kind", "are of a kind"),
+    "group": ("differs in group", "differ in group"),
+    "mode": ("differs in permissions", "differ in permissions"),
+    "xattr": ("has extended attributes", "have extended attributes"),
+}
+
+
+def left_words(left: tuple[Left, ...]) -> Iterator[str]:
+    """Say what `dedup` leaves alone: first what options would include, then what none does."""
+    for each in sorted(left, key=lambda each: not each.options):
+        files = "1 file" if each.files == 1 else f"{each.files:,} files"
+        size = format_size(each.size)
+        if not each.options:
+            yield f"{size} stays as it is ({files}: {each.reason})."
+            continue
+        words = [_DIFFERENCES[option][each.files != 1] for option in each.options]
+        if "any-file" in each.options:
+            words[0] += " that programs edit in place"
+        yield f"{size} more with {option_words(each.options)} ({files} {' or '.join(words)})."
+
+
+def option_words(options: Iterable[Option]) -> str:
+    """Return options as they are typed."""
+    return " ".join("--any-file" if each == "any-file" else f"--allow {each}" for each in options)

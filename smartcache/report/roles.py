@@ -7,27 +7,34 @@ from typing import Literal
 
 from smartcache.folders.records import Copy, Group
 
-Role = Literal["stays", "duplicate", "editable", "other names", "same blocks", "other disk"]
+Role = Literal[
+    "stays", "duplicate", "editable", "other names", "same blocks", "left alone", "other disk"
+]
 """stays: the survivor. other disk: the first one of another filesystem, which no link reaches.
-duplicate: could be replaced. editable: of a kind that programs edit in place, so it is not replaced
+duplicate: would be replaced. editable: of a kind that programs edit in place, so it is not replaced
 unless asked for. other names: replacing it frees nothing, because it has names that the scan did
-not meet. same blocks: a reflink of another copy, which takes no room of its own."""
+not meet. same blocks: a reflink of another copy, which takes no room of its own. left alone: the
+checks of `dedup` object to it, and the group says why."""
 
 
 def roles(group: Group) -> Iterator[tuple[Copy, Role]]:
     """Go through the copies of a group, the survivor first."""
-    survivors: dict[str, Copy] = {}
-    for copy in group.copies:
-        survivor = survivors.setdefault(copy.filesystem, copy)
-        if survivor is copy:
-            yield copy, "stays" if len(survivors) == 1 else "other disk"
+    firsts = {copy.filesystem: copy.inode for copy in reversed(group.copies)}
+    firsts |= {each.filesystem: each.survivor.inode for each in group.verdicts if each.survivor}
+    replaced = {(each.filesystem, copy.inode) for each in group.verdicts for copy in each.replaced}
+    options = {skip.path: skip.option for skip in group.skipped}
+    first = group.copies[0].filesystem
+    for copy in sorted(
+        group.copies,
+        key=lambda copy: (copy.filesystem != first, copy.inode != firsts[copy.filesystem]),
+    ):
+        if copy.inode == firsts[copy.filesystem]:
+            yield copy, "stays" if copy.filesystem == first else "other disk"
+        elif (copy.filesystem, copy.inode) in replaced:
+            yield copy, "duplicate"
+        elif copy.shares_with is not None:
+            yield copy, "same blocks"
+        elif copy.path in options and options[copy.path] == "any-file":
+            yield copy, "editable"
         else:
-            yield copy, _role(copy, survivor)
-
-
-def _role(copy: Copy, survivor: Copy) -> Role:
-    if copy.shares_with is not None:
-        return "same blocks"
-    if copy.outside_names:
-        return "other names"
-    return "duplicate" if copy.is_linkable and survivor.is_linkable else "editable"
+            yield copy, "other names" if copy.outside_names else "left alone"

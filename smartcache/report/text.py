@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smartcache.report.figures import Across, Report, SharedFile, Sums
-from smartcache.report.naming import from_home
+from smartcache.report.naming import from_home, left_words
 from smartcache.report.unread import Unread
 from smartcache.sizes import format_age, format_size
 from smartcache.store.holder import Part
@@ -61,10 +61,11 @@ def _summary(report: Report) -> Iterator[str]:
     if total.freeable:
         size = format_size(total.freeable)
         yield f"'smartcache dedup' would free {size} more."
+    yield from left_words(report.left)
     if report.uncompared:
         files = _count(report.uncompared, "file")
         yield f"{files} never compared with others of the same size: 'smartcache scan' would."
-    elif not total.freeable:
+    elif not (total.freeable or report.left):
         rest = "" if report.prunable else ": there is nothing to free"
         yield f"No file is here twice{rest}."
     if report.prunable:

@@ -111,6 +111,16 @@ def line_of(path: Path, fd: int | None = None) -> MountLine | None:
     return find_mount(real, parse_mountinfo(text))
 
 
+def mount_points() -> frozenset[Path] | None:
+    """Return every place where something is mounted now; None where there is no mountinfo."""
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            text = os.fsdecode(file.read())
+    except OSError:
+        return None
+    return frozenset(line.mount.point for line in parse_mountinfo(text))
+
+
 def parse_mountinfo(text: str) -> list[MountLine]:
     """Return the lines of a /proc/<pid>/mountinfo, in its order."""
     # Not splitlines: a mount point may have any character but the five that the kernel escapes.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import mount_of
+from tests.api import mount_of, numbers_in
 from tests.cli.running import PATIENCE, Here, Smartcache, Terminal
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import inode_of, mode_of, snapshot
@@ -38,6 +38,53 @@ def hard_links(tmp_path: Path) -> None:
         pytest.skip("reflinks are made here")
 
 
+class TestChoosing:
+    """On a terminal, by plain numbers."""
+
+    def test_only_the_groups_chosen_are_replaced(self, program: Smartcache, tmp_path: Path) -> None:
+        folder = tmp_path / "models"
+        for number in (1, 2, 3):
+            for name in "ab":
+                write(folder / f"{name}{number}.safetensors", content(number, number * 10_000))
+        with Terminal(program, "dedup", folder, *SMALL, "--interactive") as terminal:
+            terminal.read_until("Which groups?")
+            terminal.type("4\n")
+            terminal.read_until("is not a choice; numbers are from 1 to 3.")
+            terminal.type("1,3\n")
+            terminal.read_until("[y/N]")
+            terminal.type("y\n")
+            text = terminal.read_to_end()
+        assert "Replace 2 duplicate files" in text
+        linked = [
+            inode_of(folder / f"a{number}.safetensors")
+            == inode_of(folder / f"b{number}.safetensors")
+            for number in (1, 2, 3)
+        ]
+        assert linked == [True, False, True]
+
+    def test_none_changes_nothing(self, program: Smartcache, pair: Path) -> None:
+        with Terminal(program, "dedup", pair, *SMALL, "-i") as terminal:
+            terminal.read_until("Which groups?")
+            terminal.type("none\n")
+            terminal.read_to_end()
+        assert not are_linked(pair)
+
+    def test_needs_somebody_to_ask(self, sc: Here, pair: Path) -> None:
+        sc("dedup", pair, *SMALL, "-i", "-y", code=2)
+        assert "no terminal" in sc("dedup", pair, *SMALL, "-i", code=1).error
+        assert not are_linked(pair)
+
+    @pytest.mark.parametrize(
+        ("answer", "numbers"),
+        [
+            ("1-3,7", {1, 2, 3, 7}), ("all", set(range(1, 9))), ("none", set()), ("", set()),
+            ("2 4", {2, 4}), ("0", None), ("9", None), ("3-1", None), ("x", None), ("-2", None),
+        ],
+    )  # fmt: skip
+    def test_answers(self, answer: str, numbers: set[int] | None) -> None:
+        assert numbers_in(answer, 8) == numbers
+
+
 @pytest.mark.usefixtures("hard_links")
 class TestDoingIt:
     def test_every_program_shares_one_file_per_content(self, sc: Here, machine: Machine) -> None:
@@ -56,7 +103,9 @@ class TestDoingIt:
     ) -> None:
         before = snapshot(machine.home)
         text = sc("dedup", *SMALL, "-y").stderr
-        found = re.search(r"^To take it back: (smartcache undo \w+)$", text, re.MULTILINE)
+        found = re.search(
+            r"^To take it back \(\d+ files changed\): (smartcache undo \w+)$", text, re.MULTILINE
+        )
         assert found
         sc(*found[1].split()[1:], "-y")
         assert snapshot(machine.home) == before
@@ -180,7 +229,9 @@ class TestLeavingAlone:
     def test_another_mode_unless_allowed(self, sc: Here, pair: Path) -> None:
         (pair / "b.safetensors").chmod(0o600)
         done = sc("dedup", pair, *SMALL, "-y")
-        assert done.stdout.startswith("Left alone: 1 file\n  different permissions: 1 file\n")
+        assert done.stdout.startswith(
+            "Left alone: 1 file\n  different permissions: 1 file; --allow mode includes it\n"
+        )
         assert "nothing to replace" in done.stdout
         (skip,) = sc("dedup", pair, *SMALL, "-y", "--json").json["skipped"]
         assert skip["path"] == str(pair / "b.safetensors")

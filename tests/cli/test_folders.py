@@ -85,7 +85,8 @@ class TestLs:
         (folder,) = sc("folders", "ls", "--json").json["folders"]
         assert folder.pop("walked_at").endswith("Z")
         assert folder == {
-            "path": str(extra), "program": "", "is_given": True, "files": 2, "size": 2 * SIZE,
+            "how": "given", "path": str(extra), "program": "", "is_given": True, "files": 2,
+            "size": 2 * SIZE,
         }  # fmt: skip
 
     def test_without_a_store_the_discovered_ones_are_shown_and_none_is_made(
@@ -99,7 +100,7 @@ class TestLs:
         done = sc("folders", "ls")
         assert done.stdout == "No folder is known, and no program's was found.\n"
         assert "'smartcache folders add PATH'" in done.stderr
-        assert sc("folders", "ls", "--json").json == {"folders": []}
+        assert sc("folders", "ls", "--json").json == {"folders": [], "ignored": []}
 
     def test_names_are_printed_byte_by_byte(self, program: Smartcache, tmp_path: Path) -> None:
         name = os.fsencode(tmp_path) + b"/m\n\xff"
@@ -131,3 +132,61 @@ class TestRm:
 
     def test_without_a_store_the_hint_names_scan(self, sc: Here, extra: Path) -> None:
         assert "'smartcache scan' makes one" in sc("folders", "rm", extra, code=1).hint
+
+
+class TestIgnore:
+    def test_no_scan_dedup_or_report_looks_there_any_more(self, sc: Here, extra: Path) -> None:
+        sc("folders", "add", extra)
+        write(extra / "old" / "c.safetensors", content(1))
+        assert sc("scan", *SMALL, "--json").json["freeable"] == 2 * SIZE
+        assert sc("folders", "ignore", extra / "old").stdout == f"Ignored: {extra}/old\n"
+        (folder,) = sc("scan", *SMALL, "--json").json["folders"]
+        assert folder["files"] == 2
+        assert sc("dedup", *SMALL, "-n", "--json").json["files"] == 1
+        assert sc("report", "--json").json["total"]["files"] == 2
+        assert f"Ignored: {extra}/old" in sc("folders", "ls").stdout
+        sc("folders", "ignore", "--remove", extra / "old")
+        assert sc("scan", *SMALL, "--json").json["freeable"] == 2 * SIZE
+
+    def test_a_whole_folder_is_left_alone_even_if_named(self, sc: Here, extra: Path) -> None:
+        sc("folders", "add", extra)
+        sc("folders", "ignore", "extra")
+        assert sc("scan", *SMALL, "--json").json["folders"] == []
+        done = sc("scan", extra, *SMALL)
+        assert f"{extra} is ignored" in done.stderr
+        (folder,) = sc("folders", "ls", "--json").json["folders"]
+        assert folder["how"] == "ignored"
+        assert sc("folders", "ignore", extra / "..", "--remove", code=1).error.endswith(
+            "is not ignored"
+        )
+
+    def test_patterns_match_names_of_files_and_folders(self, sc: Here, extra: Path) -> None:
+        write(extra / "sub [1]" / "d.safetensors", content(1))
+        write(extra / "sub 1" / "e.ckpt", content(1))
+        sc("folders", "ignore", "*.ckpt", extra / "sub [1]")
+        (folder,) = sc("scan", extra, *SMALL, "--json").json["folders"]
+        assert folder["files"] == 2
+
+    def test_a_store_inside_a_folder_stays_hidden_whatever_is_ignored(
+        self, sc: Here, extra: Path
+    ) -> None:
+        sc("--home", extra / "store", "add", extra / "a.safetensors")
+        sc("folders", "ignore", "*.sqlite3")
+        (folder,) = sc("--home", extra / "store", "scan", extra, *SMALL, "--json").json["folders"]
+        assert folder["files"] == 2
+
+    def test_a_folder_that_does_not_exist_is_an_error(self, sc: Here) -> None:
+        done = sc("folders", "ignore", "no/where", code=1)
+        assert done.error == "no/where does not exist"
+
+
+class TestDownloads:
+    def test_are_looked_at_for_downloads_only(self, sc: Here) -> None:
+        for name in "ab":
+            write(Path.home() / "Downloads" / f"{name}.safetensors", content(1))
+        done = sc("folders", "ls")
+        assert "for downloads" in done.stdout
+        assert "~/Downloads" in done.stdout
+        assert "for downloads only" in done.stderr
+        assert sc("scan", *SMALL, "--json").json["folders"] == []
+        assert sc("dedup", *SMALL, "-n", "--json").json["files"] == 0

@@ -81,7 +81,7 @@ def test_a_command_with_commands_below_lists_them_with_examples(sc: Here) -> Non
     assert text == sc("folders").stdout == sc("folders", "--help").stdout
     assert text.startswith("Usage: smartcache folders ")
     listed = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in listed] == ["add", "ls", "rm"]
+    assert [line.split()[0] for line in listed] == ["add", "ls", "rm", "ignore"]
     assert "Examples:" in text
 
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.api import cli_scan
+from tests.api import folders_scan
 from tests.cli.running import Here, Smartcache
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import allocated, link_count, snapshot
@@ -76,16 +77,51 @@ class TestForPeople:
 
     @pytest.mark.usefixtures("machine")
     @pytest.mark.parametrize("words", [[], ["--quick"], ["--all"], ["-n", "0"]])
-    def test_the_last_line_says_what_dedup_would_free(self, words: list[str], sc: Here) -> None:
+    def test_says_at_the_end_what_dedup_would_free(self, words: list[str], sc: Here) -> None:
         last = sc("scan", *SMALL, *words).stdout.splitlines()[-1]
-        assert "'smartcache dedup' would free " in last
+        assert "'smartcache dedup --min-size 4KiB' would free " in last
         assert "1.05 MB" in last
         assert "5 groups" in last
+
+    def test_counts_with_the_checks_of_dedup_and_names_the_option_that_includes_more(
+        self, sc: Here, pair: Path
+    ) -> None:
+        """What save_pretrained writes has mode 0600."""
+        (pair / "b.safetensors").chmod(0o600)
+        for name in ("d", "e"):
+            write(pair / f"{name}.safetensors", content(3))
+        (pair / "e.safetensors").chmod(0o4755)
+        text = sc("scan", pair, *SMALL).stdout
+        nothing, more, stays = text.splitlines()[-3:]
+        assert nothing == f"Links could free nothing here. {EXPLAINED}"
+        assert more == "65.5 KB more with --allow mode (1 file differs in permissions)."
+        assert stays == "65.5 KB stays as it is (1 file: has a special mode)."
+        plan = sc("dedup", pair, *SMALL, "--allow", "mode", "-n")
+        assert "Would replace 1 duplicate file and free 65.5 KB." in plan.stdout
+        assert "1 file becomes readable by you only." in plan.stdout
+
+    def test_the_command_it_names_can_be_pasted(self, sc: Here, tmp_path: Path) -> None:
+        folder = tmp_path / "my models"
+        write(folder / "a.db", content(1))
+        write(folder / "b.db", content(1))
+        done = sc("scan", folder, "--any-file", "--min-size", "4KiB", "--exclude", "*.o", "-n", "3")
+        line = next(each for each in done.stdout.splitlines() if " would free " in each)
+        words = shlex.split(line.split("`")[1])
+        assert words == [
+            "smartcache", "dedup", str(folder), "--min-size", "4KiB", "--exclude", "*.o",
+            "--any-file",
+        ]  # fmt: skip
+        assert sc(*words[1:], "-n", "--json").json["planned_size"] == SIZE
+
+    def test_an_empty_path_is_an_error_and_not_this_folder(self, sc: Here) -> None:
+        for words in (["scan"], ["dedup", "-n"], ["folders", "add"], ["add"], ["df"]):
+            done = sc(*words, "", code=2)
+            assert "A path is empty" in done.stderr, words
 
     def test_or_that_there_is_nothing_to_free(self, sc: Here, pair: Path) -> None:
         (pair / "b.safetensors").unlink()
         last = sc("scan", pair, *SMALL).stdout.splitlines()[-1]
-        assert last == f"There is nothing to free: nothing is here twice. {EXPLAINED}"
+        assert last == f"No file is here twice. {EXPLAINED}"
 
     def test_that_nothing_was_changed_is_true_and_said_once(
         self, sc: Here, machine: Machine
@@ -224,7 +260,7 @@ class TestWhatIsCompared:
             write(pair / name, content(7))
         assert len(sc("scan", pair, *SMALL, "-q").ids) == 1
         assert len(sc("scan", pair, *SMALL, "-q", "--any-file").ids) == 2
-        assert "65.5 KB more are files that programs edit" in sc("scan", pair, *SMALL).stdout
+        assert "65.5 KB more with --any-file (2 files" in sc("scan", pair, *SMALL).stdout
         assert sc("scan", pair, *SMALL, "--json").json["editable"] == SIZE
         assert "edit in place" not in sc("scan", pair, *SMALL, "--any-file").stdout
 
@@ -255,7 +291,7 @@ class TestWhatIsCompared:
         shutil.move(pair / "b.safetensors", elsewhere)
         done = sc("scan", pair, elsewhere, *SMALL)
         assert "65.5 KB × 2: " in done.stdout  # noqa: RUF001
-        assert done.stdout.splitlines()[-1] == f"There is nothing to free by links. {EXPLAINED}"
+        assert done.stdout.splitlines()[-1] == f"Links could free nothing here. {EXPLAINED}"
 
 
 class TestFolders:
@@ -282,7 +318,7 @@ class TestFolders:
 
     def test_a_file_is_no_folder(self, sc: Here, pair: Path, home: Path) -> None:
         done = sc("scan", pair / "a.safetensors", code=1)
-        assert done.error == f"{pair}/a.safetensors is no folder"
+        assert done.error == f"{pair}/a.safetensors is not a folder"
         assert not home.exists()
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -327,6 +363,16 @@ class TestAfterARebuild:
         rebuilt("scan", *SMALL, *words)
         rebuilt("prune", "-y", code=1)
 
+    def test_nor_does_one_while_something_is_ignored(self, rebuilt: Here, pair: Path) -> None:
+        """A link to a blob may lie there."""
+        (pair / "old").mkdir()
+        rebuilt("folders", "ignore", pair / "old")
+        assert "'smartcache folders ignore --remove'" in rebuilt("scan", *SMALL).stderr
+        rebuilt("prune", "-y", code=1)
+        rebuilt("folders", "ignore", "--remove", pair / "old")
+        rebuilt("scan", *SMALL)
+        rebuilt("prune", "-y")
+
     def test_nor_does_one_that_missed_a_folder(self, rebuilt: Here, pair: Path) -> None:
         rebuilt("folders", "add", pair)
         pair.rename(pair.with_name("away"))
@@ -340,7 +386,7 @@ def test_ctrl_c_says_that_it_was_not_in_vain(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_scan, "scan", interrupted)
+    monkeypatch.setattr(folders_scan, "scan", interrupted)
     text = sc("scan", pair, code=130).stderr
     assert "nothing is left half done" in text
     assert "the next scan goes on from there" in text

@@ -10,7 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.api import Figures, Job, ModelFolder, Scan, Unit, is_write_once
+from tests.api import (
+    Copy,
+    Figures,
+    Job,
+    ModelFolder,
+    Option,
+    Scan,
+    Skip,
+    Unit,
+    Verdict,
+    gain,
+    is_write_once,
+)
 from tests.api import records_Group as Group
 
 Key = tuple[int, int]
@@ -37,7 +49,7 @@ class Inode:
         return all(is_write_once(path) for path, _ in self.names)
 
     @property
-    def rank(self) -> tuple[object, ...]:
+    def rank(self) -> tuple[bool, bool, bool, bool, int, bytes]:
         """Survivors first."""
         keys_on_time = any(folder.program in ("A1111", "Forge") for _, folder in self.names)
         first = min(path for path, _ in self.names) if self.names else b""
@@ -107,11 +119,51 @@ class Counted:
             gain = 0 if copy is survivor or copy.outside else copy.allocated
             if copy.is_linkable and survivor.is_linkable:
                 self.freeable += gain
+                self.editable -= gain
                 if gain:
                     self.by_folder[min(copy.names, key=lambda name: name[0])[1].path] += gain
-            else:
-                self.editable += gain
+        # What every kind of file would give back, beyond this.
+        firsts: dict[int, Inode] = {}
+        for copy in sorted(copies, key=lambda copy: copy.rank[1:]):
+            if firsts.setdefault(copy.st.st_dev, copy) is not copy and not copy.outside:
+                self.editable += copy.allocated
         self.elsewhere += sum(each.allocated for each in list(survivors.values())[1:])
+
+
+class Unhindered:
+    """A judge of copies to whom every file may be linked but those that programs edit in place."""
+
+    def __call__(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
+        found = []
+        for filesystem in dict.fromkeys(copy.filesystem for copy in copies):
+            same = [copy for copy in copies if copy.filesystem == filesystem]
+            first, *others = same
+            may = [copy for copy in others if first.is_linkable and copy.is_linkable]
+            replaced = [copy for copy in may if not copy.outside_names and not copy.shares_with]
+            freed = [copy.allocated for copy in replaced]
+            skips = [
+                Skip(path=copy.path, reason="edited", option="any-file", size=gain(copy))
+                for copy in same
+                if not copy.is_linkable
+            ]
+            skips += [
+                Skip(path=copy.path, reason="other names") for copy in may if copy.outside_names
+            ]
+            found.append(
+                Verdict(
+                    filesystem=filesystem, kind="hardlink", survivor=first, freed=sum(freed),
+                    replaced=tuple(replaced), skipped=tuple(skips),
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def ordinary(self, filesystem: str, path: bytes) -> bool:
+        del filesystem, path
+        return True
+
+    def allowing(self, more: Iterable[Option]) -> Unhindered:
+        del more
+        return self
 
 
 def numbers(figures: Figures) -> tuple[int, int, int, int, int]:

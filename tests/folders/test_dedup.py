@@ -148,6 +148,25 @@ class TestPlanning:
         assert touched(plan) == {folder / "b.pt", folder / "c.pt"}
         assert (found.freeable, found.groups, found.editable) == (plan.freed_size, 1, 2 * SIZE)
 
+    def test_of_modes_that_may_differ_the_narrowest_is_kept_and_undone(
+        self, store: Store, folder: Path
+    ) -> None:
+        modes = {"a.pt": 0o644, "b.pt": 0o600, "c.pt": 0o640}
+        for n, (name, mode) in enumerate(modes.items()):
+            write(folder / name, DATA, mtime=OLD + n).chmod(mode)
+        found = scanned(store, folder)
+        assert (found.freeable, planned(store, folder).files) == (0, 0)
+        ((left,), plan) = found.left, plan_dedup(store, found, allow=frozenset({"mode"}))
+        assert (left.options, left.files, left.size) == (("mode",), 2, plan.freed_size)
+        assert (plan.groups[0].survivor.name, dict(plan.permissions)) == (
+            "b.pt",
+            {"readable by you only": 2},
+        )
+        plan.execute()
+        assert {mode_of(folder / name) for name in modes} == {0o400}
+        assert undo_everything(store) == []
+        assert {name: mode_of(folder / name) for name in modes} == modes
+
     @pytest.mark.parametrize("at", [0, -1, SIZE // 2])
     def test_files_that_differ_in_one_byte_are_not_in_it(
         self, at: int, store: Store, pair: tuple[Path, Path]

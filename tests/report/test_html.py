@@ -65,7 +65,7 @@ class TestMap:
 
     def test_what_dedup_would_replace_is_marked(self) -> None:
         files = ((seen("a.pt", GB, inode=1),), (seen("b.pt", GB, inode=2),))
-        twice = group(copy(1, "/c/models/a.pt"), copy(2, "/c/models/b.pt"), freeable=GB)
+        twice = group(copy(1, "/c/models/a.pt"), copy(2, "/c/models/b.pt"))
         found = leaves(document(report(files=files, groups=(twice,)))["map"])
         assert {leaf["name"]: leaf["state"] for leaf in found} == {
             "a.pt": "own", "b.pt": "duplicate",
@@ -106,7 +106,7 @@ class TestCommands:
         ]
 
     def test_a_group_names_the_folders_its_copies_are_in(self) -> None:
-        twice = group(copy(1, "/c/models/a.pt"), copy(2, "/p/b.pt", folder=PLAIN), freeable=GB)
+        twice = group(copy(1, "/c/models/a.pt"), copy(2, "/p/b.pt", folder=PLAIN))
         apart = group(copy(1, "/c/a"), copy(2, "/p/b", filesystem="uuid:2"), elsewhere=GB)
         first, second = document(
             report(groups=(apart, twice)), options=["--only=ComfyUI", "--min-size=9"]

@@ -31,5 +31,3 @@ def test_the_name_in_the_store_is_not_one_that_the_scan_missed() -> None:
 def test_what_programs_edit_in_place_is_not_to_be_replaced() -> None:
     database = replace(copy(2, "/b.db"), is_linkable=False)
     assert [role for _, role in roles(group(copy(1, "/a.db"), database))] == ["stays", "editable"]
-    survivor = replace(copy(1, "/a.db"), is_linkable=False)
-    assert [role for _, role in roles(group(survivor, copy(2, "/b")))] == ["stays", "editable"]

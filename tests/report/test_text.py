@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.api import Across, OldFile, Part, Report, Section, SharedFile, Sums, sections
+from tests.api import Across, Left, OldFile, Part, Report, Section, SharedFile, Sums, sections
 from tests.report.values import GB, report, unread
 
 
@@ -40,6 +40,19 @@ def test_the_summary_names_the_next_step() -> None:
     assert "'smartcache dedup' would free 2 GB more" in notes[1]
     (_, nothing) = section(report(), "All").notes
     assert "nothing to free" in nothing
+
+
+def test_the_summary_says_what_is_left_alone_and_what_would_include_it() -> None:
+    left = (
+        Left(reason="belongs to another user", options=(), files=1, size=3 * GB),
+        Left(reason="", options=("group", "mode"), files=2, size=2 * GB),
+    )
+    _, more, stays = section(report(left=left), "All").notes
+    assert more == (
+        "2 GB more with --allow group --allow mode (2 files differ in group or differ in "
+        "permissions)."
+    )
+    assert stays == "3 GB stays as it is (1 file: belongs to another user)."
 
 
 def test_what_was_never_compared_is_said_and_forbids_to_say_that_all_is_well() -> None:

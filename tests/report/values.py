@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.api import Copy, ModelFolder, Name, Report, Seen, Sums, Unread
 from tests.api import records_Group as Group
+from tests.folders.counting import Unhindered
 
 COMFYUI = ModelFolder(path=Path("/c/models"), program="ComfyUI")
 PLAIN = ModelFolder(path=Path("/p"))
@@ -36,8 +37,9 @@ def copy(
     )
 
 
-def group(*copies: Copy, freeable: int = 0, elsewhere: int = 0) -> Group:
-    return Group(digest="ab" * 32, size=GB, copies=copies, freeable=freeable, elsewhere=elsewhere)
+def group(*copies: Copy, elsewhere: int = 0) -> Group:
+    verdicts = Unhindered()(copies)
+    return Group(digest="ab" * 32, size=GB, copies=copies, elsewhere=elsewhere, verdicts=verdicts)
 
 
 def report(**parts: object) -> Report:
