@@ -61,6 +61,7 @@ from smartcache.artifacts.tensors import Kind as tensors_Kind
 from smartcache.artifacts.tensors import array_bytes
 from smartcache.cache import SmartCache
 from smartcache.cli import _failures as cli_failures
+from smartcache.cli import _output as cli_output
 from smartcache.cli import _progress as cli_progress
 from smartcache.cli import main
 from smartcache.cli import scan as cli_scan
@@ -546,6 +547,7 @@ __all__ = [
     "claim",
     "class_of",
     "cli_failures",
+    "cli_output",
     "cli_progress",
     "cli_scan",
     "codec_Layout",

@@ -12,8 +12,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Self, TextIO
+from types import FrameType
+from typing import TextIO
 
 from smartcache.cli._failures import INTERRUPTED
 from smartcache.cli._output import out
@@ -130,7 +130,7 @@ class Counting:
             self.bytes += amount
 
 
-class _Counted:
+class _Counted(Job):
     """A job whose bytes are counted."""
 
     def __init__(self, counting: Counting, job: Job) -> None:
@@ -141,16 +141,8 @@ class _Counted:
         self._counting.count(amount)
         self._job.advance(amount)
 
+    def describe(self, text: str) -> None:
+        self._job.describe(text)
+
     def close(self) -> None:
         self._job.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -33,6 +34,9 @@ class Output:
     """How this run talks. One object, `out`, is shared by everything that prints."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held by whoever writes: a line of text and a bar, drawn by a thread, never mix."""
+        self._clear_bar: Callable[[], None] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -40,7 +44,6 @@ class Output:
         self.mode: Mode = "human"
         self.ends_with_nul = False
         """What `names` ends a name with: NUL, which no name has, or a newline."""
-        self._has_status = False
 
     # data
 
@@ -152,17 +155,22 @@ class Output:
         """Print what only `--debug` shows, as it is."""
         self._write(sys.stderr, text if text.endswith("\n") else f"{text}\n")
 
-    def status(self, text: str) -> None:
-        """Show a line that the next one replaces; an empty one clears it."""
-        if text or self._has_status:
-            self._has_status = bool(text)  # before: another thread may write meanwhile
+    def show_bar(self, clear: Callable[[], None] | None) -> None:
+        """Take note of how the bar is cleared that is drawn next; None: there is none any more."""
+        with self.lock:
+            if clear != self._clear_bar:
+                self._without_bar()
+                self._clear_bar = clear
+
+    def _without_bar(self) -> None:
+        if self._clear_bar is not None:
             try:
-                sys.stderr.write(f"\r{text}\x1b[K")
+                self._clear_bar()
                 sys.stderr.flush()
             except OSError:
                 silence(sys.stderr)
 
-    def can_show_status(self) -> bool:
+    def can_show_bars(self) -> bool:
         """Say whether a person watches who asked for no data."""
         return self.mode == "human" and sys.stderr.isatty()
 
@@ -191,20 +199,20 @@ class Output:
         sys.stdout.flush()
 
     def _write(self, stream: TextIO, text: str, *, flush: bool = True) -> None:
-        if self._has_status:
-            self.status("")
-        try:
+        with self.lock:
+            self._without_bar()
             try:
-                stream.write(text)
-            except UnicodeEncodeError:  # a terminal that knows no Unicode
-                encoding = stream.encoding or "ascii"
-                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            if flush:
-                stream.flush()
-        except OSError:
-            if stream is not sys.stderr:
-                raise
-            silence(stream)  # talk that nobody can hear is no reason to stop half way
+                try:
+                    stream.write(text)
+                except UnicodeEncodeError:  # a terminal that knows no Unicode
+                    encoding = stream.encoding or "ascii"
+                    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                if flush:
+                    stream.flush()
+            except OSError:
+                if stream is not sys.stderr:
+                    raise
+                silence(stream)  # talk that nobody can hear is no reason to stop half way
 
     def _styled(
         self, text: str, stream: TextIO, *, colour: str | None = None, bold: bool = False

@@ -121,9 +121,14 @@ def let_go(volume: Volume, path: Path) -> None:
 
 
 def needed_bytes(volume: Volume, changes: list[Change]) -> int:
-    """Return what undoing needs: own bytes for replaced, adopted and reflinked files that share."""
+    """Return what undoing copies: own bytes for files that share, and for those moved away."""
     shared = [c for c in changes if c.op == "share" and has_shared_blocks(c)]
-    ours = [c for c in changes if c.op != "share" and is_our_link(volume, c)]
+    ours = [
+        c
+        for c in changes
+        if (c.op != "share" and is_our_link(volume, c))
+        or (c.op == "move" and not os.path.lexists(c.place))
+    ]
     leaving = Counter(change.digest for change in ours if change.op in ("replace", "place"))
     needed = sum(change.size for change in shared)
     files = told_apart(volume.journal.changes())
@@ -134,7 +139,7 @@ def needed_bytes(volume: Volume, changes: list[Change]) -> int:
             key = twin_key(change, files)
             needed += 0 if key in replaced else change.size
             replaced.add(key)
-        elif change.op == "place" and change.keep:
+        elif (change.op == "place" and change.keep) or change.op == "move":
             needed += change.size
         elif change.op == "adopt":
             links = os.lstat(change.place).st_nlink - leaving[change.digest]
