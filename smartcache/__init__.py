@@ -1,4 +1,4 @@
-"""One copy of every model file and every computed tensor on this machine, whoever asks for it.
+"""Keep one copy of every model file and every computed tensor, no matter how many programs use it.
 
 The public names are imported on first use: `import smartcache` itself loads nothing but this file.
 """

@@ -74,7 +74,15 @@ from smartcache.cli._output import out, printable
 from smartcache.cli._progress import Bars, Share
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column, cut, render, shortened, text_width
-from smartcache.config import Settings, config_file, load_settings, variable
+from smartcache.config import (
+    SETTINGS,
+    Settings,
+    config_file,
+    default_of,
+    edited,
+    load_settings,
+    variable,
+)
 from smartcache.errors import (
     ArtifactError,
     ArtifactGoneError,
@@ -343,6 +351,7 @@ __all__ = [
     "SAMPLE_MIN_SIZE",
     "SCHEMA_MIGRATIONS",
     "SETSCHEMA_MIGRATIONS",
+    "SETTINGS",
     "TABLE",
     "TAIL_SIZE",
     "TORCH",
@@ -563,11 +572,13 @@ __all__ = [
     "content_of",
     "cut",
     "decode",
+    "default_of",
     "describe",
     "devices_free_bytes",
     "discover",
     "doctor_Finding",
     "dtype_arguments",
+    "edited",
     "encoded",
     "errors",
     "examine",

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import click
 
+from smartcache.cli import _completion
 from smartcache.cli._command import FILE, size
 from smartcache.cli._failures import BadValueError
 from smartcache.cli._output import out
@@ -25,7 +26,7 @@ MIN_SIZE = "1MiB"
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NAMED = 5
 _MOST_PATHS = 10
-_COPIES = (Column(title=""), Column(title=""), Column(title="", gives_way=True))
+_COPIES = (Column(title="", is_state=True), Column(title=""), Column(title="", gives_way=True))
 """Role, program (left out if none has one), path."""
 
 
@@ -68,6 +69,7 @@ def chooses_folders(function: _F) -> _F:
     for add in (
         click.option(
             "--only", type=program, multiple=True, metavar="PROGRAM",
+            shell_complete=_completion.programs,
             help="Only the folders of this program. Repeatable.",
         ),
         click.option(
