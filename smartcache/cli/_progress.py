@@ -164,7 +164,8 @@ class Bar(Job):
             return format_age(timedelta(seconds=self.seconds()))
         if self._done >= self._total:
             return ""
-        return f"{format_age(timedelta(seconds=(self._total - self._done) / rate))} left"
+        seconds = max(1, (self._total - self._done) / rate)
+        return f"{format_age(timedelta(seconds=seconds))} left"
 
 
 @cache

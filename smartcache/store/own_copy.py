@@ -90,7 +90,7 @@ def restore_missing(volume: Volume, change: Change, batch: Batch, job: Job = SIL
 
 def _sync(descriptor: int, change: Change, job: Job) -> None:
     """Wait for the disk, which may take as long as the copy: say so."""
-    job.describe(f"{change.path.name} (writing to disk)")
+    job.describe(f"writing {change.path.name} to disk")
     os.fsync(descriptor)
 
 

@@ -512,7 +512,7 @@ class TestPlan:
         watch = Watch(lambda: seen.append(inode_of(tmp_path / "large" / "b.gguf")))
         store.plan_undo().execute(watch)
         assert seen == [before], "the first bytes are told before the file is in place"
-        assert watch.names[:2] == ["b.gguf", "b.gguf (writing to disk)"]
+        assert watch.names[:2] == ["b.gguf", "writing b.gguf to disk"]
 
     def test_history_says_what_was_done(self, store: Store, files: Path) -> None:
         adopt_and_replace(store, files)
