@@ -188,6 +188,9 @@ def _line_class() -> type[tqdm]:
             )  # fmt: skip
             self._bar = bar
 
+        def __del__(self) -> None:
+            """Write nothing, as tqdm would at the exit: `out` has cleared the line."""
+
         def __str__(self) -> str:
             return self._bar.text(self.format_dict["rate"])
 
