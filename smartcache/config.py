@@ -4,17 +4,7 @@ This is the only module that reads `os.environ`; others ask `variable`. A value 
 raises `ConfigError` naming where it came from (argument, variable or file), because that
 is where the user has to correct it. An empty variable counts as unset.
 
-    argument, file key   variable                    value
-    home                 SMARTCACHE_HOME             a path; in the file, relative to the file
-    threads              SMARTCACHE_THREADS          a number from 1
-    keep_writable        SMARTCACHE_KEEP_WRITABLE    1/0, true/false, yes/no, on/off
-    link_min_size        SMARTCACHE_LINK_MIN_SIZE    a size: 65536, "64KiB"
-    lock_timeout         SMARTCACHE_LOCK_TIMEOUT     seconds, "5m", or "none": wait for ever
-    everywhere           SMARTCACHE                  as keep_writable; `import smartcache.auto` asks
-    artifacts_max_size   SMARTCACHE_ARTIFACTS_MAX_SIZE  a size: bound of all artifacts together
-    artifacts_ttl        SMARTCACHE_ARTIFACTS_TTL    as lock_timeout: no artifact lives longer
-    shared_stores        SMARTCACHE_SHARED_STORES    paths, as PATH has them; in the file, a list
-    shared_store_owners  SMARTCACHE_SHARED_STORE_OWNERS  users by name or number: "ann,1002", a list
+`SETTINGS` is the table of them all; docs/settings.md says the same to users.
 
 The file is `$SMARTCACHE_CONFIG`, or `smartcache/config.toml` in `$XDG_CONFIG_HOME` or `~/.config`.
 """
@@ -23,9 +13,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
@@ -84,23 +75,166 @@ def load_settings(**overrides: Unpack[Overrides]) -> Settings:
     `ConfigError` naming the source of a value that cannot be used, and for unknown arguments and
     unknown keys of the config file.
     """
-    given = cast("Mapping[str, object]", overrides)
-    _refuse_unknown(given, "argument")
-    path, stored = _read_file()
-    _refuse_unknown(stored, f"{path}")
-    values: dict[str, object] = {}
-    for name, parse in _PARSERS.items():
-        variable_name = _VARIABLES.get(name, f"SMARTCACHE_{name.upper()}")
-        if (value := given.get(name)) is not None:
-            values[name] = _parsed(parse, value, f"argument {name}", Path())
-        elif (value := variable(variable_name)) is not None:
-            values[name] = _parsed(parse, value, variable_name, Path())
-        elif (value := stored.get(name)) is not None:
-            values[name] = _parsed(parse, value, f"{path}: {name}", path.parent)
-    if "home" not in values:
-        # Not the cache directory, which people empty: the journal is there, and computed tensors.
-        values["home"] = _xdg("XDG_DATA_HOME", ".local/share") / "smartcache"
+    values = {name: found.value for name, found in resolve(**overrides).items()}
     return Settings(**values)  # type: ignore[arg-type]  # each value went through the parser of its field
+
+
+Source = Literal["argument", "variable", "file", "default"]
+
+
+class Resolved(NamedTuple):
+    """The value of a setting, and where it comes from: that is where it can be changed."""
+
+    value: object
+    source: Source
+    place: str = ""
+    """The name of the variable, or the path of the file."""
+
+
+def resolve(**overrides: Unpack[Overrides]) -> dict[str, Resolved]:
+    """Return every setting with its value and its source; raises as `load_settings` does."""
+    given = cast("Mapping[str, object]", overrides)
+    refuse_unknown(given, "argument")
+    path, stored = _read_file()
+    refuse_unknown(stored, f"{path}")
+    found: dict[str, Resolved] = {}
+    for name, setting in SETTINGS.items():
+        parse, variable_name = setting.parse, setting.variable
+        if (value := given.get(name)) is not None:
+            parsed = _parsed(parse, value, f"argument {name}", Path())
+            found[name] = Resolved(parsed, "argument")
+        elif (value := variable(variable_name)) is not None:
+            parsed = _parsed(parse, value, variable_name, Path())
+            found[name] = Resolved(parsed, "variable", variable_name)
+        elif (value := stored.get(name)) is not None:
+            parsed = _parsed(parse, value, f"{path}: {name}", path.parent)
+            found[name] = Resolved(parsed, "file", str(path))
+        else:
+            found[name] = Resolved(default_of(name), "default")
+    return found
+
+
+def write_setting(name: str, texts: Sequence[str] | None) -> Path:
+    """Set one setting in the config file, or take it out (None); return the path of the file.
+
+    `texts` is what a user typed: one word, or several for a list. Comments and the order of the
+    file stay. Nothing is written unless the file then says exactly what it said before, with this
+    one setting changed. Raises `ConfigError` for what cannot be used.
+    """
+    refuse_unknown([name], "config")
+    path = config_file()
+    real = Path(os.path.realpath(path))  # dotfiles are often symlinks
+    old = "" if not os.path.lexists(real) else _file_text(path)
+    stored = dict(_toml(path, old))
+    value = None if texts is None else _typed(name, texts)
+    if value is None:
+        stored.pop(name, None)
+    else:
+        _parsed(SETTINGS[name].parse, value, name, path.parent)
+        stored[name] = value
+    new = edited(old, name, None if value is None else _toml_of(value))
+    if _toml(path, new) != stored:
+        raise ConfigError(f"{path}: cannot be changed safely", hint="Change it with an editor.")
+    if new != old:
+        _replace_file(real, new)
+    return path
+
+
+def edited(text: str, name: str, value: str | None) -> str:
+    """Return the text of a TOML file with one key set, or taken out; all else stays as it is."""
+    import tomllib
+
+    lines = text.splitlines(keepends=True)
+    start = 0
+    while start < len(lines):
+        if lines[start].lstrip()[:1] in ("", "#"):
+            start += 1
+            continue
+        end, found = start + 1, None
+        while found is None and end <= len(lines):  # a list may go over several lines
+            with suppress(tomllib.TOMLDecodeError):
+                found = tomllib.loads("".join(lines[start:end]))
+            end += found is None
+        if found is None or lines[start].lstrip().startswith("["):
+            break  # a table: what follows belongs to it
+        if name in found:
+            comment = _comment_of("".join(lines[start:end]))
+            line = [] if value is None else [f"{name} = {value}{comment}\n"]
+            return "".join([*lines[:start], *line, *lines[end:]])
+        start = end
+    if value is None:
+        return text
+    if start and not lines[start - 1].endswith("\n"):
+        lines[start - 1] += "\n"
+    return "".join([*lines[:start], f"{name} = {value}\n", *lines[start:]])
+
+
+def _comment_of(statement: str) -> str:
+    """Return the comment that ends a statement, with the space before it."""
+    import tomllib
+
+    whole = tomllib.loads(statement)
+    for position, character in enumerate(statement):
+        if character == "#":
+            with suppress(tomllib.TOMLDecodeError):
+                if tomllib.loads(statement[:position]) == whole:
+                    before = statement[:position]
+                    gap = before[len(before.rstrip()) :]
+                    return f"{gap}{statement[position:].rstrip()}"
+    return ""
+
+
+def _typed(name: str, texts: Sequence[str]) -> object:
+    """Return what a user typed as the kind of value the file has; a path is relative to here."""
+    parse = SETTINGS[name].parse
+    if parse is _paths:
+        return [_kept_path(each) for text in texts for each in text.split(os.pathsep) if each]
+    if parse is _users:
+        words = [each.strip() for text in texts for each in text.split(",")]
+        return [int(word) if word.isdecimal() else word for word in words if word]
+    if len(texts) != 1:
+        raise ConfigError(f"{name}: takes one value", hint="Put quotes around it.")
+    (text,) = texts
+    if parse is _path:
+        return _kept_path(text)
+    if parse is _flag:
+        return _parsed(_flag, text, name, Path())
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def _kept_path(text: str) -> str:
+    return text if not text or text.startswith("~") else os.path.abspath(text)
+
+
+def _toml_of(value: object) -> str:
+    """Write a value as TOML; what it cannot hold, such as bytes that are not UTF-8, is refused."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_of, value))}]"
+    if not isinstance(value, str):
+        return str(value).lower()
+    import json
+
+    if not value.isprintable():
+        raise ConfigError(f"not a value for a file: {value!r}", hint="Set the variable instead.")
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file in one step, with the mode it had."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def with_home(settings: Settings | None, home: str | Path | None) -> Settings:
@@ -131,28 +265,41 @@ def ignore_file() -> Path:
 def _read_file() -> tuple[Path, Mapping[str, object]]:
     path = config_file()
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (FileNotFoundError, NotADirectoryError):
+        return path, _toml(path, _file_text(path))
+    except FileNotFoundError:
         if variable("SMARTCACHE_CONFIG") is None:
             return path, {}
         raise ConfigError(
             f"SMARTCACHE_CONFIG names a file that does not exist: {path}",
             hint="Create it, or unset SMARTCACHE_CONFIG.",
         ) from None
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(path) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason}") from None
+
+
+def _toml(path: Path, text: str) -> Mapping[str, object]:
+    if not text:
+        return {}
     import tomllib  # some ms that only the owner of a config file has to pay
 
     try:
-        return path, tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def _refuse_unknown(names: Iterable[str], source: str) -> None:
-    known = [each.name for each in fields(Settings)]
+def refuse_unknown(names: Iterable[str], source: str) -> None:
+    """Raise for the first name that no setting has, with the nearest that one has."""
+    known = list(SETTINGS)
     for name in names:
         if name in known:
             continue
@@ -289,17 +436,59 @@ def _xdg(name: str, below_home: str) -> Path:
     return _expand("~") / below_home
 
 
-_PARSERS: Mapping[str, Callable[[object, Path], object]] = {
-    "home": _path,
-    "threads": _count,
-    "keep_writable": _flag,
-    "link_min_size": _size,
-    "lock_timeout": _timeout,
-    "everywhere": _flag,
-    "artifacts_max_size": _size,
-    "artifacts_ttl": _lifetime,
-    "shared_stores": _paths,
-    "shared_store_owners": _users,
-}
-_VARIABLES = {"everywhere": "SMARTCACHE"}
-"""The settings whose variable is not called after them."""
+def default_of(name: str) -> object:
+    """Return the value of a setting that nobody has set."""
+    if name != "home":
+        return getattr(Settings(home=Path()), name)
+    # Not the cache directory, which people empty: the journal is there, and computed tensors.
+    return _xdg("XDG_DATA_HOME", ".local/share") / "smartcache"
+
+
+class Setting(NamedTuple):
+    """How a setting is read, what its variable is called, and what it is for."""
+
+    parse: Callable[[object, Path], object]
+    variable: str
+    text: str
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "home": Setting(_path, "SMARTCACHE_HOME", "Where the store is."),
+    "threads": Setting(
+        _count, "SMARTCACHE_THREADS",
+        "How many threads hash files at once.",
+    ),
+    "keep_writable": Setting(
+        _flag, "SMARTCACHE_KEEP_WRITABLE",
+        "Let `dedup` share blocks (reflinks), which keeps files writable, instead of hard links.",
+    ),
+    "link_min_size": Setting(
+        _size, "SMARTCACHE_LINK_MIN_SIZE",
+        "Copy files of repos that are smaller than this instead of linking them.",
+    ),
+    "lock_timeout": Setting(
+        _timeout, "SMARTCACHE_LOCK_TIMEOUT",
+        "How long to wait for another process: seconds, a time like `5m`, or `none`.",
+    ),
+    "everywhere": Setting(
+        _flag, "SMARTCACHE",
+        "Let `import smartcache.auto` change the loaders of diffusers and transformers.",
+    ),
+    "artifacts_max_size": Setting(
+        _size, "SMARTCACHE_ARTIFACTS_MAX_SIZE",
+        "The most that all computed tensors together may take.",
+    ),
+    "artifacts_ttl": Setting(
+        _lifetime, "SMARTCACHE_ARTIFACTS_TTL",
+        "How long a computed tensor is kept at most.",
+    ),
+    "shared_stores": Setting(
+        _paths, "SMARTCACHE_SHARED_STORES",
+        "Stores that others have published, to take bytes from.",
+    ),
+    "shared_store_owners": Setting(
+        _users, "SMARTCACHE_SHARED_STORE_OWNERS",
+        "Users besides root, by name or number, whose published stores may be used.",
+    ),
+}  # fmt: skip
+"""Every setting, in the order in which it is shown."""

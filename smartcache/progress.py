@@ -1,7 +1,8 @@
 """How long work tells somebody how far it is.
 
 The library takes `progress: Progress = silent` and opens one `Job` per task the user knows
-("Hashing", "Linking"); it never imports a progress bar. Whoever wants bars passes a `Progress`.
+("Hashing", "Linking"); it never imports a progress bar. Whoever wants bars passes a `Progress`
+whose jobs override what they want to hear of.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ if TYPE_CHECKING:
 Unit = Literal["bytes", "items"]
 
 
-class Job(Protocol):
-    """One running task. `advance` may be called from any thread; `close` more than once."""
+class Job:
+    """One running task: `advance` and `describe` come from any thread, `close` more than once."""
+
+    __slots__ = ()
 
     def advance(self, amount: int = 1) -> None:
-        """Say that `amount` more bytes or items are done."""
+        """Hear that `amount` more bytes or items are done."""
+
+    def describe(self, text: str) -> None:
+        """Hear what is being worked on now: the name of a file."""
 
     def close(self) -> None:
-        """Say that nothing more will come, whether or not the total was reached."""
+        """Hear that nothing more will come, whether or not the total was reached."""
 
     def __enter__(self) -> Self:
         """Return the job itself."""
-        ...
+        return self
 
     def __exit__(
         self,
@@ -35,6 +41,7 @@ class Job(Protocol):
         /,
     ) -> None:
         """Close the job; an exception passes through."""
+        self.close()
 
 
 class Progress(Protocol):
@@ -45,33 +52,10 @@ class Progress(Protocol):
         ...
 
 
-class _SilentJob:
-    """A job that nobody watches."""
-
-    __slots__ = ()
-
-    def advance(self, amount: int = 1) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None:
-        pass
-
-
-_SILENT_JOB = _SilentJob()
+SILENT = Job()
+"""A job that nobody watches."""
 
 
 def silent(label: str, total: int | None = None, unit: Unit = "items") -> Job:  # noqa: ARG001
     """Return a job that shows nothing: the `Progress` of everybody who gave none."""
-    return _SILENT_JOB
+    return SILENT

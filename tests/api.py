@@ -61,6 +61,7 @@ from smartcache.artifacts.tensors import Kind as tensors_Kind
 from smartcache.artifacts.tensors import array_bytes
 from smartcache.cache import SmartCache
 from smartcache.cli import _failures as cli_failures
+from smartcache.cli import _output as cli_output
 from smartcache.cli import _progress as cli_progress
 from smartcache.cli import main
 from smartcache.cli._command import Command
@@ -73,7 +74,15 @@ from smartcache.cli._progress import Bars, Share
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column, cut, render, shortened, text_width
 from smartcache.cli.dedup import numbers_in
-from smartcache.config import Settings, config_file, load_settings, variable
+from smartcache.config import (
+    SETTINGS,
+    Settings,
+    config_file,
+    default_of,
+    edited,
+    load_settings,
+    variable,
+)
 from smartcache.errors import (
     ArtifactError,
     ArtifactGoneError,
@@ -357,6 +366,7 @@ __all__ = [
     "SAMPLE_MIN_SIZE",
     "SCHEMA_MIGRATIONS",
     "SETSCHEMA_MIGRATIONS",
+    "SETTINGS",
     "TABLE",
     "TAIL_SIZE",
     "TORCH",
@@ -567,6 +577,7 @@ __all__ = [
     "claim",
     "class_of",
     "cli_failures",
+    "cli_output",
     "cli_progress",
     "codec_Layout",
     "codec_encode",
@@ -581,11 +592,13 @@ __all__ = [
     "content_of",
     "cut",
     "decode",
+    "default_of",
     "describe",
     "devices_free_bytes",
     "discover",
     "doctor_Finding",
     "dtype_arguments",
+    "edited",
     "encoded",
     "errors",
     "examine",

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Self
 
 import pytest
 
 from tests.api import Job, Progress, Unit, silent
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class Recorder:
@@ -22,7 +18,7 @@ class Recorder:
         return RecorderJob(self.lines)
 
 
-class RecorderJob:
+class RecorderJob(Job):
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
 
@@ -31,18 +27,6 @@ class RecorderJob:
 
     def close(self) -> None:
         self.lines.append("closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None:
-        self.close()
 
 
 def work(progress: Progress = silent) -> None:
@@ -66,6 +50,7 @@ def test_a_silent_job_may_be_closed_twice_and_advanced_afterwards() -> None:
     job = silent("Linking")
     with job as entered:
         entered.advance()
+        entered.describe("a.safetensors")
     job.close()
     job.advance(5)
 

@@ -8,40 +8,56 @@ cli/*.py          one file per group of commands
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from smartcache import __version__
 from smartcache.cli._session import Session
 
-_COMMANDS = {
-    "scan": ("scan", "Find model folders and the duplicates in them."),
-    "dedup": ("dedup", "Replace duplicate files by links, in place, undoably."),
-    "report": ("report", "Report what sharing saves, and what could still be freed."),
-    "folders": ("folders", "Remember more folders to scan, list or forget them."),
-    "download": ("download", "Download a repo without fetching what this machine already has."),
-    "hub": ("hub", "Look after the Hugging Face repos on this machine."),
-    "artifacts": ("artifacts", "Look after computed tensors, set by set."),
-    "df": ("df", "Show what is on the disk, links counted once."),
-    "ls": ("ls", "List the blobs in the store."),
-    "add": ("add", "Bring files into the store."),
-    "link": ("blobs", "Put a blob at a path."),
-    "pin": ("blobs", "Keep blobs until they are unpinned."),
-    "unpin": ("blobs", "Unpin blobs."),
-    "rm": ("blobs", "Remove blobs that nothing holds."),
-    "publish": ("blobs", "Let every user of this machine read the blobs of the store."),
-    "prune": ("prune", "Free what only smartcache holds and nobody wants."),
-    "verify": ("verify", "Compare the index with the disk."),
-    "undo": ("undo", "Give files back what they had before smartcache changed them."),
-    "separate": ("separate", "Give files their own bytes and write permission back."),
-    "eject": ("leave", "Give every file its own bytes back and remove the store."),
-    "mv": ("leave", "Move the store to another directory."),
-    "dir": ("ls", "Print where the store is."),
-    "doctor": ("doctor", "Say what works here, what will be slow or unsafe, and why."),
+if TYPE_CHECKING:
+    from smartcache.cli._output import Colour
+
+_SECTIONS = {
+    "Find and free": {
+        "scan": ("scan", "Find model folders and the duplicates in them."),
+        "dedup": ("dedup", "Replace duplicate files by links, in place, undoably."),
+        "undo": ("undo", "Give files back what they had before smartcache changed them."),
+        "separate": ("separate", "Give files their own bytes and write permission back."),
+        "report": ("report", "Report what sharing saves, and what could still be freed."),
+        "folders": ("folders", "Remember more folders to scan, list or forget them."),
+    },
+    "Hugging Face": {
+        "download": ("download", "Download a repo without fetching what this machine already has."),
+        "hub": ("hub", "Look after the Hugging Face repos on this machine."),
+    },
+    "Computed tensors": {
+        "artifacts": ("artifacts", "Look after computed tensors, set by set."),
+    },
+    "Store": {
+        "df": ("df", "Show what is on the disk, links counted once."),
+        "ls": ("ls", "List the blobs in the store."),
+        "add": ("add", "Bring files into the store."),
+        "link": ("blobs", "Put a blob at a path."),
+        "pin": ("blobs", "Keep blobs until they are unpinned."),
+        "unpin": ("blobs", "Unpin blobs."),
+        "rm": ("blobs", "Remove blobs that nothing holds."),
+        "prune": ("prune", "Free what only smartcache holds and nobody wants."),
+        "verify": ("verify", "Compare the index with the disk."),
+        "publish": ("blobs", "Let every user of this machine read the blobs of the store."),
+        "mv": ("leave", "Move the store to another directory."),
+        "eject": ("leave", "Give every file its own bytes back and remove the store."),
+        "dir": ("ls", "Print where the store is."),
+    },
+    "Settings and help": {
+        "config": ("config", "Show and change the settings."),
+        "completion": ("completion", "Print the script that completes commands in a shell."),
+        "doctor": ("doctor", "Say what works here, what will be slow or unsafe, and why."),
+    },
 }
 """Command: its module and its short help, which must be the first sentence of its docstring."""
 
+_COMMANDS = {name: each for section in _SECTIONS.values() for name, each in section.items()}
 _ALIASES = {"gc": "prune"}
 
 
@@ -83,8 +99,12 @@ class Program(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+        widest = max(map(len, _COMMANDS))
+        for title, commands in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(f"{name:{widest}}", text) for name, (_, text) in commands.items()]
+                )
 
     def make_context(
         self,
@@ -98,12 +118,10 @@ class Program(click.Group):
         return super().make_context(self.name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the global options; without a command, show the help text."""
+        """Read the global options."""
         ctx.obj = session = Session()
         session.open_closed_streams()
         with session.reporting():
-            if not args:
-                args = ["--help"]
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -115,17 +133,33 @@ class Program(click.Group):
 @click.command(
     "smartcache",
     cls=Program,
+    invoke_without_command=True,
     context_settings={"max_content_width": 100},
-    epilog="Every command has -h with examples, --json for programs, and -q or -0 for scripts.",
+    help="Keep one copy of every model file and every computed tensor, no matter how many programs "
+    "use it.",
+    epilog="Without a command, a short status is printed. Every command has -h with examples, "
+    "--json for programs, and -q or -0 for scripts.",
 )
 @click.option("--home", metavar="DIR", help="The store to use; default: $SMARTCACHE_HOME.")
+@click.option(
+    "--color",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    help="Colours: as NO_COLOR, FORCE_COLOR and the terminal say (auto), always or never.",
+)
 @click.option("--debug", is_flag=True, help="Show what is decided, and tracebacks of errors.")
 @click.version_option(__version__, "--version", message="%(prog)s %(version)s")
-@click.pass_obj
-def main(session: Session, home: str | None, debug: bool) -> None:
-    """One copy of every model file on this machine, whoever asks for it."""
+@click.pass_context
+def main(ctx: click.Context, home: str | None, color: Colour, debug: bool) -> None:
+    """Read the global options; without a command, show the status."""
+    session = ctx.ensure_object(Session)
     session.home = home
     session.debug = debug
+    session.colour = color
+    if ctx.invoked_subcommand is None:
+        from smartcache.cli.status import show_status
+
+        show_status(session)
 
 
 __all__ = ["main"]

@@ -13,7 +13,7 @@ from typing import TypeVar
 import click
 
 from smartcache.cli._failures import BadValueError
-from smartcache.cli._output import Mode, out
+from smartcache.cli._output import COLOURS, Colour, Mode, out
 from smartcache.cli._session import Session
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
@@ -62,7 +62,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Forget how an earlier run in this process talked, then read the options."""
-        out.begin()
+        out.begin(ctx.ensure_object(Session).colour)
         ctx.meta[_ARGUMENTS] = tuple(args)
         return super().parse_args(ctx, args)
 
@@ -245,7 +245,11 @@ def _common() -> list[click.Parameter]:
     debug = click.Option(
         ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_set_debug
     )
-    return [as_json, quiet, null, home, debug]
+    colour = click.Option(
+        ["--color"], type=click.Choice(COLOURS), hidden=True, expose_value=False,
+        callback=_set_colour,
+    )  # fmt: skip
+    return [as_json, quiet, null, home, debug, colour]
 
 
 def _set_mode(_: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -294,6 +298,11 @@ def same_options(name: str, like: click.Context, *names: str) -> str:
     if any(word.startswith("-") for word in arguments):
         return shlex.join([*start, *words, "--", *arguments])
     return shlex.join([*start, *arguments, *words])
+
+
+def _set_colour(_: click.Context, __: click.Parameter, value: Colour | None) -> None:
+    if value is not None:
+        out.colour = value
 
 
 def dry_run(function: _F) -> _F:

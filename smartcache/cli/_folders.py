@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from smartcache.cli import _completion
 from smartcache.cli._command import FILE, size
 from smartcache.cli._failures import BadValueError
 from smartcache.cli._output import out
@@ -27,7 +28,7 @@ MIN_SIZE = "1MiB"
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NAMED = 5
 _MOST_PATHS = 10
-_COPIES = (Column(title=""), Column(title=""), Column(title="", gives_way=True))
+_COPIES = (Column(title="", is_state=True), Column(title=""), Column(title="", gives_way=True))
 """Role, program (left out if none has one), path."""
 
 
@@ -78,7 +79,8 @@ def chooses_folders(function: _F) -> _F:
     for add in (
         click.option(
             "--program", "--only", "only", type=program, multiple=True, metavar="PROGRAM",
-            cls=_WithAlias, help="Only the folders of this program. Repeatable.",
+            cls=_WithAlias, shell_complete=_completion.programs,
+            help="Only the folders of this program. Repeatable.",
         ),
         click.option(
             "--min-size", type=size, default=MIN_SIZE, metavar="SIZE", show_default=True,

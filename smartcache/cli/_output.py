@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from smartcache.cli._tables import Column
 
 Mode = Literal["human", "json", "quiet"]
+Colour = Literal["auto", "always", "never"]
+COLOURS: tuple[Colour, ...] = ("auto", "always", "never")
 _LINE = 100
 """Where text is wrapped that goes to no terminal."""
 _SURROGATES = range(0xDC80, 0xDD00)
@@ -33,14 +36,17 @@ class Output:
     """How this run talks. One object, `out`, is shared by everything that prints."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held by whoever writes: a line of text and a bar, drawn by a thread, never mix."""
+        self._clear_bar: Callable[[], None] | None = None
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, colour: Colour = "auto") -> None:
         """Forget how an earlier run in this process talked."""
+        self.colour = colour
         self.mode: Mode = "human"
         self.ends_with_nul = False
         """What `names` ends a name with: NUL, which no name has, or a newline."""
-        self._has_status = False
 
     # data
 
@@ -60,7 +66,7 @@ class Output:
             self.names(ids())
 
     def line(self, text: str = "", *, as_talk: bool = False) -> None:
-        """Print a line of data for people; `as_talk`: shown before a question."""
+        """Print a line of data for people, as it is; `as_talk`: shown before a question."""
         self._write(sys.stderr if as_talk else sys.stdout, f"{printable(text)}\n")
 
     def document(self, text: str) -> None:
@@ -68,6 +74,10 @@ class Output:
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
+
+    def source(self, text: str) -> None:
+        """Print a script, which has lines of its own."""
+        self._write(sys.stdout, f"{text.rstrip()}\n")
 
     def heading(self, text: str, *, as_talk: bool = False) -> None:
         """Print a line above others, cut to the terminal."""
@@ -79,19 +89,22 @@ class Output:
             clean = cut(clean, terminal_width(stream))
         self._write(stream, f"{self._styled(clean, stream, bold=True)}\n")
 
-    def paragraph(self, text: str, *, indent: str = "", as_talk: bool = False) -> None:
-        """Print text for people, wrapped to the terminal; `indent` is for the lines that follow."""
-        from textwrap import fill
+    def paragraph(
+        self, text: str, *, indent: str = "", as_talk: bool = False, state: str = ""
+    ) -> None:
+        """Print text for people, wrapped to the terminal; `indent` is for the lines that follow.
+
+        `state` is a word in it that is shown in its colour.
+        """
+        from smartcache.cli._tables import COLOURS
 
         stream = sys.stderr if as_talk else sys.stdout
         width = terminal_width(stream) if stream.isatty() else _LINE
-        own = text[: len(text) - len(text.lstrip())] or indent
-        text = printable(text.lstrip())
-        wrapped = fill(
-            text, width, initial_indent=own, subsequent_indent=indent, break_long_words=False,
-            break_on_hyphens=False,
-        )  # fmt: skip
-        self._write(stream, f"{wrapped}\n")
+        text = text if text.startswith(" ") else f"{indent}{text}"
+        filled = _filled(printable(text), width, indent)
+        if state:
+            filled = filled.replace(state, self._styled(state, stream, colour=COLOURS[state]), 1)
+        self._write(stream, f"{filled}\n")
 
     def names(self, ids: Iterable[str | os.PathLike[str]]) -> None:
         """Print ids or paths, one per line: on a terminal with escapes, else as they are."""
@@ -114,7 +127,11 @@ class Output:
         stream = sys.stderr if as_talk else sys.stdout
         width = terminal_width(stream) if stream.isatty() else None
         clean = ([printable(cell) for cell in row] for row in rows)
-        for number, text in enumerate(render(list(columns), clean, width)):
+
+        def paint(text: str, colour: str) -> str:
+            return self._styled(text, stream, colour=colour)
+
+        for number, text in enumerate(render(list(columns), clean, width, paint)):
             is_heading = number == 0 and any(column.title for column in columns)
             self._write(stream, f"{self._styled(text, stream, bold=is_heading)}\n", flush=False)
         stream.flush()
@@ -124,23 +141,21 @@ class Output:
     def talk(self, text: str) -> None:
         """Say something to a person; programs that asked for data do not hear it."""
         if self.mode == "human":
-            self._write(sys.stderr, f"{printable(text)}\n")
+            self._write(sys.stderr, f"{_wrapped(printable(text), sys.stderr)}\n")
 
     def wait(self, text: str) -> None:
         """Say what this process waits for, in every mode: silence would look like a hang."""
-        self._write(sys.stderr, f"Waiting: {printable(text)}\n")
+        self._write(sys.stderr, f"{self._labelled('Waiting:', text)}\n")
 
     def warn(self, text: str) -> None:
         """Say what the user may lose or should know, in every mode."""
-        label = self._styled("Warning:", sys.stderr, colour="yellow")
-        self._write(sys.stderr, f"{label} {printable(text)}\n")
+        self._write(sys.stderr, f"{self._labelled('Warning:', text, 'yellow')}\n")
 
     def fail(self, message: str, hint: str) -> None:
         """Say what failed and what to do about it: a line each."""
-        label = self._styled("Error:", sys.stderr, colour="red")
-        self._write(sys.stderr, f"{label} {printable(message)}\n")
+        self._write(sys.stderr, f"{self._labelled('Error:', message, 'red')}\n")
         if hint:
-            self._write(sys.stderr, f"Hint: {printable(hint)}\n")
+            self._write(sys.stderr, f"{self._labelled('Hint:', hint)}\n")
 
     def interrupted(self, text: str, *, at_once: bool = False) -> None:
         """Say that Ctrl-C was heard, on a line after the terminal's `^C`.
@@ -158,17 +173,22 @@ class Output:
         """Print what only `--debug` shows, as it is."""
         self._write(sys.stderr, text if text.endswith("\n") else f"{text}\n")
 
-    def status(self, text: str) -> None:
-        """Show a line that the next one replaces; an empty one clears it."""
-        if text or self._has_status:
-            self._has_status = bool(text)  # before: another thread may write meanwhile
+    def show_bar(self, clear: Callable[[], None] | None) -> None:
+        """Take note of how the bar is cleared that is drawn next; None: there is none any more."""
+        with self.lock:
+            if clear != self._clear_bar:
+                self._without_bar()
+                self._clear_bar = clear
+
+    def _without_bar(self) -> None:
+        if self._clear_bar is not None:
             try:
-                sys.stderr.write(f"\r{text}\x1b[K")
+                self._clear_bar()
                 sys.stderr.flush()
             except OSError:
                 silence(sys.stderr)
 
-    def can_show_status(self) -> bool:
+    def can_show_bars(self) -> bool:
         """Say whether a person watches who asked for no data."""
         return self.mode == "human" and sys.stderr.isatty()
 
@@ -182,7 +202,7 @@ class Output:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             from smartcache.errors import SmartcacheError
 
-            message = "There is no terminal to ask at; nothing was changed"
+            message = "Cannot ask for confirmation: not a terminal; nothing was changed"
             raise SmartcacheError(
                 message, hint="Do it without asking with -y, or only look with --dry-run."
             )
@@ -202,29 +222,63 @@ class Output:
         sys.stdout.flush()
 
     def _write(self, stream: TextIO, text: str, *, flush: bool = True) -> None:
-        if self._has_status:
-            self.status("")
-        try:
+        with self.lock:
+            self._without_bar()
             try:
-                stream.write(text)
-            except UnicodeEncodeError:  # a terminal that knows no Unicode
-                encoding = stream.encoding or "ascii"
-                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            if flush:
-                stream.flush()
-        except OSError:
-            if stream is not sys.stderr:
-                raise
-            silence(stream)  # talk that nobody can hear is no reason to stop half way
+                try:
+                    stream.write(text)
+                except UnicodeEncodeError:  # a terminal that knows no Unicode
+                    encoding = stream.encoding or "ascii"
+                    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                if flush:
+                    stream.flush()
+            except OSError:
+                if stream is not sys.stderr:
+                    raise
+                silence(stream)  # talk that nobody can hear is no reason to stop half way
+
+    def _labelled(self, label: str, text: str, colour: str | None = None) -> str:
+        """Return a sentence of talk with a word before it that says what kind it is."""
+        whole = _wrapped(f"{label} {printable(text)}", sys.stderr)
+        return self._styled(label, sys.stderr, colour=colour) + whole.removeprefix(label)
 
     def _styled(
         self, text: str, stream: TextIO, *, colour: str | None = None, bold: bool = False
     ) -> str:
-        from smartcache.config import variable
-
-        if not (colour or bold) or not stream.isatty() or variable("NO_COLOR") is not None:
+        if not (colour or bold) or not self._has_colour(stream):
             return text
         return click.style(text, fg=colour, bold=bold or None)
+
+    def _has_colour(self, stream: TextIO) -> bool:
+        """Say whether colours are wanted: asked for, else as the variables of everybody say."""
+        from smartcache.config import variable
+
+        if self.colour != "auto":
+            return self.colour == "always"
+        if variable("NO_COLOR") is not None:
+            return False
+        is_forced = variable("FORCE_COLOR") not in (None, "0")
+        return is_forced or (stream.isatty() and variable("TERM") != "dumb")
+
+
+def _wrapped(text: str, stream: TextIO) -> str:
+    """Return a sentence cut into lines at words where a terminal shows it; programs get one."""
+    return _filled(text, terminal_width(stream), _indent(text)) if stream.isatty() else text
+
+
+def _filled(text: str, width: int, indent: str) -> str:
+    if len(text) <= width and text.isascii():
+        return text
+    from textwrap import fill
+
+    return fill(
+        text.lstrip(), width, initial_indent=_indent(text), subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _indent(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
 
 
 def silence(stream: TextIO) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.cache import SmartCache
+    from smartcache.cli._output import Colour
     from smartcache.config import Settings
     from smartcache.store.records import Blob
     from smartcache.store.store import Store
@@ -28,6 +29,7 @@ class Session:
     def __init__(self) -> None:
         self.home: str | None = None
         self.debug = False
+        self.colour: Colour = "auto"
         self.opened_root: Path | None = None
         """The store this run has opened, to be set right after an interruption."""
         self.how_far: Callable[[list[Store]], str] | None = None

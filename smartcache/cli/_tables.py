@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 _GAP = "  "
 _SAMPLE = 1000
@@ -16,20 +18,41 @@ _HASH_AT_END = re.compile(r"[0-9a-f]{32,}$")
 _ENOUGH_OF_HASH = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A column: numbers to the right, and at most one that is cut in the middle to fit.
+COLOURS = {
+    "stays": "green",
+    "kept": "green",
+    "ok": "green",
+    "link": "cyan",
+    "reflink": "cyan",
+    "duplicate": "cyan",
+    "left alone": "yellow",
+    "note": "cyan",
+    "warning": "yellow",
+    "problem": "red",
+    "damaged": "red",
+    "missing": "red",
+}
+"""The words for what becomes, or has become, of a thing."""
 
+
+class Column(NamedTuple):
+    """A column: numbers to the right, words for a state in colour, and paths, which give way.
+
+    A column that gives way is cut in the middle to fit; an id never does, a cut one is of no use.
     Columns without any title make a table without a heading.
     """
 
     title: str
     right: bool = False
     gives_way: bool = False
+    is_state: bool = False
 
 
 def render(
-    columns: list[Column], rows: Iterable[Iterable[str]], width: int | None
+    columns: list[Column],
+    rows: Iterable[Iterable[str]],
+    width: int | None,
+    paint: Callable[[str, str], str] = lambda text, _: text,
 ) -> Iterator[str]:
     """Yield the lines of a table, at most `width` wide (None: any width); none without rows."""
     remaining = (list(row) for row in rows)
@@ -42,20 +65,28 @@ def render(
         _fit(columns, widths, width)
     headings = [titles] if any(titles) else []
     for row in chain(headings, sample, remaining):
-        yield _GAP.join(map(_cell, columns, row, widths)).rstrip()
+        cells = zip(columns, row, widths, strict=True)
+        yield _GAP.join(_cell(*each, paint) for each in cells).rstrip()
 
 
 def _fit(columns: list[Column], widths: list[int], width: int) -> None:
+    """Take what is too much from the columns that give way, from the widest first."""
     excess = sum(widths) + len(_GAP) * (len(widths) - 1) - width
-    for number, column in enumerate(columns):
-        if column.gives_way and excess > 0:
-            widths[number] = max(min(widths[number], _NARROWEST), widths[number] - excess)
+    giving = [number for number, column in enumerate(columns) if column.gives_way]
+    while excess > 0:
+        wide = [number for number in giving if widths[number] > _NARROWEST]
+        if not wide:
+            return
+        widths[max(wide, key=widths.__getitem__)] -= 1
+        excess -= 1
 
 
-def _cell(column: Column, text: str, width: int) -> str:
+def _cell(column: Column, text: str, width: int, paint: Callable[[str, str], str]) -> str:
     if column.gives_way:
         text = shortened(text, width)
     padding = " " * max(0, width - text_width(text))
+    if column.is_state and (colour := COLOURS.get(text.strip())):
+        text = paint(text, colour)
     return padding + text if column.right else text + padding
 
 

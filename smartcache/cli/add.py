@@ -177,6 +177,7 @@ def _put(store: Store, chosen: list[Chosen], how: How) -> Generator[tuple[Store,
     with bars("Copying" if how == "copy" else "Moving", total, "bytes") as job:
         for file in chosen:
             share = Share(job, file.size)
+            job.describe(file.path.name)
             holder = _volume_for(store, file.path) if how == "move" else store
             try:
                 blob = holder.put_file(file.path, how=method, progress=share)
@@ -209,9 +210,10 @@ def _adopt(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]
             yield store, _skipped(file, error)
     sizes = {file.path: file.size for file in chosen}
     for holder, files in groups.items():
-        with bars("Adopting", len(files)) as job:
-            for each in holder.adopt_many([file.path for file in files], progress=bars):
-                job.advance()
+        total = sum(file.size for file in files)
+        with bars("Adopting", total, "bytes") as job:
+            share = Share(job, total)  # the hashing, which is what takes time
+            for each in holder.adopt_many([file.path for file in files], progress=share):
                 size = each.size or sizes.get(each.path, 0)
                 reason = None if each.error is None else _reason(each.error)
                 yield holder, Added(

@@ -11,6 +11,7 @@ import click
 from smartcache.artifacts.figures import SetInfo
 from smartcache.artifacts.fingerprint import Difference
 from smartcache.artifacts.holder import name_of
+from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, chosen, entry, warn_of_problems
 from smartcache.cli._command import command
 from smartcache.cli._filters import Field, Fields
@@ -52,7 +53,7 @@ _LONG_AGO = datetime.fromtimestamp(0, UTC)
         ('smartcache artifacts rm $(smartcache artifacts ls -q --filter "used>90d")', "ids for rm"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[NAME]...")
+@click.argument("words", nargs=-1, metavar="[NAME]...", shell_complete=_completion.sets)
 @click.option(
     "--filter", "tests", type=_FIELDS.condition, multiple=True, metavar="EXPR",
     help="Only those that match: name, size, live, artifacts, used, created.",

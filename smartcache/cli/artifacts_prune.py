@@ -9,6 +9,7 @@ import click
 from smartcache.artifacts.holder import name_of
 from smartcache.artifacts.plans import plan_compact
 from smartcache.artifacts.sets import SetPlan, SetResult
+from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     MORE,
     all_sets,
@@ -34,7 +35,7 @@ from smartcache.sizes import format_size
         ("smartcache artifacts prune sdxl-latents --unused-for 90d -y", "from a timer"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[SET]...")
+@click.argument("words", nargs=-1, metavar="[SET]...", shell_complete=_completion.sets)
 @click.option(
     "--max-size", type=size, metavar="SIZE",
     help="Evict the least recently used until all that is live fits.",
@@ -82,7 +83,7 @@ def prune_command(
         ("smartcache artifacts compact sdxl-latents --force", "every pack with anything dead"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[SET]...")
+@click.argument("words", nargs=-1, metavar="[SET]...", shell_complete=_completion.sets)
 @click.option("--force", is_flag=True, help="Also packs with little to free.")
 @never_asks
 @click.pass_context

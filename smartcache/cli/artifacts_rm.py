@@ -8,6 +8,7 @@ from smartcache.artifacts.figures import SetInfo
 from smartcache.artifacts.holder import name_of
 from smartcache.artifacts.plans import plan_delete
 from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult
+from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     MORE,
     all_sets,
@@ -34,7 +35,13 @@ from smartcache.sizes import format_size
         ("smartcache artifacts rm sdxl-latents 3f2a91c0 77aa11b2", "two artifacts of a set"),
     ),
 )
-@click.argument("words", nargs=-1, required=True, metavar="SET [KEY... | SET...]")
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="SET [KEY... | SET...]",
+    shell_complete=_completion.sets,
+)
 @asks
 @click.pass_context
 def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes: bool) -> None:

@@ -16,6 +16,7 @@ from smartcache.artifacts.inspecting import ArtifactInfo, Shown, find_key, inspe
 from smartcache.artifacts.refusals import path_text, shown
 from smartcache.artifacts.setfolder import SetFolder
 from smartcache.artifacts.tensors import TensorSpec
+from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, entry, label, one, readable
 from smartcache.cli._command import command
 from smartcache.cli._output import out
@@ -39,7 +40,7 @@ _VALUES = (Column(title=""), Column(title="", gives_way=True))
         ("smartcache artifacts show sdxl-latents 3f2a91c0", "what one artifact holds"),
     ),
 )
-@click.argument("word", metavar="SET")
+@click.argument("word", metavar="SET", shell_complete=_completion.sets)
 @click.argument("key", metavar="[KEY]", required=False)
 @click.pass_obj
 def show_command(session: Session, *, word: str, key: str | None) -> None:

@@ -10,6 +10,7 @@ from smartcache.artifacts.figures import SetInfo
 from smartcache.artifacts.holder import name_of, told
 from smartcache.artifacts.recovery import Rebuilt
 from smartcache.artifacts.sets import ArtifactSets
+from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, chosen, label
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
@@ -31,7 +32,7 @@ from smartcache.store.holder import HolderReport
         ("smartcache artifacts verify --rebuild", "an index is damaged: rebuild it from the packs"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[SET]...")
+@click.argument("words", nargs=-1, metavar="[SET]...", shell_complete=_completion.sets)
 @click.option("--rebuild", is_flag=True, help="Rebuild the index from the packs first.")
 @asks
 @click.pass_context

@@ -126,7 +126,7 @@ def _show(diagnosis: Diagnosis, places: list[Place], general: list[Finding]) -> 
 
 
 def _show_finding(finding: Finding) -> None:
-    out.paragraph(f"  {finding.level + ':':9}{finding.text}", indent=" " * 11)
+    out.paragraph(f"  {finding.level + ':':9}{finding.text}", indent=" " * 11, state=finding.level)
     if finding.hint:
         out.paragraph(f"{'':11}{finding.hint}", indent=" " * 11)
 

@@ -13,6 +13,7 @@ import click
 
 from smartcache import __version__
 from smartcache.cache import SmartCache
+from smartcache.cli import _completion
 from smartcache.cli._command import FILE, command, never_asks
 from smartcache.cli._downloads import (
     cautions,
@@ -60,7 +61,7 @@ _WILD = "*?["
         ("path=$(smartcache download -q org/name)", "for scripts: the path, nothing else"),
     ),
 )  # fmt: skip
-@click.argument("repo")
+@click.argument("repo", shell_complete=_completion.repos)
 @click.argument("files", nargs=-1)
 @click.option("--revision", metavar="REV", help="A branch, tag or commit.  [default: main]")
 @click.option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from smartcache.cli import _completion
 from smartcache.cli._command import FILE, command, never_asks
 from smartcache.cli._failures import DAMAGED, BadUsageError
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
@@ -34,7 +35,9 @@ _STREAM = Path("-")
         ("smartcache hub export org/name - | ssh host smartcache hub import -", "through a pipe"),
     ),
 )
-@click.argument("words", metavar="REPO[@REV]...", nargs=-1, required=True)
+@click.argument(
+    "words", metavar="REPO[@REV]...", nargs=-1, required=True, shell_complete=_completion.repos
+)
 @click.argument("destination", metavar="DIR|FILE.tar", type=FILE)
 @click.option("--repo-type", help="What REPO is if it does not say: model, dataset, space.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")

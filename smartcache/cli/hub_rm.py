@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from smartcache.cli import _completion
 from smartcache.cli._command import age, asks, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, stores_if_any
@@ -39,7 +40,9 @@ _COLUMNS = (
         ("smartcache hub rm org/name --keep-blobs", "the store keeps the files for later"),
     ),
 )
-@click.argument("repos", nargs=-1, required=True, metavar="REPO[@REV]...")
+@click.argument(
+    "repos", nargs=-1, required=True, metavar="REPO[@REV]...", shell_complete=_completion.repos
+)
 @click.option("--keep-blobs", is_flag=True, help="Let the store keep its blobs until prune.")
 @cache_dirs_option
 @asks

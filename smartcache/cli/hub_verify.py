@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from smartcache.cli import _completion
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
 from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches
@@ -34,7 +35,7 @@ _MOST_SHOWN = 20
         ("smartcache hub verify --repair", "moves damaged files away, for a new download"),
     ),
 )
-@click.argument("repos", nargs=-1, metavar="[REPO...]")
+@click.argument("repos", nargs=-1, metavar="[REPO...]", shell_complete=_completion.repos)
 @click.option("--full", is_flag=True, help="Hash every file again.")
 @click.option("--repair", is_flag=True, help="Move damaged files to bad/ of the store.")
 @cache_dirs_option

@@ -72,11 +72,11 @@ def _show(found: Iterator[Found], *, several: bool, verbose: bool) -> None:
         Column(title="SIZE", right=True),
         Column(title="LINKS", right=True),
         Column(title="USED", right=True),
-        Column(title="HELD BY"),
+        Column(title="HELD BY", gives_way=True),
         Column(title="FILE", gives_way=True),
     ]
     if several:
-        columns.insert(5, Column(title="VOLUME"))
+        columns.insert(5, Column(title="VOLUME", gives_way=True))
     count = size = 0
 
     def rows() -> Iterator[list[str]]:

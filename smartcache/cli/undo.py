@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import click
 
+from smartcache.cli import _completion
 from smartcache.cli._command import asks, command
-from smartcache.cli._failures import FAILED, BadUsageError
+from smartcache.cli._failures import FAILED, BadUsageError, BadValueError
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -53,7 +54,7 @@ class Entry:
         ("smartcache undo --all", "every change to every file"),
     ),
 )
-@click.argument("ids", metavar="[ID]...", nargs=-1)
+@click.argument("ids", metavar="[ID]...", nargs=-1, shell_complete=_completion.undo_ids)
 @click.option("--last", is_flag=True, help="Undo the newest entry.")
 @click.option("--all", "everything", is_flag=True, help="Undo every entry.")
 @click.option("--list", "only_list", is_flag=True, help="List what can be undone.")
@@ -74,7 +75,7 @@ def undo_command(
     """Give files back what they had before smartcache changed them.
 
     Own bytes, mode, group and time. A file that somebody else changed since is left alone, with the
-    reason said. Without an argument, lists what can be undone.
+    reason said. Without an argument, lists what can be undone. Of an ID its beginning is enough.
     """
     if sum((bool(ids), last, everything, only_list)) > 1:
         raise BadUsageError("IDs, --last, --all and --list exclude each other", hint="Give one.")
@@ -85,9 +86,9 @@ def undo_command(
         )
         if not (ids or last or everything):
             _list(history, several=len(stores) > 1)
-            if only_list or not history:
-                return
-            raise BadUsageError("Nothing was undone", hint="Give an ID, --last or --all.")
+            if history and not only_list:
+                out.talk("Nothing was undone. Give an ID or its beginning, --last or --all.")
+            return
         plans = _plans(_chosen(history, ids, last=last))
         results: list[Undone] = []
         if not dry_run:
@@ -132,7 +133,7 @@ def _show_history(history: list[Entry], *, several: bool) -> None:
         Column(title="WHAT", gives_way=True),
     ]
     if several:
-        columns.append(Column(title="VOLUME"))
+        columns.append(Column(title="VOLUME", gives_way=True))
     rows = (
         [
             each.id,
@@ -153,11 +154,20 @@ def _chosen(history: list[Entry], ids: tuple[str, ...], *, last: bool) -> list[E
         raise NothingToUndoError("There is nothing to undo", hint="")
     if last:
         return history[-1:]
-    known = {entry.summary.id: entry for entry in history}
-    for each in ids:
-        if each not in known:
-            raise NothingToUndoError(f"There is no change {each} to undo", batch=each)
-    return [known[each] for each in dict.fromkeys(ids)] if ids else history
+    meant = {entry.summary.id: entry for entry in (_meant(history, each) for each in ids)}
+    return list(meant.values()) if ids else history
+
+
+def _meant(history: list[Entry], text: str) -> Entry:
+    """Return the entry whose id is this, or the only one whose id begins so."""
+    found = [entry for entry in history if text and entry.summary.id.startswith(text)]
+    exact = [entry for entry in found if entry.summary.id == text]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    if not found:
+        raise NothingToUndoError(f"There is no change {text} to undo", batch=text)
+    ids = ", ".join(entry.summary.id for entry in found)
+    raise BadValueError(f"{text!r} is the beginning of several IDs", hint=f"Write one of {ids}.")
 
 
 def _plans(chosen: Iterable[Entry]) -> list[tuple[Store, UndoPlan]]:

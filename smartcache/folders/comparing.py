@@ -84,6 +84,7 @@ class _Counting:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.describe = job.describe
         self.count = 0
 
     def advance(self, count: int) -> None:
@@ -137,7 +138,8 @@ def _compare_chunk(
     compared.add(learned, "sample")
     if not is_quick:
         to_hash += _still_equal(to_sample, samples | learned.values)
-        compared.add(learn(store.volume, to_hash, "blake3", advance=job.advance), "blake3")
+        learned = learn(store.volume, to_hash, "blake3", advance=job.advance, describe=job.describe)
+        compared.add(learned, "blake3")
 
 
 def _still_equal(

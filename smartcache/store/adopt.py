@@ -148,6 +148,7 @@ def _examine(
     try:
         if known is None:
             with progress("Hashing", os.lstat(path).st_size, "bytes") as job:
+                job.describe(path.name)
                 file = hold(volume, path, wanted, advance=job.advance, follow=follow)
         else:
             file = hold(volume, path, wanted, known=known, follow=follow)

@@ -63,12 +63,21 @@ class Learned:
     """Bytes read."""
 
 
-def learn(volume: Volume, files: Sequence[Candidate], what: What, *, advance: Advance) -> Learned:
+def learn(
+    volume: Volume,
+    files: Sequence[Candidate],
+    what: What,
+    *,
+    advance: Advance,
+    describe: Callable[[str], None] | None = None,
+) -> Learned:
     """Read files and remember what was learned as it comes; `advance` is told the bytes hashed.
+
+    `describe` is told the names of large files when they are begun.
 
     Ctrl-C ends the threads; what was learned until then is kept.
     """
-    run = _Run(volume, what, advance)
+    run = _Run(volume, what, advance, describe)
     try:
         run.read(files)
     finally:
@@ -94,11 +103,14 @@ class _Run:
     because they wait for each other after each of eight system calls; this way it is 1.0 s.
     """
 
-    def __init__(self, volume: Volume, what: What, advance: Advance) -> None:
+    def __init__(
+        self, volume: Volume, what: What, advance: Advance, describe: Callable[[str], None] | None
+    ) -> None:
         self.learned = Learned()
         self._volume = volume
         self._what = what
         self._tell = advance
+        self._describe = describe
         self._threads = max(1, volume.settings.threads)
         self._readers: Readers[_Held] = Readers(self._threads)
         self._total = 0
@@ -227,6 +239,8 @@ class _Run:
                 raise FileChangedError("changed while it was read")
             self._advance(file.size)
             return blake3(buffer[: file.size]).digest()
+        if self._describe is not None:
+            self._describe(os.path.basename(os.fsdecode(file.path)))
         # Several threads hash one file only if it outlasts all others by far.
         is_alone = file.size * (self._threads - 1) > 2 * (self._total - file.size)
         threads = self._threads if is_alone else 1

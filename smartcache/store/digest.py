@@ -175,6 +175,7 @@ def hash_many(
     with progress(label, sum(size for size, _ in files), "bytes") as job:
         for size, path in files:
             if size <= BUFFER_SIZE or "xet" in wanted:
+                job.describe(os.path.basename(os.fsdecode(path)))
                 yield _attempt(path, wanted, job.advance, threads)
         yield from _in_threads(large, wanted, job, max(threads, 1))
 
@@ -303,6 +304,7 @@ def _in_threads(
     def work() -> None:
         try:
             for path, helpers in iter(tasks.get, None):
+                job.describe(os.path.basename(os.fsdecode(path)))
                 done.put(_attempt(path, wanted, advance, helpers))
         except BaseException as error:  # noqa: BLE001 - raised in the thread that iterates
             done.put(error)

@@ -213,18 +213,16 @@ def _execute(volume: Volume, plan: EjectPlan, progress: Progress) -> list[Undone
     with (
         volume.leases.hold("undo", what="eject", on_wait=volume.on_wait),
         volume.batch("eject") as batch,
-        progress("Restoring files", len(plan.changes) + len(plan.links)) as job,
+        progress("Restoring files", plan.needed_size, "bytes") as job,
     ):
-        undoing = new_undoing(volume, batch)
+        undoing = new_undoing(volume, batch, job)
         results = []
         # Placed links first: once they have their own bytes, adopted files can keep their inode.
         modes: list[Change] = []
         for link in plan.links:
             results += _make_ordinary(volume, link, undoing, modes, keep_shared=keep_shared)
-            job.advance()
         for change in plan.changes:
             results.append(_restore(volume, change, undoing, modes, keep_shared=keep_shared))
-            job.advance()
     _refuse_losing_moved_files(results)
     _refuse_losing_pinned(volume, plan, pinned_before)
     _refuse_losing_sets(volume, plan)
@@ -278,13 +276,14 @@ def _make_ordinary(
     if link.kind == "hardlink" and keep_shared:
         modes.append(change)
         return []
+    undoing.job.describe(link.path.name)
     try:
         with explained(link.path.parent):
             if link.kind == "hardlink":
                 undo_adopt(volume, change, undoing)
             elif link.path.exists():  # else the blob behind the symlink is lost
                 change.mode, change.mtime_ns = None, blob.key.mtime_ns
-                give_own_copy(volume, change, undoing.batch)
+                give_own_copy(volume, change, undoing.batch, undoing.job)
                 volume.index.drop_link(link.path)
     except FileChangedError:
         # Somebody wrote into it: the bytes are the user's, and need the mode only.

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from smartcache.errors import BlobNotFoundError, DestinationExistsError, NoSpaceError, StoreError
-from smartcache.progress import Progress, silent
+from smartcache.progress import SILENT, Job, Progress, silent
 from smartcache.sizes import format_size
 from smartcache.store.blobs import READ_ONLY, explained
 from smartcache.store.copies import copy_verified
@@ -35,7 +35,7 @@ from smartcache.store.records import Blob, Trust
 from smartcache.store.safety import check_own, create_own, make_own
 from smartcache.store.setfolders import copy_sets, has_sets, held_still, sets_size
 from smartcache.store.swap import Spot, beside
-from smartcache.store.volume import Volume, all_blobs, has_row
+from smartcache.store.volume import Volume, all_blobs, has_row, known_as
 
 MOVED_FROM = "moved_from"
 """Note in the index: the old root of a move whose last steps are not done yet."""
@@ -189,7 +189,7 @@ def _copy_over(volume: Volume, new_root: Path, progress: Progress) -> None:
     reached("move: prepared")
     copied: set[bytes] = set()
     with progress("Copying blobs", volume.index.totals().size, "bytes") as job:
-        _copy_blobs(volume, new, copied, job.advance)
+        _copy_blobs(volume, new, copied, job)
     reached("move: blobs copied")
     timeout = volume.settings.lock_timeout
     with held_still(volume.layout, timeout=timeout, on_wait=volume.on_wait):
@@ -202,7 +202,7 @@ def _switch(volume: Volume, new: Layout, copied: set[bytes]) -> None:
     """Copy the rest, and let the old root lead to the new one; nobody has the store meanwhile."""
     with volume.guard("move the store", exclusive=True):
         # Only what came in meanwhile: the store's lock is not held while terabytes are copied.
-        _copy_blobs(volume, new, copied, lambda _: None)
+        _copy_blobs(volume, new, copied, SILENT)
         for digest in (name.hex() for name in copied):
             if not has_row(volume, digest):
                 os.unlink(new.blob(digest))
@@ -216,29 +216,27 @@ def _switch(volume: Volume, new: Layout, copied: set[bytes]) -> None:
         reached("move: switched")
 
 
-def _copy_blobs(
-    volume: Volume, new: Layout, copied: set[bytes], advance: Callable[[int], None]
-) -> None:
+def _copy_blobs(volume: Volume, new: Layout, copied: set[bytes], job: Job) -> None:
     for blob in all_blobs(volume):
         name = bytes.fromhex(blob.digest)
         if name in copied or not blob.is_here:
             continue
         target = new.blob(blob.digest)
+        job.describe(known_as(volume, blob))
         try:
-            if not _is_there(target, blob.digest):
-                _copy_blob(volume, blob, new, target)
+            if not _is_there(target, blob.digest, job):
+                _copy_blob(volume, blob, new, target, job)
         except BlobNotFoundError:
             if has_row(volume, blob.digest):
                 raise
             continue  # pruned in the meantime
         copied.add(name)
-        advance(blob.size)
 
 
-def _is_there(target: str, digest: str) -> bool:
+def _is_there(target: str, digest: str, job: Job) -> bool:
     """Say whether a blob was copied already; what a killed move left is proven by its hash."""
     try:
-        hashes, _ = hash_file(Path(target))
+        hashes, _ = hash_file(Path(target), advance=job.advance)
     except FileNotFoundError:
         return False
     if hashes.digest == digest:
@@ -247,13 +245,13 @@ def _is_there(target: str, digest: str) -> bool:
     return False
 
 
-def _copy_blob(volume: Volume, blob: Blob, new: Layout, target: str) -> None:
+def _copy_blob(volume: Volume, blob: Blob, new: Layout, target: str, job: Job) -> None:
     new.make_blob_directory(blob.digest, sync=False)
     temporary = new.new_tmp()
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        copy_verified(volume, blob.digest, descriptor)
-        st = os.stat(volume.layout.blob(blob.digest))
+        st = _stat(volume, blob)  # before: while it is copied somebody may prune it
+        copy_verified(volume, blob.digest, descriptor, advance=job.advance)
         os.fchmod(descriptor, st.st_mode & 0o555 or READ_ONLY)
         os.utime(descriptor, ns=(st.st_mtime_ns, st.st_mtime_ns))
         os.fsync(descriptor)
@@ -261,6 +259,14 @@ def _copy_blob(volume: Volume, blob: Blob, new: Layout, target: str) -> None:
     finally:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)
+
+
+def _stat(volume: Volume, blob: Blob) -> os.stat_result:
+    try:
+        return os.stat(volume.layout.blob(blob.digest))
+    except FileNotFoundError as error:
+        message = f"No blob {blob.digest} in {volume.root}"
+        raise BlobNotFoundError(message, digest=blob.digest) from error
 
 
 def _copy_rest(volume: Volume, new: Layout) -> None:

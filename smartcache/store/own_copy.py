@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from smartcache.errors import FileChangedError
+from smartcache.progress import SILENT, Job
 from smartcache.store.attributes import write_attributes
 from smartcache.store.copies import copy_hashed, copy_verified
 from smartcache.store.faults import reached
@@ -27,7 +28,7 @@ from smartcache.store.volume import Volume
 _DEFAULT_MODE = 0o644
 
 
-def give_own_copy(volume: Volume, change: Change, batch: Batch) -> None:
+def give_own_copy(volume: Volume, change: Change, batch: Batch, job: Job = SILENT) -> None:
     """Replace the link at `change.path` by a file with the blob's bytes and the old metadata.
 
     Raises FileChangedError, with nothing changed, if somebody else has replaced the link meanwhile.
@@ -41,11 +42,11 @@ def give_own_copy(volume: Volume, change: Change, batch: Batch) -> None:
         descriptor = spot.create(temporary.name)
         try:
             with _opened(volume, spot, linked, change.digest) as source:
-                copied = copy_hashed(source, descriptor)
+                copied = copy_hashed(source, descriptor, job.advance)
             if copied != change.digest:
                 raise FileChangedError(f"{change.path} was changed since", path=change.path)
             restore_metadata(descriptor, change)
-            os.fsync(descriptor)
+            _sync(descriptor, change, job)
             reached("own copy: written")
             with own_unlink(volume, change.digest):
                 is_swapped = spot.swap_in(temporary.name, linked.st_ino)
@@ -67,16 +68,16 @@ def _opened(volume: Volume, spot: Spot, linked: os.stat_result, digest: str) -> 
     return open(spot.open(), "rb")
 
 
-def restore_missing(volume: Volume, change: Change, batch: Batch) -> None:
+def restore_missing(volume: Volume, change: Change, batch: Batch, job: Job = SILENT) -> None:
     """Put a file with a blob's bytes and the old metadata at a path where nothing is."""
     with Spot(change.place) as spot:
         temporary = beside(change.path)
         (note,) = batch.begin([replace(change, op="own", temporary=temporary)])
         descriptor = spot.create(temporary.name)
         try:
-            copy_verified(volume, change.digest, descriptor)
+            copy_verified(volume, change.digest, descriptor, advance=job.advance)
             restore_metadata(descriptor, change)
-            os.fsync(descriptor)
+            _sync(descriptor, change, job)
             reached("own copy: written")
             os.link(temporary.name, spot.name, src_dir_fd=spot.fd, dst_dir_fd=spot.fd)
             spot.sync()
@@ -85,6 +86,12 @@ def restore_missing(volume: Volume, change: Change, batch: Batch) -> None:
             spot.unlink(temporary.name)
             batch.end(note, "done")
     reached("own copy: in place")
+
+
+def _sync(descriptor: int, change: Change, job: Job) -> None:
+    """Wait for the disk, which may take as long as the copy: say so."""
+    job.describe(f"writing {change.path.name} to disk")
+    os.fsync(descriptor)
 
 
 def restore_metadata(descriptor: int, change: Change) -> None:

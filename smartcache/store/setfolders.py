@@ -91,8 +91,9 @@ def copy_sets(old: Layout, new: Layout, advance: Callable[[int], None]) -> None:
         if path.name in _LEFT_BEHIND or not target.parent.is_dir():
             continue
         if path.name != _INDEX or not _copy_index(path, target):
-            _copy(path, target)
-        advance(path.lstat().st_size)
+            _copy(path, target, advance)
+        else:
+            advance(path.lstat().st_size)
     for folder, _, _ in os.walk(new.sets):
         sync_directory(Path(folder))
 
@@ -108,9 +109,11 @@ def _ignored(_: str, names: list[str]) -> set[str]:
     return {name for name in names if name == "leases" or name.startswith(".removed-")}
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, advance: Callable[[int], None]) -> None:
     with open(open_own(source), "rb") as reading, open(target, "wb") as writing:
-        shutil.copyfileobj(reading, writing, _PIECE)
+        while piece := reading.read(_PIECE):
+            writing.write(piece)
+            advance(len(piece))
         writing.flush()
         os.fsync(writing.fileno())
     shutil.copystat(source, target)

@@ -33,7 +33,7 @@ from smartcache.store.kernel import (
     shares_blocks,
     take_lease,
 )
-from smartcache.store.proof import CHUNK
+from smartcache.store.proof import CHUNK, Advance
 from smartcache.store.replace import Replacement
 from smartcache.store.statkey import StatKey
 from smartcache.store.swap import Spot, beside
@@ -312,7 +312,7 @@ def has_shared_blocks(change: Change) -> bool:
         os.close(descriptor)
 
 
-def give_own_blocks(change: Change, batch: Batch) -> None:
+def give_own_blocks(change: Change, batch: Batch, advance: Advance | None = None) -> None:
     """Let a file that shares blocks have its own: those of a copy beside it, which then goes.
 
     The kernel compares copy and file, so that a write in between is noticed, not lost. Everything
@@ -328,7 +328,7 @@ def give_own_blocks(change: Change, batch: Batch) -> None:
         try:
             file = spot.open()
             try:
-                _copy_data(file, copy)
+                _copy_data(file, copy, advance)
                 os.fsync(copy)
                 reached("own blocks: copied")
                 share_all(copy, file, os.fstat(copy).st_size, path=change.path)
@@ -346,7 +346,7 @@ def give_own_blocks(change: Change, batch: Batch) -> None:
     reached("own blocks: in place")
 
 
-def _copy_data(source: int, target: int) -> None:
+def _copy_data(source: int, target: int, advance: Advance | None) -> None:
     """Copy a file by reading and writing, holes left out; a clone would share its blocks again."""
     size = os.fstat(source).st_size
     end = 0
@@ -359,5 +359,8 @@ def _copy_data(source: int, target: int) -> None:
             break  # nothing but a hole up to the end
         end = os.lseek(source, offset, os.SEEK_HOLE)
         while offset < end and (data := os.pread(source, min(CHUNK, end - offset), offset)):
-            offset += os.pwrite(target, data, offset)
+            written = os.pwrite(target, data, offset)
+            offset += written
+            if advance is not None:
+                advance(written)
     os.ftruncate(target, size)

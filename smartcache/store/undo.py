@@ -23,7 +23,7 @@ from smartcache.errors import (
     NothingToUndoError,
     SmartcacheError,
 )
-from smartcache.progress import Progress, silent
+from smartcache.progress import SILENT, Job, Progress, silent
 from smartcache.store.blobs import commit, explained
 from smartcache.store.digest import hash_file
 from smartcache.store.faults import reached
@@ -93,6 +93,8 @@ class Undoing:
     """Which file of those that had its inode number, one after the other, a change was made to."""
     joined: set[Path]
     """Names that the store made links of blobs; every other name of an inode it had before."""
+    job: Job = SILENT
+    """Hears of every byte that is copied or hashed."""
 
     def twin_key(self, change: Change) -> TwinKey:
         """Name the file a path stood for before it was replaced."""
@@ -158,25 +160,22 @@ def _open_changes(volume: Volume, wanted: list[str] | None) -> list[Change]:
 def _execute(volume: Volume, plan: UndoPlan, progress: Progress) -> list[Undone]:
     hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
     plan._room.require("Undo", hint=hint)  # noqa: SLF001 - ours
-    results = []
-    total = sum(change.size for change in plan.changes)
+    # What comes back from the trash is hashed, not copied.
+    total = plan.needed_size + sum(c.size for c in plan.changes if c.op == "forget")
     with (
         volume.leases.hold("undo", what="undo", on_wait=volume.on_wait),
         volume.batch("undo") as batch,
         progress("Undoing", total, "bytes") as job,
     ):
-        undoing = new_undoing(volume, batch)
-        for change in plan.changes:
-            results.append(undo_one(volume, change, undoing))
-            job.advance(change.size)
-    return results
+        undoing = new_undoing(volume, batch, job)
+        return [undo_one(volume, change, undoing) for change in plan.changes]
 
 
-def new_undoing(volume: Volume, batch: Batch) -> Undoing:
+def new_undoing(volume: Volume, batch: Batch, job: Job) -> Undoing:
     """Begin a run of undo with what the journal knows of files that belong together."""
     changes = volume.journal.changes()
     files = told_apart(changes)
-    undoing = Undoing(batch=batch, twins={}, old_names={}, files=files, joined=set())
+    undoing = Undoing(batch=batch, twins={}, old_names={}, files=files, joined=set(), job=job)
     for change in changes:
         if change.op == "replace" and change.state == "undone" and change.place.is_file():
             undoing.twins[undoing.twin_key(change)] = change.place
@@ -193,12 +192,13 @@ def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
     verbs: dict[str, Callable[[], str]] = {
         "adopt": lambda: undo_adopt(volume, change, undoing),
         "move": lambda: _undo_move(volume, change, undoing),
-        "place": lambda: _undo_place(volume, change, undoing.batch),
+        "place": lambda: _undo_place(volume, change, undoing),
         "replace": lambda: _undo_replace(volume, change, undoing),
-        "share": lambda: _undo_share(change, undoing.batch),
-        "forget": lambda: _undo_forget(volume, change),
+        "share": lambda: _undo_share(change, undoing),
+        "forget": lambda: _undo_forget(volume, change, undoing.job),
     }
     outcome: Outcome = "undone"
+    undoing.job.describe(change.path.name)
     try:
         with explained(change.path.parent):
             if is_gone(volume, change):
@@ -273,7 +273,7 @@ def _undo_replace(volume: Volume, change: Change, undoing: Undoing) -> str:
     key = undoing.twin_key(change)
     twin = undoing.twins.get(key) or _old_file(volume, change)
     if twin is None or not link_to_twin(volume, change, twin, undoing.batch):
-        give_own_copy(volume, change, undoing.batch)
+        give_own_copy(volume, change, undoing.batch, undoing.job)
         undoing.twins[key] = change.place
     reached("undo: own bytes")
     let_go(volume, change.path)
@@ -299,9 +299,9 @@ def _old_file(volume: Volume, change: Change) -> Path | None:
     return None
 
 
-def _undo_share(change: Change, batch: Batch) -> str:
+def _undo_share(change: Change, undoing: Undoing) -> str:
     """Give a file its own blocks again; one that was changed since has them by copy-on-write."""
-    give_own_blocks(change, batch)
+    give_own_blocks(change, undoing.batch, undoing.job.advance)
     reached("undo: own bytes")
     return ""
 
@@ -332,7 +332,7 @@ def undo_adopt(volume: Volume, change: Change, undoing: Undoing) -> str:
             undoing.batch.end(note, "done")
             return reason
     undoing.batch.end(note, "back")
-    give_own_copy(volume, change, undoing.batch)
+    give_own_copy(volume, change, undoing.batch, undoing.job)
     let_go(volume, change.path)
     return ""
 
@@ -402,7 +402,7 @@ def _undo_move(volume: Volume, change: Change, undoing: Undoing) -> str:
         _release_pin(volume, change, undoing.batch)
         undo_adopt(volume, change, undoing)
         return ""
-    restore_missing(volume, change, undoing.batch)
+    restore_missing(volume, change, undoing.batch, undoing.job)
     _release_pin(volume, change, undoing.batch)
     return ""
 
@@ -415,7 +415,7 @@ def _release_pin(volume: Volume, change: Change, batch: Batch) -> None:
             volume.index.release(owner.id, blob.id)
 
 
-def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
+def _undo_place(volume: Volume, change: Change, undoing: Undoing) -> str:
     """Remove a link that was placed, if it still is that link and the store has its bytes.
 
     A file of a repo gets bytes of its own instead.
@@ -434,18 +434,19 @@ def _undo_place(volume: Volume, change: Change, batch: Batch) -> str:
         return _LEFT_ALONE
     if not change.keep:
         with Spot(change.place) as spot:
-            (note,) = batch.begin([replace(change, op="own", temporary=None)], sync=False)
+            own = replace(change, op="own", temporary=None)
+            (note,) = undoing.batch.begin([own], sync=False)
             with own_unlink(volume, change.digest):
                 is_same = spot.inode() == st.st_ino
                 if is_same:
                     spot.unlink()
                     reached("undo: link removed")
                     volume.index.drop_link(change.path)
-            batch.end(note, "done")
+            undoing.batch.end(note, "done")
         return "" if is_same else _LEFT_ALONE
     # Snapshots point at it, or the user has it in a folder.
     if change.kind in ("hardlink", "symlink"):
-        give_own_copy(volume, change, batch)
+        give_own_copy(volume, change, undoing.batch, undoing.job)
     let_go(volume, change.path)
     return ""
 
@@ -462,12 +463,12 @@ def _is_as_placed(volume: Volume, change: Change, source: str, st: os.stat_resul
     return hashes_of(volume, change.place)[0].digest == change.digest
 
 
-def _undo_forget(volume: Volume, change: Change) -> str:
+def _undo_forget(volume: Volume, change: Change, job: Job) -> str:
     """Bring a blob back from the trash; it is hashed on the way."""
     trashed = volume.layout.trash / change.digest
     descriptor = open_own(trashed)
     try:
-        hashes, _ = hash_file(descriptor, threads=volume.settings.threads)
+        hashes, _ = hash_file(descriptor, advance=job.advance, threads=volume.settings.threads)
     finally:
         os.close(descriptor)
     if hashes.digest != change.digest:

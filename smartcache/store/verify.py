@@ -31,7 +31,7 @@ from smartcache.store.proof import CHUNK, needs_hash, prove
 from smartcache.store.records import Blob, Link, Trust
 from smartcache.store.safety import open_own
 from smartcache.store.statkey import judge
-from smartcache.store.volume import Volume, all_blobs
+from smartcache.store.volume import Volume, all_blobs, known_as
 
 _PAGE = 1000
 
@@ -116,6 +116,7 @@ def _check_blob(volume: Volume, blob: Blob, report: VerifyReport, job: Job) -> N
     is_relinked = judge(recorded=blob.key, recorded_links=blob.links, current=st) == "relinked"
     is_queued = is_relinked or blob.trust == Trust.RELINKED
     if report.is_full or is_writable or is_queued or needs_hash(volume, blob, st):
+        job.describe(known_as(volume, blob))
         advance = job.advance if report.is_full else None
         try:
             prove(volume, digest, advance=advance)

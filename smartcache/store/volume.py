@@ -230,3 +230,9 @@ def has_row(volume: Volume, digest: str) -> bool:
     """Say whether the index has a blob, neither lost nor in the trash."""
     blob = volume.index.blob(digest)
     return blob is not None and blob.is_here
+
+
+def known_as(volume: Volume, blob: Blob) -> str:
+    """Return what people know a blob by: the name of a file that has its bytes, or its id."""
+    links = volume.index.links_of(blob.id)
+    return links[0].path.name if links else blob.digest[:12]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 from tests.api import Job, Unit
 
 
-class Meanwhile:
+class Meanwhile(Job):
     """A `Progress`; what it was given is done, once, when the job first tells of an advance."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -16,15 +15,6 @@ class Meanwhile:
 
     def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Job:  # noqa: ARG002
         return self
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
     def advance(self, amount: int = 1) -> None:
         if amount >= 0 and self._acts:

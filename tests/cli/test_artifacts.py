@@ -363,7 +363,7 @@ class TestRm:
 
     def test_refuses_where_it_cannot_ask(self, sc: Here, home: Path) -> None:
         fill(home)
-        assert "no terminal" in sc("artifacts", "rm", "latents", code=1).error
+        assert "not a terminal" in sc("artifacts", "rm", "latents", code=1).error
         assert len(sc("artifacts", "ls", "-q").ids) == 1
 
     def test_removes_artifacts_by_key(self, sc: Here, home: Path) -> None:

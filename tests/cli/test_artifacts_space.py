@@ -184,7 +184,7 @@ class TestArtifactsPrune:
 
     @pytest.mark.usefixtures("worn")
     def test_refuses_where_it_cannot_ask(self, sc: Here) -> None:
-        assert "no terminal" in sc("artifacts", "prune", code=1).error
+        assert "not a terminal" in sc("artifacts", "prune", code=1).error
 
     @pytest.mark.parametrize("words", [["--max-size", "big"], ["--unused-for", "5 parsecs"]])
     def test_a_bad_size_or_age_is_explained(self, words: list[str], sc: Here) -> None:
@@ -295,7 +295,7 @@ class TestVerify:
 
     def test_rebuild_asks_and_can_be_tried(self, sc: Here, home: Path) -> None:
         fill(home)
-        assert "no terminal" in sc("artifacts", "verify", "--rebuild", code=1).error
+        assert "not a terminal" in sc("artifacts", "verify", "--rebuild", code=1).error
         assert (
             "Would make the index of 1 set" in sc("artifacts", "verify", "--rebuild", "-n").stdout
         )

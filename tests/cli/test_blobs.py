@@ -220,7 +220,7 @@ class TestRemove:
 
     def test_refuses_where_it_cannot_ask(self, filled: Here, home: Path) -> None:
         done = filled("rm", DIGEST, code=1)
-        assert "no terminal" in done.error
+        assert "not a terminal" in done.error
         assert "-y" in done.hint
         assert blob(home).exists()
 
@@ -271,7 +271,7 @@ class TestPublish:
         assert "Still private: 1 blob (the file is closed to others).\n" in done.stdout
         assert "By digest only: 1 blob (no sha256 is known).\n" in done.stdout
         assert not (home / "catalog").exists()
-        assert "no terminal" in sc("publish", code=1).error
+        assert "not a terminal" in sc("publish", code=1).error
         done = sc("publish", "-y")
         assert f"Every user can read 1 blob (100 KB) of {home}.\n" in done.stdout
         assert f'shared_stores = ["{home}"]' in done.stderr

@@ -188,7 +188,7 @@ class TestLookingFirst:
     def test_refuses_where_it_cannot_ask(self, sc: Here, pair: Path) -> None:
         before = snapshot(pair)
         done = sc("dedup", pair, *SMALL, code=1)
-        assert "no terminal" in done.error
+        assert "not a terminal" in done.error
         assert "-y" in done.hint
         assert snapshot(pair) == before
 

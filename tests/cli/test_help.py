@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -52,8 +54,28 @@ def load(name: str) -> Command | Group:
     return command
 
 
-def test_without_a_command_the_help_text_is_shown(sc: Here) -> None:
-    assert sc().stdout == sc("--help").stdout
+def test_without_a_command_a_status_is_shown_and_no_store_made(sc: Here, home: Path) -> None:
+    done = sc()
+    assert f"none yet; it will be at {home}" in done.stdout
+    assert "Next: 'smartcache scan'" in done.stdout
+    assert not home.exists()
+    assert sc("-h").stdout == sc("--help").stdout
+
+
+def test_the_status_says_what_is_stored_saved_and_waiting(sc: Here, models: Path) -> None:
+    sc("add", "--adopt", models / "a.safetensors")
+    sc("add", "--no-pin", models / "sub" / "c.gguf")
+    rows = dict(line.split(None, 1) for line in sc().stdout.splitlines()[:4] if line)
+    assert rows["Stored"].endswith("in 2 files")
+    assert "Can be undone  1 entry" in sc().stdout
+    assert "Next: 'smartcache prune'" in sc().stdout
+
+
+def test_the_help_text_has_the_commands_in_groups(sc: Here) -> None:
+    lines = sc("-h").stdout.splitlines()
+    titles = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
+    groups = ["Find and free:", "Hugging Face:", "Computed tensors:", "Store:"]
+    assert titles == ["Options:", *groups, "Settings and help:"]
 
 
 def test_the_version_is_the_one_of_the_package(sc: Here) -> None:

@@ -75,7 +75,7 @@ def test_dry_run_changes_nothing(sc: Here, cache: Path) -> None:
 def test_it_asks(program: Smartcache, cache: Path) -> None:
     words = ("hub", "rm", "org/a", "--cache-dir", cache)
     before = snapshot(cache)
-    assert "no terminal to ask at" in program(*words, code=1).error
+    assert "not a terminal" in program(*words, code=1).error
     refused = program.at_terminal(*words, answer="n\n")
     assert (refused.code, snapshot(cache)) == (1, before)
     done = program.at_terminal(*words, answer="y\n")

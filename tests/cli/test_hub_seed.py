@@ -83,7 +83,7 @@ class TestSeed:
     def test_without_a_terminal_it_does_not_ask(self, sc: Here, cache: Path, digest: str) -> None:
         assert digest
         before = snapshot(cache)
-        assert "no terminal" in sc("hub", "seed", "--cache-dir", cache, code=1).error
+        assert "not a terminal" in sc("hub", "seed", "--cache-dir", cache, code=1).error
         assert snapshot(cache) == before
 
     def test_at_a_terminal_it_shows_the_plan_and_asks(

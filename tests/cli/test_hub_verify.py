@@ -67,7 +67,7 @@ def test_repair(program: Smartcache, cache: Path, damaged: Path, home: Path) -> 
     words = ("hub", "verify", "--repair", "--cache-dir", cache)
     before = snapshot(cache)
     assert "Would move 1 damaged file" in program(*words, "--dry-run", code=3).stdout
-    assert "no terminal to ask at" in program(*words, code=1).error
+    assert "not a terminal" in program(*words, code=1).error
     assert snapshot(cache) == before
     bytes_of_it = damaged.read_bytes()
     done = program(*words, "-y", code=3)

@@ -76,7 +76,7 @@ class TestEject:
 
     def test_refuses_where_it_cannot_ask(self, sc: Here, models: Path, home: Path) -> None:
         sc("add", "--adopt", "-r", models)
-        assert "no terminal" in sc("eject", code=1).error
+        assert "not a terminal" in sc("eject", code=1).error
         assert home.exists()
 
     def test_asks_at_a_terminal(
@@ -146,7 +146,7 @@ class TestMove:
         assert filled("mv", "new", "-y", "-q").ids == [str(tmp_path / "new")]
 
     def test_refuses_where_it_cannot_ask(self, filled: Here, tmp_path: Path) -> None:
-        assert "no terminal" in filled("mv", "new", code=1).error
+        assert "not a terminal" in filled("mv", "new", code=1).error
         assert not (tmp_path / "new").exists()
 
     def test_a_place_that_is_taken_is_refused(self, filled: Here, models: Path) -> None:

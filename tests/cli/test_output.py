@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.api import Column, Trust, cut, encoded, plain, printable, render, shortened, text_width
 from tests.cli.running import Here, Smartcache
+from tests.store.files import WEIGHTS, write
 
 
 class TestTables:
@@ -154,6 +155,38 @@ class TestTerminal:
     ) -> None:
         monkeypatch.setenv("NO_COLOR", "1")
         assert "\x1b[31m" not in program.at_terminal("rm", "zzzz").stdout
+
+    @pytest.mark.parametrize(
+        ("words", "env", "is_coloured"),
+        [
+            (["--color", "always"], {}, True),
+            (["--color", "always"], {"NO_COLOR": "1"}, True),
+            ([], {"FORCE_COLOR": "1"}, True),
+            ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+            (["--color", "never"], {"FORCE_COLOR": "1"}, False),
+        ],
+    )
+    def test_colours_can_be_asked_for_and_refused(
+        self, words: list[str], env: dict[str, str], is_coloured: bool, program: Smartcache
+    ) -> None:
+        for order in (["rm", "zzzz", *words], [*words, "rm", "zzzz"]):
+            done = program(*order, code=1, env=env)
+            assert ("\x1b[31mError:\x1b[0m" in done.stderr) == is_coloured
+
+    def test_long_sentences_wrap_at_words(self, program: Smartcache, tmp_path: Path) -> None:
+        write(tmp_path / "m.gguf", WEIGHTS)
+        done = program.at_terminal("add", "--adopt", "m.gguf", columns=40)
+        sentence = "Adopted files are read-only now;\n'smartcache undo --last' takes that\nback.\n"
+        assert done.stdout.endswith(sentence)
+
+    def test_an_id_is_never_cut_but_a_path_is(self, program: Smartcache, tmp_path: Path) -> None:
+        path = write(tmp_path / ("long " * 30) / "m.gguf", WEIGHTS)
+        program("add", "--adopt", path)
+        (entry,) = program("undo", "-q").ids
+        (row,) = program.at_terminal("undo", columns=80).stdout.splitlines()[1:2]
+        assert row.startswith(f"{entry}  ")
+        assert len(row) <= 80
+        assert "…" in row
 
     def test_a_pipe_gets_no_colour(self, program: Smartcache) -> None:
         assert "\x1b" not in program("rm", "zzzz", code=1).stderr

@@ -109,7 +109,7 @@ def test_refuses_after_a_rebuild_unless_allowed(filled: Here) -> None:
 
 
 def test_refuses_where_it_cannot_ask(filled: Here) -> None:
-    assert "no terminal" in filled("prune", code=1).error
+    assert "not a terminal" in filled("prune", code=1).error
     assert len(filled.digests()) == 2
 
 

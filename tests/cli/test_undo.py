@@ -18,11 +18,11 @@ def changed(sc: Here, models: Path) -> Here:
     return sc
 
 
-def test_without_an_argument_it_lists_and_asks_for_one(changed: Here, models: Path) -> None:
-    done = changed("undo", code=2)
+def test_without_an_argument_it_lists_and_says_how_to_go_on(changed: Here, models: Path) -> None:
+    done = changed("undo")
+    assert done.stdout == changed("undo", "--list").stdout
     assert f"add --adopt {models}/sub/c.gguf" in done.stdout
-    assert "--last" in done.hint
-    assert "--all" in done.hint
+    assert "--last or --all" in done.stderr
     assert (models / "l.pt").exists()
 
 
@@ -48,6 +48,27 @@ def test_an_entry_by_its_id(changed: Here, models: Path) -> None:
     assert changed("undo", first, "-y", "-q").ids == [first]
     assert changed("undo", "--list", "-q").ids == [second]
     assert (models / "sub/c.gguf").stat().st_mode & 0o200
+
+
+def test_an_entry_by_the_beginning_of_its_id(changed: Here, models: Path) -> None:
+    first, second = changed("undo", "-q").ids
+    assert changed("undo", second[:7], "-y", "-q").ids == [second]
+    assert changed("undo", "-q").ids == [first]
+
+
+def test_a_beginning_of_several_ids_is_an_error_that_names_them(
+    changed: Here, home: Path, models: Path
+) -> None:
+    first, second = changed("undo", "-q").ids
+    journal = home / "journal.jsonl"
+    text = journal.read_text().replace(first, f"aa{first[2:]}").replace(second, f"aa{second[2:]}")
+    journal.write_text(text)
+    done = changed("undo", "aa", "-y", code=2)
+    assert done.error.endswith("'aa' is the beginning of several IDs")
+    assert f"aa{first[2:]}" in done.hint
+    assert f"aa{second[2:]}" in done.hint
+    assert changed("undo", "", "-y", code=1).error == "There is no change  to undo"
+    assert len(changed("undo", "-q").ids) == 2
 
 
 def test_all(sc: Here, models: Path) -> None:
@@ -78,7 +99,7 @@ def test_a_file_changed_since_is_left_alone_and_named(changed: Here, models: Pat
 
 
 def test_refuses_where_it_cannot_ask(changed: Here, models: Path) -> None:
-    assert "no terminal" in changed("undo", "--all", code=1).error
+    assert "not a terminal" in changed("undo", "--all", code=1).error
     assert (models / "l.pt").exists()
 
 

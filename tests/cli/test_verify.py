@@ -121,7 +121,7 @@ class TestRebuild:
             assert "verify --rebuild" in filled(name, code=1).hint
 
     def test_asks_first(self, filled: Here) -> None:
-        assert "no terminal" in filled("verify", "--rebuild", code=1).error
+        assert "not a terminal" in filled("verify", "--rebuild", code=1).error
         assert filled("prune", "-n").stdout.startswith("Nothing to prune")
 
     def test_a_dry_run_counts_only(self, filled: Here) -> None:

@@ -239,19 +239,10 @@ class Recorded:
         return _Job(self, label)
 
 
-class _Job:
+class _Job(Job):
     def __init__(self, record: Recorded, label: str) -> None:
         self._record = record
         self._label = label
 
     def advance(self, amount: int = 1) -> None:
         self._record.done[self._label] += amount
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> _Job:  # noqa: PYI034
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass

@@ -8,7 +8,6 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 
 from blake3 import blake3
 
@@ -83,7 +82,7 @@ def snapshot(directory: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-class Watch:
+class Watch(Job):
     """A `Progress` that counts, and lets somebody act while the first job runs."""
 
     def __init__(self, act: Callable[[], object] | None = None) -> None:
@@ -91,6 +90,7 @@ class Watch:
         self.total = 0
         self.unit = ""
         self.done = 0
+        self.names: list[str] = []
         self._act = act
 
     def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Job:
@@ -98,17 +98,11 @@ class Watch:
         self.total, self.unit = self.total + (total or 0), unit
         return self
 
+    def describe(self, text: str) -> None:
+        self.names.append(text)
+
     def advance(self, amount: int = 1) -> None:
         self.done += amount
         if self._act is not None:
             act, self._act = self._act, None
             act()
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass

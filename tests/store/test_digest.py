@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Self, get_args
+from typing import get_args
 
 import pytest
 from blake3 import blake3
@@ -36,6 +36,7 @@ from tests.api import (
     Hashed,
     Hasher,
     Hashes,
+    Job,
     SizeMismatchError,
     StatKey,
     StoreError,
@@ -94,7 +95,7 @@ def hashing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
-class Watched:
+class Watched(Job):
     """A progress that remembers what it was told, and may raise."""
 
     def __init__(self, error: BaseException | None = None) -> None:
@@ -116,12 +117,6 @@ class Watched:
 
     def close(self) -> None:
         self.is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class TestKnownHashes:

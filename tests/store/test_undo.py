@@ -483,11 +483,36 @@ class TestPlan:
         assert snapshot(files) == before
         assert len(store.history()) == 2
 
-    def test_progress_is_told_every_byte(self, store: Store, files: Path) -> None:
-        adopt_and_replace(store, files)
+    @pytest.mark.parametrize(
+        ("change", "size"),
+        [
+            (adopt, 0),
+            (adopt_and_replace, len(WEIGHTS)),
+            (replace_two_names, len(OTHER)),
+            (move, len(WEIGHTS)),
+            (adopt_and_forget, 2 * len(WEIGHTS)),
+        ],
+    )
+    def test_progress_is_told_every_byte_that_is_copied_or_hashed(
+        self, change: Callable[[Store, Path], None], size: int, store: Store, files: Path
+    ) -> None:
+        change(store, files)
         watch = Watch()
         store.plan_undo().execute(watch)
-        assert watch.done == watch.total == 2 * len(WEIGHTS)
+        assert watch.done == watch.total == size
+
+    def test_progress_is_told_while_a_file_is_copied(self, store: Store, tmp_path: Path) -> None:
+        large = bytes(20 << 20)
+        for name in ("a.gguf", "b.gguf"):
+            write(tmp_path / "large" / name, large)
+        store.adopt(tmp_path / "large" / "a.gguf")
+        store.replace(tmp_path / "large" / "b.gguf", digest_of(large))
+        before = inode_of(tmp_path / "large" / "b.gguf")
+        seen: list[int] = []
+        watch = Watch(lambda: seen.append(inode_of(tmp_path / "large" / "b.gguf")))
+        store.plan_undo().execute(watch)
+        assert seen == [before], "the first bytes are told before the file is in place"
+        assert watch.names[:2] == ["b.gguf", "writing b.gguf to disk"]
 
     def test_history_says_what_was_done(self, store: Store, files: Path) -> None:
         adopt_and_replace(store, files)

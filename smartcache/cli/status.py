@@ -1,0 +1,59 @@
+"""What `smartcache` alone prints: what is stored, saved, waiting to be freed, and what to do next.
+
+From the index alone, in no time; nothing is scanned, and no store is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smartcache.cli._output import out
+from smartcache.cli._tables import Column
+from smartcache.cli._words import counted
+from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from smartcache.cli._session import Session
+    from smartcache.store.store import Store
+
+_COLUMNS = (Column(title=""), Column(title="", gives_way=True))
+
+
+def show_status(session: Session) -> None:
+    """Print a few lines about the store, and the next command to type."""
+    out.begin(session.colour)
+    if session.has_store():
+        with session.store() as store:
+            rows, next_step = _figures(store)
+    else:
+        rows = [["Store", f"none yet; it will be at {session.settings.home}"]]
+        next_step = "'smartcache scan' finds duplicate model files. It changes none of them."
+    out.table(_COLUMNS, rows)
+    out.line()
+    out.paragraph(f"Next: {next_step}")
+    out.paragraph("'smartcache -h' lists all commands.")
+
+
+def _figures(store: Store) -> tuple[list[list[str]], str]:
+    from smartcache.cli._holders import holders
+
+    stores = list(store.stores())
+    figures = [each.usage() for each in stores]
+    held = [holder.usage() for holder in holders(stores)]
+    size = format_size(sum(each.physical for each in figures))
+    freeable = sum(each.reclaimable for each in figures) + sum(each.reclaimable for each in held)
+    entries = sum(len(each.history()) for each in stores)
+    blobs = sum(each.blobs for each in figures)
+    rows = [
+        ["Store", ", ".join(str(each.root) for each in stores)],
+        ["Stored", f"{size} in {counted(blobs, 'file')}"],
+        ["Computed", format_size(sum(each.sets for each in figures))],
+        ["Saved", f"{format_size(sum(each.saved for each in figures))} by sharing"],
+        ["Can be freed", format_size(freeable)],
+        ["Can be undone", f"{entries:,} {'entry' if entries == 1 else 'entries'}"],
+    ]
+    if freeable:
+        return rows, "'smartcache prune' frees what only smartcache holds and nobody wants."
+    if entries:
+        return rows, "'smartcache report' shows what could still be freed."
+    return rows, "'smartcache scan' finds duplicate model files. It changes none of them."
