@@ -171,6 +171,7 @@ from smartcache.folders.titles import (
 )
 from smartcache.folders.walk import MOST_NAMED, Walked, is_incomplete, walk
 from smartcache.functions import shared
+from smartcache.hub import RepoType
 from smartcache.hub import bundle_writing as hub_bundle_writing
 from smartcache.hub import exporting as hub_exporting
 from smartcache.hub import mapping as hub_mapping
@@ -195,7 +196,7 @@ from smartcache.hub.lent import Loans
 from smartcache.hub.mapping import cache_mapping, import_mapping
 from smartcache.hub.outcome import DownloadResult
 from smartcache.hub.plan import DownloadPlan
-from smartcache.hub.records import PlannedFile, RemoteFile, Repo, RepoType, announced_by
+from smartcache.hub.records import PlannedFile, RemoteFile, Repo, announced_by
 from smartcache.hub.remote import Access
 from smartcache.hub.removal import RemovalPlan, plan_cache_prune, plan_removal
 from smartcache.hub.removing import RemovalResult
@@ -247,6 +248,8 @@ from smartcache.report.roles import roles
 from smartcache.report.text import Section, sections
 from smartcache.report.unread import OldFile, Unread, Watch
 from smartcache.sizes import format_age, format_size, parse_age, parse_size
+from smartcache.store import DEFAULT_PIN, KINDS
+from smartcache.store import Kind as links_Kind
 from smartcache.store import contents as store_contents
 from smartcache.store import digest as store_digest
 from smartcache.store import doctor as store_doctor
@@ -307,8 +310,6 @@ from smartcache.store.lanes import AHEAD_MIN_SIZE, BUFFER_SIZE
 from smartcache.store.layout import FORMAT, is_digest, volume_root
 from smartcache.store.layout import Layout as layout_Layout
 from smartcache.store.leases import Leases
-from smartcache.store.links import KINDS
-from smartcache.store.links import Kind as links_Kind
 from smartcache.store.locks import claim, is_free, lock
 from smartcache.store.mounts import (
     family_of,
@@ -329,7 +330,7 @@ from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
 from smartcache.store.schema import VERSION, connect, signed
 from smartcache.store.separate import plan_separate
 from smartcache.store.statkey import RACY_NS, StatKey, judge
-from smartcache.store.store import DEFAULT_PIN, Store
+from smartcache.store.store import Store
 from smartcache.store.swap import Spot, beside
 from smartcache.store.undo import Undone, UndoPlan
 from smartcache.store.usage import FolderUsage, folder_usage

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from smartcache.artifacts.figures import SetInfo
-from smartcache.artifacts.holder import name_of
-from smartcache.artifacts.refusals import shown
-from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult, SetVictim
-from smartcache.artifacts.tensors import TensorSpec
-from smartcache.cache import sets_of
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
 from smartcache.errors import BadSetNameError
 from smartcache.sizes import format_size
-from smartcache.store.layout import Layout
+
+if TYPE_CHECKING:
+    from smartcache.artifacts.figures import SetInfo
+    from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult, SetVictim
 
 MORE = "More is freed once more of a pack is dead: 'artifacts compact --force' does not wait."
 _MOST_NAMED = 5
@@ -41,6 +39,10 @@ _REASONS = {
 @contextmanager
 def all_sets(session: Session) -> Iterator[ArtifactSets]:
     """Open the store for its sets; where there is none yet, say so and give no set."""
+    from smartcache.artifacts.sets import ArtifactSets
+    from smartcache.cache import sets_of
+    from smartcache.store.layout import Layout
+
     with session.stores() as stores:
         nothing = Layout(session.settings.home).sets
         yield sets_of(stores[0]) if stores else ArtifactSets(nothing)
@@ -103,6 +105,9 @@ def entry(info: SetInfo) -> dict[str, object]:
 
 def readable(value: object) -> object:
     """Return a plain value as JSON can show it; set.json has fingerprints with all their types."""
+    from smartcache.artifacts.refusals import shown
+    from smartcache.artifacts.tensors import TensorSpec
+
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -169,6 +174,8 @@ def plan_document(plan: SetPlan, result: SetResult | None) -> dict[str, object]:
 
 
 def _victim(victim: SetVictim) -> dict[str, object]:
+    from smartcache.artifacts.holder import name_of
+
     return {
         "set": name_of(victim.info),
         "reason": victim.reason,

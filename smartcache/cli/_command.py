@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -18,6 +15,11 @@ from smartcache.cli._session import Session
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
 
+if TYPE_CHECKING:
+    import logging
+    from datetime import timedelta
+    from pathlib import Path
+
 _F = TypeVar("_F", bound=Callable[..., object])
 
 _ARGUMENTS = "smartcache.arguments"
@@ -25,24 +27,27 @@ _TYPED = click.core.ParameterSource.COMMANDLINE
 
 
 class _File(click.Path):
-    """A path as it was typed. An empty one (of an unset variable) is not the current folder."""
+    """A path as it was typed: what is wrong with it is said by whoever uses it, not by click.
+
+    An empty one (of an unset variable) is not the current folder, but an error.
+    """
 
     def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
-        """Return the path; an empty one is an error."""
-        if not os.fspath(value):
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return a `Path`, whose module the help text does not need."""
+        from pathlib import Path
+
+        del param, ctx
+        word = os.fsdecode(value)  # type: ignore[arg-type]  # a word, or a default
+        if not word:
             raise BadValueError(
                 "A path is empty", hint="Check the variable it came from; '.' is this folder."
             )
-        return super().convert(value, param, ctx)
+        return Path(word)
 
 
-FILE = _File(path_type=Path, readable=False)
-"""Any path: what is wrong with it is said by whoever uses it, not by click."""
+FILE = _File(readable=False)
 
 
 class Command(click.Command):
@@ -69,8 +74,11 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> object:
         """Run the command with the warnings of the library shown."""
         session = ctx.ensure_object(Session)
+        import logging
+
         logger = logging.getLogger("smartcache")
-        handler = _Talk(logging.DEBUG if session.debug else logging.WARNING)
+        handler = logging.Handler(logging.DEBUG if session.debug else logging.WARNING)
+        handler.emit = _tell  # type: ignore[method-assign]
         level = logger.level
         logger.addHandler(handler)
         logger.setLevel(handler.level)
@@ -169,14 +177,14 @@ def _write_examples(examples: tuple[tuple[str, str], ...], formatter: click.Help
             formatter.write(f"  {line:{widest}}  # {text}\n")
 
 
-class _Talk(logging.Handler):
-    """Sends the log of the library to whoever watches."""
+def _tell(record: logging.LogRecord) -> None:
+    """Send a line of the library's log to whoever watches."""
+    import logging
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            out.warn(record.getMessage())
-        else:
-            out.trace(f"{record.levelname.title()}: {record.getMessage()}")
+    if record.levelno >= logging.WARNING:
+        out.warn(record.getMessage())
+    else:
+        out.trace(f"{record.levelname.title()}: {record.getMessage()}")
 
 
 def command(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F], Command]:

@@ -6,19 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from smartcache.cli._output import out, terminal_width
 from smartcache.cli._tables import Column, shortened
 from smartcache.cli._words import counted, short
 from smartcache.errors import NoSpaceError
-from smartcache.hub.outcome import DownloadResult, FileChanges
-from smartcache.hub.plan import DownloadPlan, near_store
-from smartcache.hub.records import PlannedFile, Source
-from smartcache.hub.targets import LocalTarget
-from smartcache.report.naming import from_home
 from smartcache.sizes import format_size
-from smartcache.store.kernel import effective_user
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.hub.outcome import DownloadResult, FileChanges
+    from smartcache.hub.plan import DownloadPlan
+    from smartcache.hub.records import PlannedFile, Source
+    from smartcache.store.store import Store
 
 MOST_SHOWN = 12
 """Files of a plan that are shown without -v: the largest. So few, and they fit on a screen."""
@@ -108,6 +108,8 @@ def _row(each: PlannedFile, room: int | None) -> list[str]:
 
 
 def _origin(each: PlannedFile) -> str:
+    from smartcache.report.naming import from_home
+
     if each.source == "fetch":
         return "the Hub"
     if each.source == "present":
@@ -140,6 +142,11 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
 
 def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
+    from smartcache.hub.plan import near_store
+    from smartcache.hub.targets import LocalTarget
+    from smartcache.report.naming import from_home
+    from smartcache.store.kernel import effective_user
+
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]
     if plan.opened is None:
@@ -173,6 +180,8 @@ def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
 
 def plan_document(plan: DownloadPlan, result: DownloadResult | None) -> dict[str, object]:
     """Return a plan, and what came of it unless it was only looked at, as one document."""
+    from smartcache.hub.outcome import DownloadResult
+
     known = {} if result is None else _digests(plan)
     done = fields_of(DownloadResult(path="") if result is None else result)
     return {
@@ -212,6 +221,8 @@ def _file_document(each: PlannedFile, known: dict[str, str]) -> dict[str, object
 
 def _digests(plan: DownloadPlan) -> dict[str, str]:
     """Return the digests of the files that are proven to be what the Hub announced."""
+    from smartcache.hub.plan import near_store
+
     store = near_store(plan.store, plan.target.root) or plan.store
     places = {each.file.path: plan.target.found(each.file) for each in plan.files}
     known = store.known_hashes(path for path in places.values() if path is not None)

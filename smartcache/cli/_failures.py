@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 import click
@@ -58,6 +57,8 @@ def conclude(error: BaseException, session: Session) -> None:
         _interrupted(session)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if session.debug:
+        import traceback
+
         out.trace("".join(traceback.format_exception(error)))
     message, hint, code = explain(error)
     out.fail(message, hint)

@@ -7,14 +7,15 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smartcache.cli._output import out
 from smartcache.cli._tables import shortened
 from smartcache.errors import StoreError
-from smartcache.store.layout import Layout
 
-_OF_STORES = {Layout(Path()).format.name, Layout(Path()).moved_to.name}
+if TYPE_CHECKING:
+    from pathlib import Path
+
 _ENOUGH = 160
 """Characters of a path that is too long for the system."""
 
@@ -34,6 +35,8 @@ def chosen_files(words: tuple[Path, ...], *, recursive: bool) -> tuple[list[Chos
     A word that names nothing raises before anything is done. Below a folder, symlinks are left out
     (what they point at is found where it is, or lies elsewhere), and so are stores.
     """
+    from pathlib import Path
+
     found: dict[Path, Chosen] = {}
     unread = 0
     for word in words:
@@ -59,6 +62,8 @@ def chosen_files(words: tuple[Path, ...], *, recursive: bool) -> tuple[list[Chos
 
 def _below(folder: Path) -> Iterator[Chosen | OSError]:
     """Go through the files below a folder in the order of their names, however deep they lie."""
+    from pathlib import Path
+
     waiting: list[Path | os.DirEntry[str]] = [folder]
     while waiting:
         each = waiting.pop()
@@ -74,7 +79,13 @@ def _below(folder: Path) -> Iterator[Chosen | OSError]:
 
 def _inside(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
     """Return what is in a folder, the last name first; nothing of a store."""
+    from pathlib import Path
+
+    from smartcache.store.layout import Layout
+
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name, reverse=True)
-    is_store = any(entry.name in _OF_STORES for entry in inside) and Layout(Path(folder)).exists()
+    layout = Layout(Path(folder))
+    names = (layout.format.name, layout.moved_to.name)
+    is_store = any(entry.name in names for entry in inside) and layout.exists()
     return [] if is_store else inside

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -19,6 +18,8 @@ from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.folders.records import Copy, Group, ModelFolder, Problem
     from smartcache.report.naming import Naming
     from smartcache.report.roles import Role
@@ -94,6 +95,8 @@ def chooses_folders(function: _F) -> _F:
 
 def existing(words: tuple[Path, ...]) -> list[Path]:
     """Return the folders a user means; one that does not exist is an error before anything."""
+    from pathlib import Path
+
     for word in words:
         os.stat(word)
         if not word.is_dir():
@@ -153,7 +156,7 @@ def show_blocks(blocks: list[Block], *, every_path: bool, as_talk: bool) -> None
         shown = rows if every_path or len(rows) <= _MOST_PATHS else rows[: _MOST_PATHS - 1]
         padded = [[f"  {row[0]:{widths[0]}}", f"{row[1]:{widths[1]}}", row[2]] for row in shown]
         if not widths[1]:
-            out.table(_COPIES[1:], (row[::2] for row in padded), as_talk=as_talk)
+            out.table(_COPIES[::2], (row[::2] for row in padded), as_talk=as_talk)
         else:
             out.table(_COPIES, padded, as_talk=as_talk)
         if len(rows) > len(shown):

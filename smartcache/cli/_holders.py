@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from smartcache.cache import holders_of, prunable_size
 from smartcache.cli._output import out
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
-from smartcache.store.holder import (
-    Freeable,
-    Holder,
-    HolderPlan,
-    HolderReport,
-    HolderResult,
-    HolderUsage,
-    Part,
-)
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.store.holder import (
+        Freeable,
+        Holder,
+        HolderPlan,
+        HolderReport,
+        HolderResult,
+        HolderUsage,
+        Part,
+    )
+    from smartcache.store.store import Store
 
 _MOST_KEYS = 5
 _PARTS = (
@@ -40,11 +42,15 @@ _REASONS = {"expired": "past their time", "dead": "room of what is gone"}
 
 def holders(stores: Sequence[Store]) -> list[Holder]:
     """Return what keeps something besides blobs; it all lies in the first of the volumes."""
+    from smartcache.cache import holders_of
+
     return holders_of(stores[0]) if stores else []
 
 
 def prunable(stores: Sequence[Store]) -> int:
     """Return what `prune` would free now, on all volumes."""
+    from smartcache.cache import prunable_size
+
     return prunable_size(stores[0]) if stores else 0
 
 

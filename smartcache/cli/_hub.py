@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -13,10 +12,12 @@ from smartcache.cli._command import FILE
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.errors import RepoNotCachedError
-from smartcache.hub import tree
-from smartcache.hub.records import Repo
-from smartcache.hub.repos import CachedRepo, find_repo
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.hub.repos import CachedRepo
+    from smartcache.store.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _PROGRAM = "Hugging Face"
@@ -45,6 +46,8 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
 
     One that was given must be there.
     """
+    from smartcache.hub import tree
+
     if given:
         for each in given:
             if not each.is_dir():
@@ -59,6 +62,8 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
 
 def known_caches(stores: list[Store]) -> list[Path]:
     """Return the HF caches that are there: the default one, and those that scans have found."""
+    from smartcache.hub import tree
+
     known = [
         folder.path
         for store in stores[:1]
@@ -86,6 +91,10 @@ def chosen(repos: list[CachedRepo], words: tuple[str, ...]) -> list[tuple[Cached
 
 
 def _meant(repos: list[CachedRepo], word: str) -> list[tuple[CachedRepo, str | None]]:
+    from smartcache.hub import tree
+    from smartcache.hub.records import Repo
+    from smartcache.hub.repos import find_repo
+
     text, at, revision = word.partition("@")
     if not at and tree.is_commit(text):
         return _with_commit(repos, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
@@ -14,6 +13,8 @@ from typing import Any
 
 def encoded(document: object) -> Iterator[str]:
     """Yield the text of one document; an iterator becomes a list, written as it comes."""
+    import json
+
     if not isinstance(document, Iterator):
         yield json.dumps(plain(document), indent=2) + "\n"
         return

@@ -8,16 +8,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from smartcache.cli._failures import BadValueError
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
-from smartcache.store.records import Blob, Trust
-from smartcache.store.store import Store
 
-Found = tuple[Store, Blob]
-Test = Callable[[Store, Blob], bool]
-_Key = Callable[[Found], int | datetime | str]
+if TYPE_CHECKING:
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
+
+    Found = tuple[Store, Blob]
+    Test = Callable[[Store, Blob], bool]
+    _Key = Callable[[Found], int | datetime | str]
 
 _FILTER = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|==|=|<|>)\s*(.+?)\s*")
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -103,6 +106,8 @@ def select(
     stores: Iterable[Store], tests: Iterable[Test], sort: tuple[str, bool]
 ) -> Iterator[Found]:
     """Yield the blobs that pass all tests, in order; row by row where the index knows the order."""
+    from smartcache.store.records import Trust
+
     is_descending, key = sort[1], _KEYS[sort[0]][1]
     conditions = list(tests)
     indexed = _IN_INDEX.get(sort)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smartcache.sizes import format_age
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SHORT = 12
 _A_MOMENT = timedelta(seconds=2)
@@ -34,7 +37,7 @@ def clock(then: datetime) -> str:
 
 def near(path: Path) -> str:
     """Return a path as it is reached from here, if it lies here."""
-    here = Path.cwd()
+    here = type(path).cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -28,8 +27,12 @@ from smartcache.errors import (
     StoreUnwritableError,
 )
 from smartcache.sizes import format_size
-from smartcache.store.hold import refuse_unsuitable
-from smartcache.store.store import DEFAULT_PIN, Store
+from smartcache.store import DEFAULT_PIN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.store import Store
 
 How = Literal["copy", "adopt", "move"]
 Outcome = Literal["copied", "moved", "adopted", "present", "duplicate", "skipped", "planned"]
@@ -138,6 +141,8 @@ def _make_volumes(store: Store, chosen: list[Chosen]) -> None:
 
 def _plan(file: Chosen, how: How) -> Added:
     """Say what would be done to a file as far as that can be told without reading it."""
+    from smartcache.store.hold import refuse_unsuitable
+
     try:
         refuse_unsuitable(file.path, file.path.stat() if how == "copy" else file.path.lstat())
     except FileSkippedError as error:

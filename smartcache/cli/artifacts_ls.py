@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.artifacts.figures import SetInfo
-from smartcache.artifacts.fingerprint import Difference
-from smartcache.artifacts.holder import name_of
 from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, chosen, entry, warn_of_problems
 from smartcache.cli._command import command
@@ -21,8 +19,12 @@ from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
+if TYPE_CHECKING:
+    from smartcache.artifacts.figures import SetInfo
+    from smartcache.artifacts.fingerprint import Difference
+
 _MOST_DIFFERENCES = 8
-_FIELDS = Fields[SetInfo](
+_FIELDS: Fields[SetInfo] = Fields(
     {
         "name": Field("word", lambda info: info.name),
         "size": Field("size", lambda info: info.on_disk),
@@ -78,6 +80,8 @@ def ls_command(
     still be read, ON DISK all packs, with what is dead in them. Sets of one name are each compared
     with the one that was used last.
     """
+    from smartcache.artifacts.holder import name_of
+
     with all_sets(session) as sets:
         infos = chosen(sets, words)
     rows = [info for info in infos if all(test(info) for test in tests)]

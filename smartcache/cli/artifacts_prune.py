@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.artifacts.holder import name_of
-from smartcache.artifacts.plans import plan_compact
-from smartcache.artifacts.sets import SetPlan, SetResult
 from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     MORE,
@@ -25,6 +23,9 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from smartcache.artifacts.sets import SetPlan, SetResult
 
 
 @command(
@@ -95,6 +96,8 @@ def compact_command(
     What is still needed is copied to a new pack, then the old one is removed. That needs space for
     the copy and does not disturb programs that read or write meanwhile. No artifact is lost.
     """
+    from smartcache.artifacts.plans import plan_compact
+
     with all_sets(ctx.ensure_object(Session)) as sets:
         plan = plan_compact(chosen(sets, words), force=force)
         for warning in plan.warnings:
@@ -107,6 +110,8 @@ def compact_command(
 
 
 def _show(plan: SetPlan, result: SetResult | None, *, dry_run: bool, nothing: str) -> None:
+    from smartcache.artifacts.holder import name_of
+
     for text in () if result is None else result.problems:
         out.warn(text)
     out.show(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-from smartcache.artifacts.figures import SetInfo
-from smartcache.artifacts.holder import name_of
-from smartcache.artifacts.plans import plan_delete
-from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult
 from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     MORE,
@@ -25,6 +23,10 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from smartcache.artifacts.figures import SetInfo
+    from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult
 
 
 @command(
@@ -51,6 +53,8 @@ def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes
     Words after it are keys of its artifacts; further sets are written in full, NAME/ID as
     'artifacts ls -q' prints them. What is removed can only be computed again.
     """
+    from smartcache.artifacts.holder import name_of
+
     with all_sets(ctx.ensure_object(Session)) as sets:
         plan, keys_of = _plan(sets, words)
         result: SetResult | None = None
@@ -80,6 +84,8 @@ def _plan(sets: ArtifactSets, words: tuple[str, ...]) -> tuple[SetPlan, SetInfo 
     A key may look like the name of a set or the beginning of an id, so behind the first word only a
     whole NAME/ID is a set.
     """
+    from smartcache.artifacts.plans import plan_delete
+
     first, *rest = words
     whole = {f"{path.parent.name}/{path.name}" for path in sets.folders()}
     are_sets = [word in whole for word in rest]

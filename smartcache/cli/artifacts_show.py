@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.computing import Failure
-from smartcache.artifacts.engine import SetEngine, open_engine
-from smartcache.artifacts.figures import SetInfo, SetStats
-from smartcache.artifacts.inspecting import ArtifactInfo, Shown, find_key, inspect, structures
-from smartcache.artifacts.refusals import path_text, shown
-from smartcache.artifacts.setfolder import SetFolder
-from smartcache.artifacts.tensors import TensorSpec
 from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, entry, label, one, readable
 from smartcache.cli._command import command
@@ -24,6 +16,14 @@ from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, clock, counted
 from smartcache.sizes import format_age, format_size
+
+if TYPE_CHECKING:
+    from smartcache.artifacts.artifactset import ArtifactSet
+    from smartcache.artifacts.computing import Failure
+    from smartcache.artifacts.engine import SetEngine
+    from smartcache.artifacts.figures import SetInfo, SetStats
+    from smartcache.artifacts.inspecting import ArtifactInfo, Shown
+    from smartcache.artifacts.tensors import TensorSpec
 
 _MOST_SHAPES = 4
 _MOST_FAILURES = 10
@@ -49,6 +49,10 @@ def show_command(session: Session, *, word: str, key: str | None) -> None:
     A SET is named by its name, its id or at least 4 characters of it, or NAME/ID. A KEY may be
     given by its beginning too. Showing an artifact does not count as using it.
     """
+    from smartcache.artifacts.engine import open_engine
+    from smartcache.artifacts.inspecting import find_key, inspect
+    from smartcache.artifacts.setfolder import SetFolder
+
     with all_sets(session) as sets:
         info = one(sets, word)
         engine = open_engine(SetFolder.read(info.path))
@@ -63,6 +67,8 @@ def show_command(session: Session, *, word: str, key: str | None) -> None:
 
 
 def _show_set(info: SetInfo, opened: ArtifactSet, engine: SetEngine) -> None:
+    from smartcache.artifacts.inspecting import structures
+
     stats, failures = opened.stats(), opened.failures()
     kinds = structures(engine)
     out.show(
@@ -92,6 +98,8 @@ def _show_set(info: SetInfo, opened: ArtifactSet, engine: SetEngine) -> None:
 def _say_set(
     info: SetInfo, stats: SetStats, kinds: list[tuple[Shown, ...]], failures: list[Failure]
 ) -> None:
+    from smartcache.artifacts.refusals import path_text
+
     out.heading(label(info))
     out.table(_VALUES, _about(info))
     out.line()
@@ -119,6 +127,8 @@ def _say_set(
 
 def _whole(value: object) -> str:
     """Return a value of a fingerprint in full: it is what people compare."""
+    import json
+
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
@@ -210,6 +220,8 @@ def _say_artifact(info: SetInfo, found: ArtifactInfo) -> None:
 
 
 def _metadata(part: Shown) -> Iterator[list[str]]:
+    from smartcache.artifacts.refusals import path_text, shown
+
     if isinstance(part.value, dict):
         for key, value in part.value.items():
             yield [f"  {path_text([key])}", shown(value)]
@@ -218,6 +230,8 @@ def _metadata(part: Shown) -> Iterator[list[str]]:
 
 
 def _text(part: Shown) -> str:
+    from smartcache.artifacts.refusals import shown
+
     spec = part.tensor
     if spec is not None:
         return f"{spec.kind} {_dtype(spec)} {_shape(spec)}, {format_size(spec.nbytes)}"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.artifacts.figures import SetInfo
-from smartcache.artifacts.holder import name_of, told
-from smartcache.artifacts.recovery import Rebuilt
-from smartcache.artifacts.sets import ArtifactSets
 from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, chosen, label
 from smartcache.cli._command import asks, command
@@ -21,7 +18,12 @@ from smartcache.cli._session import Session
 from smartcache.cli._words import counted
 from smartcache.errors import SmartcacheError
 from smartcache.sizes import format_size
-from smartcache.store.holder import HolderReport
+
+if TYPE_CHECKING:
+    from smartcache.artifacts.figures import SetInfo
+    from smartcache.artifacts.recovery import Rebuilt
+    from smartcache.artifacts.sets import ArtifactSets
+    from smartcache.store.holder import HolderReport
 
 
 @command(
@@ -45,6 +47,9 @@ def verify_command(
     needed. Exits with 3 if damage was found. --rebuild forgets when artifacts were last used;
     it brings back nothing that was deleted or replaced, and asks first.
     """
+    from smartcache.artifacts.holder import told
+    from smartcache.store.holder import HolderReport
+
     if dry_run and not rebuild:
         raise BadUsageError("--dry-run is for --rebuild", hint="Leave it out, or add --rebuild.")
     with all_sets(ctx.ensure_object(Session)) as sets:
@@ -76,6 +81,8 @@ def verify_command(
 def _rebuild(
     sets: ArtifactSets, infos: Sequence[SetInfo]
 ) -> tuple[dict[str, Rebuilt], dict[str, str]]:
+    from smartcache.artifacts.holder import name_of
+
     rebuilt: dict[str, Rebuilt] = {}
     failed: dict[str, str] = {}
     for info in infos:
@@ -97,6 +104,8 @@ def _say(
     *,
     dry_run: bool,
 ) -> None:
+    from smartcache.artifacts.holder import name_of
+
     if not infos:
         out.line("There are no artifacts.")
         return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -21,15 +20,16 @@ from smartcache.errors import (
     StoreError,
 )
 from smartcache.sizes import format_size
-from smartcache.store.digest import Algorithm
-from smartcache.store.forget import Forgotten
-from smartcache.store.kernel import effective_user
-from smartcache.store.layout import is_digest
-from smartcache.store.links import KINDS, Kind
-from smartcache.store.published import Found, PublishPlan
-from smartcache.store.records import Blob
-from smartcache.store.safety import user_name
-from smartcache.store.store import DEFAULT_PIN, Store
+from smartcache.store import DEFAULT_PIN, KINDS, Kind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.digest import Algorithm
+    from smartcache.store.forget import Forgotten
+    from smartcache.store.published import Found, PublishPlan
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
 
 _KIND_NAMES = {"hardlink": "a hard link", "reflink": "a reflink", "symlink": "a symlink"}
 _DIGESTS = click.argument("digests", metavar="DIGEST...", nargs=-1, required=True)
@@ -61,6 +61,8 @@ def link_command(
     kind is asked for. A hard link is read-only, like the blob. What only a shared store has is
     first copied from there into yours; give its whole digest or sha256.
     """
+    from pathlib import Path
+
     with session.store() as store:
         blob, origin = _wanted(store, digest, dry_run=dry_run)
         target = Path(os.path.abspath(path))
@@ -93,6 +95,8 @@ def link_command(
 
 def _wanted(store: Store, text: str, *, dry_run: bool) -> tuple[Blob | Found, str]:
     """Return the blob that a user means; what only a shared store has is brought, and said."""
+    from smartcache.store.layout import is_digest
+
     try:
         return holders(store, text)[0][1], ""
     except BlobNotFoundError:
@@ -349,6 +353,9 @@ def publish_command(session: Session, *, off: bool, dry_run: bool, yes: bool) ->
 
 
 def _say_published(plan: PublishPlan, text: str) -> None:
+    from smartcache.store.kernel import effective_user
+    from smartcache.store.safety import user_name
+
     out.line(text)
     if plan.closed:
         out.line(f"Still private: {counted(plan.closed, 'blob')} (the file is closed to others).")

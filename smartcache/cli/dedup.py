@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -30,6 +29,8 @@ from smartcache.cli._words import counted
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
     from smartcache.folders.records import Scan, Skip
     from smartcache.report.naming import Naming

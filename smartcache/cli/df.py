@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,8 +20,12 @@ from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
-from smartcache.store.holder import HolderUsage
-from smartcache.store.usage import FolderUsage, StoreUsage, folder_usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.holder import HolderUsage
+    from smartcache.store.usage import FolderUsage, StoreUsage
 
 _MOST_NAMED = 5
 _FIGURES = (
@@ -85,6 +89,8 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool) -> N
 
 def _measure(session: Session, paths: tuple[Path, ...]) -> list[FolderUsage]:
     """Measure folders; a store that cannot be opened is no reason not to."""
+    from smartcache.store.usage import folder_usage
+
     if session.has_store():
         try:
             with session.store() as store:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +14,11 @@ from smartcache.cli._session import Session
 from smartcache.cli._words import counted
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
-from smartcache.store.doctor import LEVELS, Diagnosis, Finding, Place, examine
-from smartcache.store.published import shared_stores
-from smartcache.store.safety import user_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.doctor import Diagnosis, Finding, Place
 
 _NAMES = {
     "hard_link": "hard links",
@@ -45,6 +47,8 @@ def doctor_command(ctx: click.Context, *, paths: tuple[Path, ...]) -> None:
     Abilities of the filesystems are tried, in a directory that is removed again. Exits with 1 if
     something makes the store unusable.
     """
+    from smartcache.store.doctor import LEVELS, examine
+
     session = ctx.ensure_object(Session)
     roots, problems = _volumes(session)
     shared = _about_shared_stores(session, roots)
@@ -73,6 +77,8 @@ def _is_bad(findings: list[Finding] | tuple[Finding, ...]) -> bool:
 
 def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
     """Return the roots of all volumes, and why the store cannot be opened, if it cannot."""
+    from smartcache.store.doctor import Finding
+
     home = session.settings.home
     try:
         if not session.has_store():
@@ -86,6 +92,10 @@ def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
 
 def _about_shared_stores(session: Session, roots: list[Path]) -> list[Finding]:
     """Say of each published store that the settings name whether bytes are taken from it."""
+    from smartcache.store.doctor import Finding
+    from smartcache.store.published import shared_stores
+    from smartcache.store.safety import user_name
+
     findings = []
     for store in shared_stores(session.settings, roots):
         try:

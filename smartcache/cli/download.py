@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import glob
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import click
 
 from smartcache import __version__
-from smartcache.cache import SmartCache
 from smartcache.cli import _completion
 from smartcache.cli._command import FILE, command, never_asks
 from smartcache.cli._downloads import (
@@ -31,18 +28,22 @@ from smartcache.cli._hub_failures import (
     is_refusal,
     words_for,
 )
-from smartcache.cli._hub_output import hub_through_out, stopping_soon
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.errors import HubError, NoSpaceError, SmartcacheError
-from smartcache.hub import dropin, remote, tree
-from smartcache.hub.dropin import Call
-from smartcache.hub.outcome import DownloadResult
-from smartcache.hub.plan import DownloadPlan, plan_download, with_folders
-from smartcache.hub.records import REPO_TYPES, Repo
+from smartcache.hub import REPO_TYPES
 from smartcache.sizes import format_size
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.cache import SmartCache
+    from smartcache.hub.dropin import Call
+    from smartcache.hub.outcome import DownloadResult
+    from smartcache.hub.plan import DownloadPlan
+    from smartcache.hub.records import Repo
+    from smartcache.store.store import Store
 
 _MOST_NAMED = 3
 _WILD = "*?["
@@ -129,6 +130,8 @@ def download_command(
     Nothing is written if there is not enough room for all of it. At the end you are told what was
     linked, which files became read-only, and how to undo that.
     """
+    from smartcache.cli._hub_output import hub_through_out
+
     session = ctx.ensure_object(Session)
     _refuse_files(local_dir=local_dir, cache_dir=cache_dir)
     wanted = _Wanted.read(repo, repo_type, files, include, exclude)
@@ -176,6 +179,9 @@ class _Wanted:
         exclude: tuple[str, ...],
     ) -> _Wanted:
         """Return it, or say what cannot be meant."""
+        from smartcache.hub import tree
+        from smartcache.hub.records import Repo
+
         parsed = Repo.parse(repo, repo_type)
         if repo_type is not None and parsed.type != repo_type:
             message = f"{repo} is a {parsed.type}, but --repo-type says {repo_type}."
@@ -197,6 +203,10 @@ class _Wanted:
 
     def call(self, arguments: dict[str, object], max_workers: int) -> Call:
         """Return the call of huggingface_hub that this stands for."""
+        import glob
+
+        from smartcache.hub.dropin import Call
+
         if self.one_file is not None:
             return Call(repo_id=self.repo.id, filename=self.one_file, arguments=arguments)
         named = [glob.escape(file) + "*" * file.endswith("/") for file in self.files]
@@ -240,6 +250,8 @@ class _Run:
 
     def plan(self) -> DownloadPlan | None:
         """Plan it; None if the Hub cannot be asked, and perhaps the HF cache can answer."""
+        from smartcache.hub.plan import plan_download, with_folders
+
         try:
             if self._cache is None:
                 request = with_folders(self._call.request(), self._also)
@@ -285,6 +297,8 @@ class _Run:
 
     def _execute(self, plan: DownloadPlan) -> DownloadResult:
         """Carry out a plan, and say what was done."""
+        from smartcache.cli._hub_output import stopping_soon
+
         self._session.how_far = _how_to_go_on
         # Then all is huggingface_hub's work, which tells nobody how far it is: the time is shown.
         watch = bars("Fetching everything again") if plan.request.force else nullcontext()
@@ -304,6 +318,9 @@ class _Run:
 
     def answer_from_cache(self, *, dry_run: bool) -> None:
         """Answer with what the HF cache has, as huggingface_hub does where it cannot ask."""
+        from smartcache.hub import dropin
+        from smartcache.hub.outcome import DownloadResult
+
         call, error = self._call, self._error
         assert error is not None  # noqa: S101 - for the type checker
         if dry_run or self._cache is None:
@@ -357,6 +374,8 @@ class _Run:
 
     def _all_paths(self) -> list[str]:
         """Return all files of the repo; none if the Hub does not say."""
+        from smartcache.hub import remote
+
         request = self._call.request()
         try:
             commit = remote.commit_of(request.access, request.repo, request.revision)
@@ -380,6 +399,9 @@ def _planned_path(plan: DownloadPlan) -> Path:
 
 def _nearest(missing: list[str], paths: list[str]) -> str:
     """Return a hint with the names that were most likely meant."""
+    from difflib import get_close_matches
+    from pathlib import PurePosixPath
+
     folders = {f"{parent}/" for path in paths for parent in PurePosixPath(path).parents[:-1]}
     found: list[str] = []
     for name in missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +18,8 @@ from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.folders.ignored import Ignored
     from smartcache.folders.records import ModelFolder
     from smartcache.store.records import KnownFolder
@@ -67,6 +68,8 @@ def add_command(session: Session, *, paths: tuple[Path, ...], force: bool) -> No
     They count as given to smartcache: downloads may link the files in them instead of copying. No
     file is read or changed by this.
     """
+    from pathlib import Path
+
     from smartcache.folders.apps import identify
 
     folders = [Path(os.path.realpath(path)) for path in existing(paths)]
@@ -87,6 +90,8 @@ def add_command(session: Session, *, paths: tuple[Path, ...], force: bool) -> No
 
 
 def _refuse_too_much(folder: Path) -> None:
+    from pathlib import Path
+
     home = Path(os.path.realpath(Path.home()))
     if home.is_relative_to(folder):
         what = "your home" if folder == home else "all of a system"
@@ -222,6 +227,8 @@ def rm_command(session: Session, *, paths: tuple[Path, ...]) -> None:
 
 def _meant(path: Path, known: set[Path]) -> Path:
     """Return the known folder a user means; it may be gone from the disk."""
+    from pathlib import Path
+
     for each in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         if each in known:
             return each

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,9 +20,11 @@ from smartcache.errors import DigestMismatchError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.hub.exporting import ExportPlan
 
-_STREAM = Path("-")
+_STREAM = "-"
 
 
 @command(
@@ -61,9 +62,11 @@ def export_command(
     byte is hashed on the way; a damaged file ends the export, and nothing is left behind. A name
     that ends in .tar becomes a tar file, any other a folder; - is the standard output.
     """
+    from pathlib import Path
+
     from smartcache.hub.exporting import Wanted, plan_export
 
-    is_stream = destination == _STREAM
+    is_stream = str(destination) == _STREAM
     if is_stream and not dry_run:
         _refuse_stream()
     session = ctx.ensure_object(Session)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,9 +15,11 @@ from smartcache.cli._words import counted
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.hub.importing import ImportPlan
 
-_STREAM = Path("-")
+_STREAM = "-"
 
 
 @command(
@@ -63,7 +64,7 @@ def import_command(
     from smartcache.hub.outcome import FileChanges
     from smartcache.hub.tree import default_cache_dir
 
-    place = sys.stdin.buffer if bundle == _STREAM else bundle
+    place = sys.stdin.buffer if str(bundle) == _STREAM else bundle
     cache = default_cache_dir() if cache_dir is None else cache_dir
     session.how_far = lambda _: "What has arrived is kept; run the same command again to continue."
     with (

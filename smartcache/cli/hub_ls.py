@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,9 +18,13 @@ from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
-from smartcache.hub.repos import CachedRepo, Revision, scan_caches
-from smartcache.hub.sharing import Census, Share
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.hub.repos import CachedRepo, Revision
+    from smartcache.hub.sharing import Census, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,9 @@ def ls_command(
     this repo (and smartcache) has: 'hub rm' frees it. SHARED has other names too: another repo,
     a folder, another program.
     """
+    from smartcache.hub.repos import scan_caches
+    from smartcache.hub.sharing import Census
+
     with stores_if_any(session) as stores:
         repos = scan_caches(hf_caches(cache_dirs, stores))
         census = Census(repos, stores)

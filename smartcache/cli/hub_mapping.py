@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,14 +15,12 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
-from smartcache.hub.mapping import (
-    CacheMapping,
-    ImportedMapping,
-    MappedFile,
-    cache_mapping,
-    import_mapping,
-)
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.hub.mapping import CacheMapping, ImportedMapping, MappedFile
 
 _COLUMNS = (
     Column(title="SHA256"),
@@ -50,6 +48,8 @@ def mapping_command(ctx: click.Context, *, output: Path | None, source: Path | N
     That is every blob and every file of a known folder whose sha256 was computed and that has not
     changed since. Imported files are read, never changed; downloads can then use them.
     """
+    from smartcache.hub.mapping import cache_mapping, import_mapping
+
     if output is not None and source is not None:
         raise BadUsageError("--output and --import cannot be used together", hint="Give one.")
     session = ctx.ensure_object(Session)

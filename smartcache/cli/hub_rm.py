@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,11 +16,13 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
-from smartcache.hub.removal import RemovalPlan, plan_cache_prune, plan_removal
-from smartcache.hub.removing import Removal, RemovalResult
-from smartcache.hub.repos import scan_caches
-from smartcache.hub.sharing import Census
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.hub.removal import RemovalPlan
+    from smartcache.hub.removing import Removal, RemovalResult
 
 _MOST_SHOWN = 20
 _COLUMNS = (
@@ -62,6 +64,10 @@ def rm_command(
     pin also has stays. Blobs that the store held only for these revisions are removed too. A repo
     is removed with its last revision. There is no undo; you would have to download it again.
     """
+    from smartcache.hub.removal import plan_removal
+    from smartcache.hub.repos import scan_caches
+    from smartcache.hub.sharing import Census
+
     session = ctx.ensure_object(Session)
     with stores_if_any(session) as stores:
         census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
@@ -98,6 +104,10 @@ def prune_command(
     downloaded by its commit has no ref either: the plan names it. This cannot be undone, only
     downloaded again.
     """
+    from smartcache.hub.removal import plan_cache_prune
+    from smartcache.hub.repos import scan_caches
+    from smartcache.hub.sharing import Census
+
     with stores_if_any(ctx.ensure_object(Session)) as stores:
         census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
         plan = plan_cache_prune(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,8 +14,12 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
-from smartcache.hub.seed import SeedPlan, SeedResult, plan_seed
 from smartcache.sizes import format_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.hub.seed import SeedPlan, SeedResult
 
 _MOST_SHOWN = 20
 _COLUMNS = (
@@ -45,6 +49,8 @@ def seed_command(
     take no space; 'smartcache undo' removes them again. Blobs whose xet hash is not known are
     hashed first, at 1-2 GB/s, once.
     """
+    from smartcache.hub.seed import plan_seed
+
     with ctx.ensure_object(Session).store() as store:
         plan = plan_seed(store, hf_caches(cache_dirs, list(store.stores())))
         for warning in plan.warnings:
@@ -104,6 +110,8 @@ def _digests(plan: SeedPlan, result: SeedResult | None) -> list[str]:
 
 
 def _document(plan: SeedPlan, result: SeedResult | None, *, dry_run: bool) -> dict[str, object]:
+    from smartcache.hub.seed import SeedResult
+
     done = SeedResult() if result is None else result
     return {
         "dry_run": dry_run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,13 +15,15 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._words import counted, short
-from smartcache.hub import asides
-from smartcache.hub.leftovers import clear_repo
-from smartcache.hub.repairing import RepairPlan, RepairResult, plan_repair
-from smartcache.hub.repos import CachedRepo, scan_caches
-from smartcache.hub.verifying import MEANINGS, Finding, RepoVerifyReport, verify_repos
 from smartcache.sizes import format_size
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.hub.repairing import RepairPlan, RepairResult
+    from smartcache.hub.repos import CachedRepo
+    from smartcache.hub.verifying import Finding, RepoVerifyReport
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 
@@ -58,6 +60,12 @@ def verify_command(
     files to bad/ of the store and removes the pointers to them. Half-made files of killed downloads
     are removed. Exits with 3 if damage was found.
     """
+    from smartcache.hub import asides
+    from smartcache.hub.leftovers import clear_repo
+    from smartcache.hub.repairing import plan_repair
+    from smartcache.hub.repos import scan_caches
+    from smartcache.hub.verifying import verify_repos
+
     session = ctx.ensure_object(Session)
     if dry_run and not repair:
         raise BadUsageError("--dry-run is for --repair", hint="Verify alone changes no file.")
@@ -109,6 +117,8 @@ def _pointers(plan: RepairPlan) -> int:
 
 
 def _show(findings: list[Finding], *, as_talk: bool = False) -> None:
+    from smartcache.hub.verifying import MEANINGS
+
     for each in findings[:_MOST_SHOWN]:
         where = f"{each.repo}{f'@{short(each.revision)}' if each.revision else ''}"
         what = each.path or str(each.file)
@@ -121,6 +131,8 @@ def _show(findings: list[Finding], *, as_talk: bool = False) -> None:
 
 
 def _say(report: RepoVerifyReport, plan: RepairPlan | None, result: RepairResult | None) -> None:
+    from smartcache.hub.verifying import MEANINGS
+
     files, size = counted(report.files, "file"), format_size(report.size)
     out.line(f"Checked {files} of {counted(report.repos, 'repo')}: {size}.")
     information = Counter(each.kind for each in report.findings if not each.is_damage)

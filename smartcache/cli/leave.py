@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +14,13 @@ from smartcache.cli._session import Session
 from smartcache.cli._words import counted, named, short
 from smartcache.errors import BlobInUseError
 from smartcache.sizes import format_size
-from smartcache.store.eject import EjectPlan
-from smartcache.store.move import MovePlan
-from smartcache.store.undo import Undone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.eject import EjectPlan
+    from smartcache.store.move import MovePlan
+    from smartcache.store.undo import Undone
 
 
 @command(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from smartcache.cli._command import command
 from smartcache.cli._output import out
-from smartcache.cli._selection import Found, Test, condition, order, select
+from smartcache.cli._selection import condition, order, select
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
-from smartcache.store.layout import Layout
-from smartcache.store.records import Blob
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.cli._selection import Found, Test
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
 
 
 @command(
@@ -164,6 +168,7 @@ def dir_command(session: Session, *, verbose: bool) -> None:
     printed.
     """
     from smartcache.config import config_file
+    from smartcache.store.layout import Layout
     from smartcache.store.volume import follow
 
     home = session.settings.home

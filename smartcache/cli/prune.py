@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +15,11 @@ from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
-from smartcache.store.holder import HolderPlan, HolderResult
-from smartcache.store.prune import PrunePlan, PruneResult, Victim
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.store.holder import HolderPlan, HolderResult
+    from smartcache.store.prune import PrunePlan, PruneResult, Victim
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 _COLUMNS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,13 +18,13 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import clock
-from smartcache.folders.scan import folders_to_scan
-from smartcache.report.figures import Report, make_report
-from smartcache.report.markdown import markdown
-from smartcache.report.text import Section, sections
-from smartcache.report.unread import Unread
 from smartcache.sizes import parse_size
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.report.figures import Report
+    from smartcache.report.text import Section
+    from smartcache.report.unread import Unread
+    from smartcache.store.store import Store
 
 _STDOUT = Path("-")
 
@@ -70,6 +71,9 @@ def report_command(
     'smartcache dedup' would free. --html writes a page with a map of the disk, and prints its path.
     With -q, prints the paths of files that nobody has read for long.
     """
+    from smartcache.folders.scan import folders_to_scan
+    from smartcache.report.figures import make_report
+
     if as_markdown + (html is not None) + (out.mode != "human") > 1:
         forms = "--html, --markdown, --json and -q"
         raise BadUsageError(f"{forms} exclude each other", hint="Give one.")
@@ -134,6 +138,8 @@ def _write_page(text: str, path: Path, *, to_open: bool) -> None:
 
 
 def _show(report: Report) -> None:
+    from smartcache.report.text import sections
+
     for number, section in enumerate(sections(report)):
         if number:
             out.line()
@@ -151,6 +157,9 @@ def _show_section(section: Section) -> None:
 
 
 def _show_markdown(report: Report) -> None:
+    from smartcache.report.markdown import markdown
+    from smartcache.report.text import sections
+
     title = f"Model files on this machine, {clock(report.at)}"
     for line in markdown(title, sections(report), clean=printable):
         out.line(line)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -34,6 +33,8 @@ from smartcache.cli._words import counted
 from smartcache.sizes import format_age, format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.folders.records import Figures, Group, Scan
 
 _GROUPS = 10

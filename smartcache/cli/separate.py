@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,8 +19,12 @@ from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
-from smartcache.store.separate import Separated, SeparatePlan, plan_separate
-from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.separate import Separated, SeparatePlan
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 _COLUMNS = (
@@ -60,6 +64,8 @@ def separate_command(
     the journal nor the store: it also helps when the store was deleted. If the store is there,
     'smartcache undo' brings back more: the time and group each file had.
     """
+    from smartcache.store.separate import plan_separate
+
     with _stores(ctx.ensure_object(Session)) as stores:
         volumes = [store.volume for store in stores]
         plan = plan_separate(paths, volumes, recursive=recursive)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,9 +18,11 @@ from smartcache.cli._tables import Column
 from smartcache.cli._words import clock, counted
 from smartcache.errors import NothingToUndoError
 from smartcache.sizes import format_size
-from smartcache.store.journal import BatchSummary, Change
-from smartcache.store.store import Store
-from smartcache.store.undo import Undone, UndoPlan
+
+if TYPE_CHECKING:
+    from smartcache.store.journal import BatchSummary, Change
+    from smartcache.store.store import Store
+    from smartcache.store.undo import Undone, UndoPlan
 
 _MOST_SHOWN = 20
 _WORDS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,10 +14,13 @@ from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._words import counted, short
 from smartcache.sizes import format_size
-from smartcache.store.holder import HolderReport
-from smartcache.store.layout import Layout
-from smartcache.store.store import Store
-from smartcache.store.verify import VerifyReport
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from smartcache.store.holder import HolderReport
+    from smartcache.store.store import Store
+    from smartcache.store.verify import VerifyReport
 
 _MOST_SHOWN = 10
 
@@ -89,6 +92,8 @@ def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
 
 
 def _count_blobs(root: Path) -> int:
+    from smartcache.store.layout import Layout
+
     return sum(1 for _ in Layout(root).blobs.glob("??/*"))
 
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from smartcache.errors import BundleError
-from smartcache.hub import tree
-from smartcache.hub.records import REPO_TYPES, Repo, announced_by
+from smartcache.hub import REPO_TYPES, tree
+from smartcache.hub.records import Repo, announced_by
 from smartcache.store.digest import Algorithm
 
 MANIFEST = "smartcache-bundle.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from smartcache.errors import DigestMismatchError, SmartcacheError, UnsafeNameError
-from smartcache.hub import asides, patches, tree
+from smartcache.hub import REPO_TYPES, RepoType, asides, patches, tree
 from smartcache.hub.leftovers import Look as FileLook
 from smartcache.hub.leftovers import looks_at, prove_new, prove_noted
 from smartcache.hub.outcome import Watch, log_changes
@@ -31,7 +31,7 @@ from smartcache.hub.plan import (
     plan_listed,
     target_of,
 )
-from smartcache.hub.records import REPO_TYPES, PlannedFile, Repo, RepoType
+from smartcache.hub.records import PlannedFile, Repo
 from smartcache.hub.remote import Access
 from smartcache.hub.unfinished import Unfinished
 from smartcache.progress import Progress

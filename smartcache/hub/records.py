@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from smartcache.errors import ConfigError
+from smartcache.hub import REPO_TYPES, RepoType
 from smartcache.store.digest import Algorithm
 from smartcache.store.links import LINKED_SUFFIXES
 
-RepoType = Literal["model", "dataset", "space", "kernel"]
-REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
 Source = Literal["present", "link", "reuse", "copy", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file of a known folder that has to be
 hashed first and is then adopted or copied, another volume or a shared store, the Hub."""

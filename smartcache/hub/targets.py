@@ -17,8 +17,8 @@ from pathlib import Path
 
 from smartcache.hub import sharedstore, tree
 from smartcache.hub.records import RemoteFile, Repo
+from smartcache.store import Kind
 from smartcache.store.kernel import effective_user
-from smartcache.store.links import Kind
 from smartcache.store.records import Owner
 from smartcache.store.statkey import StatKey
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, get_args
 
 from smartcache.errors import (
     BlobNotFoundError,
@@ -25,6 +24,7 @@ from smartcache.errors import (
     DestinationExistsError,
     StoreError,
 )
+from smartcache.store import Kind
 from smartcache.store.blobs import explained
 from smartcache.store.copies import copy_verified, rotate
 from smartcache.store.faults import reached
@@ -41,9 +41,6 @@ from smartcache.store.schema import signed
 from smartcache.store.statkey import StatKey, judge
 from smartcache.store.swap import beside
 from smartcache.store.volume import Volume
-
-Kind = Literal["auto", "hardlink", "reflink", "symlink", "copy"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LINKED_SUFFIXES = frozenset((
     ".safetensors", ".sft", ".gguf", ".ggml", ".bin", ".ckpt", ".pt", ".pth",

@@ -20,6 +20,7 @@ from typing import BinaryIO, Literal, Self
 from smartcache.config import Settings
 from smartcache.errors import LeaseTimeoutError, StoreError
 from smartcache.progress import Progress, silent
+from smartcache.store import DEFAULT_PIN, Kind
 from smartcache.store import blobs as _blobs
 from smartcache.store import eject as _eject
 from smartcache.store import forget as _forget
@@ -46,7 +47,6 @@ from smartcache.store.recovery import recover
 from smartcache.store.replace import Replacement, replace_many
 from smartcache.store.share import share_many
 
-DEFAULT_PIN = "kept"
 _log = logging.getLogger(__name__)
 
 
@@ -234,7 +234,7 @@ class Store(StoreReader):
         digest: str,
         path: str | Path,
         *,
-        kind: _links.Kind = "auto",
+        kind: Kind = "auto",
         overwrite: bool = False,
         whole: bool = False,
         keep: bool = False,

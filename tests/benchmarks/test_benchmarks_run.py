@@ -90,3 +90,11 @@ def test_the_hub_benchmark_prints_every_figure_and_fetches_no_known_weight(tmp_p
     assert {"plan 60 small files (huggingface_hub: dry run)", "download 60 small files"} < set(rows)
     assert not [note for note in printed["notes"] if "not proven" in note]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_startup_benchmark_prints_every_command_it_was_asked_for() -> None:
+    command = [sys.executable, str(SCRIPTS / "startup.py"), "--runs", "1", "df", "hub ls"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert [line.split(" -h")[0] for line in lines[1:]] == ["smartcache df", "smartcache hub ls"]
+    assert "import click" in lines[0]

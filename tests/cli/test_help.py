@@ -185,3 +185,22 @@ def test_the_help_text_loads_little_besides_click() -> None:
 
     help_text = "from smartcache.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     assert count(help_text) <= count("import click") + 15
+
+
+def test_the_help_of_no_command_loads_what_only_its_work_needs() -> None:
+    """What costs time at the start: `scripts/bench/startup.py` measures it."""
+    code = (
+        "import sys\nfrom smartcache.cli import main\n"
+        f"for name in {LEAVES!r}:\n"
+        "    try: main([*name.split(), '-h'])\n"
+        "    except SystemExit: pass\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    below = ("store.", "folders.", "hub.", "artifacts.", "report.", "pretrained", "cache", "config")
+    ours = tuple(f"smartcache.{name}" for name in below)
+    others = ("huggingface_hub", "tqdm", "numpy", "sqlite3", "logging", "json", "pathlib")
+    assert [name for name in loaded if name.startswith((*ours, *others))] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, timezone
@@ -172,6 +173,15 @@ class TestTerminal:
         for order in (["rm", "zzzz", *words], [*words, "rm", "zzzz"]):
             done = program(*order, code=1, env=env)
             assert ("\x1b[31mError:\x1b[0m" in done.stderr) == is_coloured
+
+    def test_what_stays_and_what_becomes_a_link_have_their_colours(
+        self, program: Smartcache, models: Path
+    ) -> None:
+        words = ("dedup", models, "--min-size", "1", "-n")
+        coloured = program(*words, "--color", "always").stdout
+        assert re.search(r"^\x1b\[32m *stays *\x1b\[0m", coloured, re.MULTILINE)
+        assert re.search(r"^\x1b\[36m *link *\x1b\[0m", coloured, re.MULTILINE)
+        assert re.sub(r"\x1b\[\d+m", "", coloured) == program(*words).stdout
 
     def test_long_sentences_wrap_at_words(self, program: Smartcache, tmp_path: Path) -> None:
         write(tmp_path / "m.gguf", WEIGHTS)
