@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,12 +20,14 @@ from smartcache.cli._words import clock
 from smartcache.sizes import parse_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smartcache.report.figures import Report
     from smartcache.report.text import Section
     from smartcache.report.unread import Unread
     from smartcache.store.store import Store
 
-_STDOUT = Path("-")
+_STDOUT = "-"
 
 
 @command(
@@ -79,10 +80,10 @@ def report_command(
         raise BadUsageError(f"{forms} exclude each other", hint="Give one.")
     if html is None and (to_open or force):
         raise BadUsageError("--open and --force need --html", hint="Add --html FILE.")
-    if html == _STDOUT and to_open:
+    if str(html) == _STDOUT and to_open:
         raise BadUsageError("--open needs a file", hint="Write --html FILE in place of --html -.")
     given = existing(folders)
-    if html is not None and html != _STDOUT:
+    if html is not None and str(html) != _STDOUT:
         from smartcache.report.html import check_target
 
         check_target(html, force=force)
@@ -123,7 +124,7 @@ def _page(
 
 
 def _write_page(text: str, path: Path, *, to_open: bool) -> None:
-    if path == _STDOUT:
+    if str(path) == _STDOUT:
         out.document(text)
         return
     from smartcache.report.html import write

@@ -71,7 +71,7 @@ class TestChoosing:
 
     def test_needs_somebody_to_ask(self, sc: Here, pair: Path) -> None:
         sc("dedup", pair, *SMALL, "-i", "-y", code=2)
-        assert "no terminal" in sc("dedup", pair, *SMALL, "-i", code=1).error
+        assert "not a terminal" in sc("dedup", pair, *SMALL, "-i", code=1).error
         assert not are_linked(pair)
 
     @pytest.mark.parametrize(

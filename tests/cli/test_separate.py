@@ -50,7 +50,7 @@ def test_a_dry_run_says_what_it_would_do_and_need(sc: Here, linked: Path) -> Non
 
 def test_it_asks(program: Smartcache, linked: Path) -> None:
     before = snapshot(linked)
-    assert "no terminal" in program("separate", linked / "a.safetensors", code=1).error
+    assert "not a terminal" in program("separate", linked / "a.safetensors", code=1).error
     done = program.at_terminal("separate", linked / "a.safetensors", answer="n\n")
     assert "Separate 1 file (needs 100 KB)?" in done.stdout
     assert snapshot(linked) == before
