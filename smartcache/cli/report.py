@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._command import FILE, age, command
+from smartcache.cli._command import FILE, age, command, same_options
 from smartcache.cli._failures import BadUsageError
-from smartcache.cli._folders import MIN_SIZE, chooses_folders, existing, folder_document, warn_of
+from smartcache.cli._folders import (
+    FILES,
+    MIN_SIZE,
+    chooses_folders,
+    existing,
+    folder_document,
+    in_quotes,
+    warn_of,
+)
 from smartcache.cli._holders import part_document
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars
@@ -141,10 +149,15 @@ def _write_page(text: str, path: Path, *, to_open: bool) -> None:
 def _show(report: Report) -> None:
     from smartcache.report.text import sections
 
-    for number, section in enumerate(sections(report)):
+    for number, section in enumerate(sections(report, dedup=_dedup())):
         if number:
             out.line()
         _show_section(section)
+
+
+def _dedup() -> str:
+    """Return the command that works on the folders of this report, to be pasted."""
+    return in_quotes(same_options("dedup", click.get_current_context(), *FILES))
 
 
 def _show_section(section: Section) -> None:
@@ -162,7 +175,7 @@ def _show_markdown(report: Report) -> None:
     from smartcache.report.text import sections
 
     title = f"Model files on this machine, {clock(report.at)}"
-    for line in markdown(title, sections(report), clean=printable):
+    for line in markdown(title, sections(report, dedup=_dedup()), clean=printable):
         out.line(line)
 
 

@@ -207,7 +207,7 @@ def _show_plan(plans: list[tuple[Store, UndoPlan]], *, verbose: bool, as_talk: b
     rows = ([_word(c), format_size(c.size), str(c.path)] for c in shown)
     out.table(columns, rows, as_talk=as_talk)
     if len(changes) > len(shown):
-        out.talk(f"... and {len(changes) - len(shown):,} more; -v shows all")
+        out.line(f"... and {len(changes) - len(shown):,} more; -v shows all", as_talk=as_talk)
 
 
 def _show(
@@ -228,7 +228,7 @@ def _say(
 ) -> None:
     if dry_run:
         _show_plan(plans, verbose=verbose, as_talk=False)
-        out.talk(f"Would undo {_summary(plans)}.")
+        out.line(f"Would undo {_summary(plans)}.")
         return
     undone = sum(each.is_undone for each in results)
     gone = sum(each.outcome == "gone" for each in results)

@@ -30,14 +30,17 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def sections(report: Report) -> Iterator[Section]:
-    """Go through the parts of a report; a part with nothing to say is left out."""
+def sections(report: Report, *, dedup: str = "'smartcache dedup'") -> Iterator[Section]:
+    """Go through the parts of a report; a part with nothing to say is left out.
+
+    `dedup` is the command that frees the duplicates in the folders of this report.
+    """
     total = report.total
     yield Section(
         title="All folders",
         columns=(*_SUMS, ""),
         rows=(_sums(total, f"{_count(len(report.folders), 'folder')}"),),
-        notes=tuple(_summary(report)),
+        notes=tuple(_summary(report, dedup)),
     )
     yield _table("By program", "PROGRAM", report.programs)
     yield _table("By kind of file", "KIND", report.kinds)
@@ -52,7 +55,7 @@ def sections(report: Report) -> Iterator[Section]:
         yield _artifact_sets(report.artifact_sets)
 
 
-def _summary(report: Report) -> Iterator[str]:
+def _summary(report: Report, dedup: str) -> Iterator[str]:
     total = report.total
     if total.saved:
         yield f"Sharing saves {format_size(total.saved)}: files with several names, stored once."
@@ -60,7 +63,7 @@ def _summary(report: Report) -> Iterator[str]:
         yield "No file is shared yet."
     if total.freeable:
         size = format_size(total.freeable)
-        yield f"'smartcache dedup' would free {size} more."
+        yield f"{dedup} would free {size} more."
     yield from left_words(report.left)
     if report.uncompared:
         files = _count(report.uncompared, "file")

@@ -86,7 +86,7 @@ class TestLazy:
         assert sample.get("other", 5) == 5
 
     def test_only_tensors_have_handles(self, sample: Sample) -> None:
-        with pytest.raises(ArtifactError, match="no tensor"):
+        with pytest.raises(ArtifactError, match="not a tensor"):
             sample.handle("crop")
 
     def test_a_value_that_is_no_dict_has_no_items(self, latents: ArtifactSet) -> None:
@@ -94,7 +94,7 @@ class TestLazy:
 
         latents.put("list", [1, torch.ones(500)])
         sample = latents["list"]
-        with pytest.raises(ArtifactError, match="no dict"):
+        with pytest.raises(ArtifactError, match="not a dict"):
             len(sample)
         assert exactly(sample.value()) == exactly([1, torch.ones(500)])
 

@@ -30,7 +30,7 @@ class TestText:
         text = scanned("report", *SMALL).stdout
         parts = ["All folders", "By program", "By kind of file", "By repo", "Not read for 3 months"]
         assert [line for line in text.splitlines() if line in parts] == parts
-        assert "'smartcache dedup' would free 1.05 MB more." in text
+        assert "'smartcache dedup --min-size 4KiB' would free 1.05 MB more." in text
 
     def test_after_dedup_it_says_what_that_saves(self, scanned: Here) -> None:
         scanned("dedup", *SMALL, "-y")

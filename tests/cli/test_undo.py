@@ -84,7 +84,7 @@ def test_a_dry_run_shows_each_file_and_changes_none(changed: Here, models: Path)
     before = snapshot(models)
     done = changed("undo", "--all", "--dry-run")
     assert f"{models}/sub/c.gguf" in done.stdout
-    assert "Would undo 2 changes" in done.stderr
+    assert "Would undo 2 changes" in done.stdout
     assert changed("undo", "--all", "-n", "--json").json["undone"] == 0
     assert snapshot(models) == before
 
