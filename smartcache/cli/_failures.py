@@ -68,7 +68,9 @@ def conclude(error: BaseException, session: Session) -> None:
 def explain(error: BaseException) -> tuple[str, str, int]:
     """Return the message, the hint and the exit code of an error."""
     if isinstance(error, click.ClickException):
-        return error.format_message(), _usage_hint(error), error.exit_code
+        # click lists choices on lines of their own; an error is one line.
+        message = error.format_message().replace("\n\t", " ")
+        return message, _usage_hint(error), error.exit_code
     if isinstance(error, SmartcacheError):
         return error.message, error.hint, BAD_USAGE if isinstance(error, ConfigError) else FAILED
     of_hub = _of_hub(error)

@@ -35,6 +35,11 @@ def offered(program: Smartcache, *words: str, env: dict[str, str] | None = None)
     return [line.removeprefix("plain,") for line in done.stdout.splitlines() if line]
 
 
+def test_without_a_shell_the_error_is_one_line_with_the_shells(sc: Here) -> None:
+    error = sc("completion", code=2).error
+    assert error.endswith("Choose from: bash, zsh, fish")
+
+
 def test_commands_settings_and_programs(program: Smartcache) -> None:
     assert offered(program, "de") == ["dedup"]
     assert offered(program, "config", "get", "artifacts_t") == ["artifacts_ttl"]
