@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.keys import compute_key
-    from smartcache.artifacts.registered import register_codec
+    from smartcache.artifacts import compute_key, register_codec
     from smartcache.cache import SmartCache
     from smartcache.config import Settings, load_settings
     from smartcache.errors import (
@@ -99,7 +98,7 @@ _HOMES = {
     "Store": "store.store",
     "cache_mapping": "functions",
     "components": "pretrained.registry",
-    "compute_key": "artifacts.keys",
+    "compute_key": "artifacts",
     "disable": "integrations",
     "enable": "integrations",
     "from_pretrained": "pretrained.api",
@@ -108,7 +107,7 @@ _HOMES = {
     "load_encoders": "pretrained.encoders",
     "load_settings": "config",
     "plan_download": "functions",
-    "register_codec": "artifacts.registered",
+    "register_codec": "artifacts",
     "snapshot_download": "functions",
     "unshare": "pretrained.sharing",
 }

@@ -18,9 +18,7 @@ from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.artifactset import ArtifactSet
-    from smartcache.artifacts.figures import SetInfo
-    from smartcache.artifacts.sets import ArtifactSets
+    from smartcache.artifacts import ArtifactSet, ArtifactSets, SetInfo
     from smartcache.folders.checks import Allow
     from smartcache.folders.dedup import DedupPlan
     from smartcache.folders.records import Scan
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
-    from smartcache.store.holder import Holder
 
 
 class SmartCache:
@@ -148,10 +145,6 @@ class SmartCache:
         """All sets of artifacts of this store."""
         return sets_of(self.store)
 
-    def holders(self) -> list[Holder]:
-        """Return what layers keep in the store besides blobs, to be measured and looked after."""
-        return holders_of(self.store)
-
     def artifacts(
         self,
         name: str,
@@ -161,16 +154,22 @@ class SmartCache:
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
+        read_only: bool = False,
     ) -> ArtifactSet:
         """Open the set of a name and a fingerprint, made if it is not there.
 
         `max_size` (bytes) and `ttl` (from a put) bound it, `evictable=False` forbids to evict
         anything of it, `durable` makes every put survive power loss. What is given is kept with
         the set, what is not given stays as it was; `math.inf` takes a bound back.
+
+        `read_only` writes nothing at all, not even when an artifact was used. The set must be
+        there: SetFormatError if it is not. `smartcache.artifacts.ArtifactSets` opens sets of other
+        users and on read-only filesystems, where no store can be opened.
         """
         return self.sets.open(
-            name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable
-        )
+            name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable,
+            read_only=read_only,
+        )  # fmt: skip
 
     def artifact_sets(self, name: str | None = None) -> list[SetInfo]:
         """List all sets of artifacts, or those of one name."""
@@ -185,7 +184,7 @@ class SmartCache:
 
 def sets_of(store: Store) -> ArtifactSets:
     """Return all sets of artifacts of a store."""
-    from smartcache.artifacts.sets import ArtifactSets
+    from smartcache.artifacts import ArtifactSets
 
     settings = store.settings
     return ArtifactSets(
@@ -196,19 +195,19 @@ def sets_of(store: Store) -> ArtifactSets:
     )
 
 
-def holders_of(store: Store) -> list[Holder]:
-    """Return the holders of what is in a store besides blobs; none, and none loaded, for nothing.
+def sets_in(store: Store) -> ArtifactSets | None:
+    """Return the sets of artifacts of a store; None, and nothing loaded, if there is no set."""
+    return sets_of(store) if has_sets(store.volume.layout) else None
 
-    The hub and the folders hold blobs, as owners: the store itself measures and prunes those.
-    """
-    if not has_sets(store.volume.layout):
-        return []
-    from smartcache.artifacts.holder import SetsHolder
 
-    return [SetsHolder(sets_of(store))]
+def usage_of_sets(store: Store) -> list[tuple[SetInfo, int]]:
+    """Return the sets of artifacts of a store, and how many bytes `prune` would free of each."""
+    sets = sets_in(store)
+    return [] if sets is None else sets.usage()
 
 
 def prunable_size(store: Store) -> int:
     """Return what `smartcache prune` would free now: on all volumes, blobs, trash and artifacts."""
     blobs = sum(each.plan_prune(after_rebuild=True).freed_size for each in store.stores())
-    return blobs + sum(holder.plan_prune().freed_size for holder in holders_of(store))
+    sets = sets_in(store)
+    return blobs + (0 if sets is None else sets.plan_prune().freed_size)

@@ -12,8 +12,7 @@
     │   ├── BadSetNameError(ValueError)
     │   ├── BatchShapeError(ValueError)     artifacts that do not fit into one batch, or a buffer
     │   ├── RememberedFailureError(RuntimeError)  computing it failed before; not tried again yet
-    │   ├── SetFormatError                  a set of a newer format, or none
-    │   └── SetIndexDamagedError            the index of a set is no readable SQLite file
+    │   └── SetFormatError                  a set of another format, or none
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
     ├── HubError
     │   ├── UnsafeNameError(ValueError)     the name of a file of a repo leads outside its folder
@@ -178,15 +177,9 @@ class RememberedFailureError(ArtifactError, RuntimeError):
 
 
 class SetFormatError(ArtifactError):
-    """The folder holds a set of a newer format, or none at all."""
+    """The folder holds a set of another format, or none at all."""
 
     default_hint = "Update smartcache, or remove the set: 'smartcache artifacts rm'."
-
-
-class SetIndexDamagedError(ArtifactError):
-    """The index of a set is no SQLite database any more; its packs hold all there was."""
-
-    default_hint = "Run 'smartcache artifacts verify --rebuild': nothing is computed again."
 
 
 class HubError(SmartcacheError):

@@ -6,21 +6,41 @@ its module before it.
 
 from __future__ import annotations
 
-from smartcache import config, errors, functions, store
-from smartcache.artifacts import bounds as artifacts_bounds
-from smartcache.artifacts import copying as artifacts_copying
-from smartcache.artifacts import counting as artifacts_counting
-from smartcache.artifacts import registered as artifacts_registered
-from smartcache.artifacts import reserving as artifacts_reserving
-from smartcache.artifacts import writing as artifacts_writing
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.codec import INLINE_BYTES, Encoded, TensorSpec
-from smartcache.artifacts.codec import Layout as codec_Layout
-from smartcache.artifacts.codec import encode as codec_encode
-from smartcache.artifacts.computing import Retry
-from smartcache.artifacts.dtypes import (
+from smartcache import artifacts, config, errors, functions, store
+from smartcache.artifacts import (
+    ArtifactSet,
+    ArtifactSets,
+    Computed,
+    Difference,
+    Fingerprint,
+    Handle,
+    Retry,
+    Sample,
+    Selection,
+    SetInfo,
+    TensorSpec,
+    compute_key,
+    register_codec,
+    register_key_rule,
+)
+from smartcache.artifacts.engine import compact as artifacts_compact
+from smartcache.artifacts.engine import engine as artifacts_engine
+from smartcache.artifacts.engine import packs as artifacts_packs
+from smartcache.artifacts.engine import read as artifacts_read
+from smartcache.artifacts.engine import write as artifacts_write
+from smartcache.artifacts.engine.engine import Engine
+from smartcache.artifacts.engine.index import SetIndex
+from smartcache.artifacts.engine.write import delete_exactly
+from smartcache.artifacts.keys import check_key, key_text
+from smartcache.artifacts.setfolder import ABSENT, Options, SetFolder
+from smartcache.artifacts.values import encode as values_encode
+from smartcache.artifacts.values.encode import encode
+from smartcache.artifacts.values.layout import INLINE_BYTES, decoders, known_layout
+from smartcache.artifacts.values.layout import Layout as values_Layout
+from smartcache.artifacts.values.tensors import (
     TORCH,
     TORCH_ONLY,
+    array_bytes,
     numpy_dtype,
     numpy_item_size,
     numpy_name,
@@ -28,38 +48,8 @@ from smartcache.artifacts.dtypes import (
     torch_item_size,
     torch_name,
 )
-from smartcache.artifacts.engine import SetEngine
-from smartcache.artifacts.fingerprint import ABSENT, Difference, Fingerprint
-from smartcache.artifacts.flusher import Flusher, flusher
-from smartcache.artifacts.keys import check_key, compute_key, key_text, register_key_rule
-from smartcache.artifacts.lazy import Handle, Sample
-from smartcache.artifacts.located import Located
-from smartcache.artifacts.records import (
-    ARTIFACT,
-    CHUNK,
-    DELETE,
-    HEADER_BYTES,
-    LAYOUT,
-    PIN,
-    ArtifactPayload,
-    Header,
-    PackHeader,
-    header,
-    key_hash,
-    layout_digest,
-    padding,
-    parse_header,
-    position,
-    room,
-)
-from smartcache.artifacts.records import checksum as records_checksum
-from smartcache.artifacts.registered import register_codec
-from smartcache.artifacts.setfolder import Options, SetFolder
-from smartcache.artifacts.sets import ArtifactSets
-from smartcache.artifacts.setschema import MIGRATIONS as SETSCHEMA_MIGRATIONS
-from smartcache.artifacts.tensors import Kind as tensors_Kind
-from smartcache.artifacts.tensors import array_bytes
-from smartcache.cache import SmartCache
+from smartcache.artifacts.values.tensors import Kind as tensors_Kind
+from smartcache.cache import SmartCache, prunable_size, usage_of_sets
 from smartcache.cli import _failures as cli_failures
 from smartcache.cli import _output as cli_output
 from smartcache.cli import _progress as cli_progress
@@ -115,7 +105,6 @@ from smartcache.errors import (
     RememberedFailureError,
     RepoNotCachedError,
     SetFormatError,
-    SetIndexDamagedError,
     SharedComponentError,
     SizeMismatchError,
     SmartcacheError,
@@ -301,8 +290,6 @@ from smartcache.store.filesystems import (
 )
 from smartcache.store.filesystems import free_bytes as filesystems_free_bytes
 from smartcache.store.hold import Allowance
-from smartcache.store.holder import Holder as holder_Holder
-from smartcache.store.holder import Part
 from smartcache.store.index import Index
 from smartcache.store.journal import Batch, Change, Journal, Op, State
 from smartcache.store.kernel import Extent, boot_id, extents, shares_blocks
@@ -340,19 +327,14 @@ from smartcache.store.volume import Volume
 __all__ = [
     "ABSENT",
     "AHEAD_MIN_SIZE",
-    "ARTIFACT",
     "BUFFER_SIZE",
-    "CHUNK",
     "COMPLETE",
     "DEFAULT_PIN",
-    "DELETE",
     "FORMAT",
-    "HEADER_BYTES",
     "HEAD_SIZE",
     "INLINE_BYTES",
     "KEPT",
     "KINDS",
-    "LAYOUT",
     "LONGEST",
     "MANIFEST",
     "MOST_MANIFEST",
@@ -360,13 +342,11 @@ __all__ = [
     "MOST_READ",
     "MOST_SHOWN",
     "MOST_UNKNOWN",
-    "PIN",
     "PROGRAMS",
     "RACY_NS",
     "REBUILT",
     "SAMPLE_MIN_SIZE",
     "SCHEMA_MIGRATIONS",
-    "SETSCHEMA_MIGRATIONS",
     "SETTINGS",
     "TABLE",
     "TAIL_SIZE",
@@ -382,7 +362,6 @@ __all__ = [
     "ArtifactError",
     "ArtifactGoneError",
     "ArtifactNotFoundError",
-    "ArtifactPayload",
     "ArtifactSet",
     "ArtifactSets",
     "Asked",
@@ -406,6 +385,7 @@ __all__ = [
     "Column",
     "Command",
     "Compared",
+    "Computed",
     "ConfigError",
     "Copy",
     "DamagedArtifactError",
@@ -419,7 +399,7 @@ __all__ = [
     "DigestMismatchError",
     "DownloadPlan",
     "DownloadResult",
-    "Encoded",
+    "Engine",
     "ExportPlan",
     "Extent",
     "Family",
@@ -430,7 +410,6 @@ __all__ = [
     "FilePath",
     "FileSkippedError",
     "Fingerprint",
-    "Flusher",
     "FolderSums",
     "FolderUsage",
     "Followed",
@@ -440,7 +419,6 @@ __all__ = [
     "Hashed",
     "Hasher",
     "Hashes",
-    "Header",
     "HubError",
     "ImportPlan",
     "Index",
@@ -455,7 +433,6 @@ __all__ = [
     "Left",
     "LinkKind",
     "Loans",
-    "Located",
     "Manifest",
     "MappedFiles",
     "Member",
@@ -475,8 +452,6 @@ __all__ = [
     "Option",
     "Options",
     "Owner",
-    "PackHeader",
-    "Part",
     "Place",
     "Placement",
     "PlannedFile",
@@ -505,11 +480,12 @@ __all__ = [
     "Scope",
     "Section",
     "Seen",
+    "Selection",
     "Session",
-    "SetEngine",
     "SetFolder",
     "SetFormatError",
-    "SetIndexDamagedError",
+    "SetIndex",
+    "SetInfo",
     "Settings",
     "Share",
     "SharedComponentError",
@@ -558,12 +534,12 @@ __all__ = [
     "accelerator",
     "announced_by",
     "array_bytes",
-    "artifacts_bounds",
-    "artifacts_copying",
-    "artifacts_counting",
-    "artifacts_registered",
-    "artifacts_reserving",
-    "artifacts_writing",
+    "artifacts",
+    "artifacts_compact",
+    "artifacts_engine",
+    "artifacts_packs",
+    "artifacts_read",
+    "artifacts_write",
     "bar_class",
     "beside",
     "blobs_explained",
@@ -580,8 +556,6 @@ __all__ = [
     "cli_failures",
     "cli_output",
     "cli_progress",
-    "codec_Layout",
-    "codec_encode",
     "command_Group",
     "compare",
     "components",
@@ -593,13 +567,16 @@ __all__ = [
     "content_of",
     "cut",
     "decode",
+    "decoders",
     "default_of",
+    "delete_exactly",
     "describe",
     "devices_free_bytes",
     "discover",
     "doctor_Finding",
     "dtype_arguments",
     "edited",
+    "encode",
     "encoded",
     "errors",
     "examine",
@@ -611,7 +588,6 @@ __all__ = [
     "filesystems_free_bytes",
     "find_mount",
     "find_repo",
-    "flusher",
     "folder_usage",
     "folders_apps",
     "folders_comfyui",
@@ -632,8 +608,6 @@ __all__ = [
     "hash_file",
     "hash_many",
     "have_equal_values",
-    "header",
-    "holder_Holder",
     "hub_bundle_writing",
     "hub_exporting",
     "hub_mapping",
@@ -654,11 +628,10 @@ __all__ = [
     "is_write_once",
     "judge",
     "keep",
-    "key_hash",
     "key_text",
     "kind_of",
+    "known_layout",
     "layout_Layout",
-    "layout_digest",
     "learn",
     "lift",
     "link_liveness",
@@ -685,9 +658,7 @@ __all__ = [
     "open_own",
     "opened",
     "out",
-    "padding",
     "parse_age",
-    "parse_header",
     "parse_mountinfo",
     "parse_size",
     "part_of",
@@ -703,16 +674,15 @@ __all__ = [
     "plan_repair",
     "plan_seed",
     "plan_separate",
-    "position",
     "pretrained_registry",
     "printable",
     "probe",
+    "prunable_size",
     "read_extra_paths",
     "read_own",
     "read_title",
     "rebuild",
     "records_Group",
-    "records_checksum",
     "register_codec",
     "register_key_rule",
     "registry",
@@ -724,7 +694,6 @@ __all__ = [
     "report_unread",
     "resolve_device",
     "roles",
-    "room",
     "rotate",
     "same_filesystem",
     "scan",
@@ -769,6 +738,9 @@ __all__ = [
     "torch_item_size",
     "torch_name",
     "unshare",
+    "usage_of_sets",
+    "values_Layout",
+    "values_encode",
     "variable",
     "variant_of",
     "verify_repos",

@@ -226,7 +226,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """`pass_time(60)`: for this process it is a minute later, and every file a minute older."""
-    seconds, nanoseconds = time.time, time.time_ns
+    seconds, nanoseconds, clock = time.time, time.time_ns, time.clock_gettime_ns
     ahead = 0.0
 
     def advance(more: float) -> None:
@@ -235,4 +235,5 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     monkeypatch.setattr(time, "time", lambda: seconds() + ahead)
     monkeypatch.setattr(time, "time_ns", lambda: nanoseconds() + int(ahead * 1e9))
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda which: clock(which) + int(ahead * 1e9))
     return advance

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import math
 import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import smartcache
 from smartcache import SmartCache, Store, StoreError, load_settings
+from tests.api import SetFormatError, StoreUnwritableError, prunable_size, usage_of_sets
 
 
 def test_without_arguments_the_settings_say_where_it_is() -> None:
@@ -110,3 +116,58 @@ def test_keeping_files_writable_is_a_setting(tmp_path: Path) -> None:
     with SmartCache(settings=settings) as cache:
         found = cache.scan(tmp_path)
         assert cache.plan_dedup(found).groups == ()
+
+
+def test_without_artifacts_nothing_of_them_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys; from smartcache.cache import SmartCache, prunable_size, usage_of_sets\n"
+        f"with SmartCache({str(tmp_path / 'store')!r}) as cache:\n"
+        "    print(prunable_size(cache.store), usage_of_sets(cache.store))\n"
+        "print(sorted({'smartcache.artifacts', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["0 []", "[]"]
+
+
+class TestArtifacts:
+    def test_what_each_set_takes_and_what_can_be_freed_of_it(self, tmp_path: Path) -> None:
+        with SmartCache(tmp_path / "store") as cache:
+            for name in ("captions", "latents"):
+                with cache.artifacts(name, fingerprint={}) as opened:
+                    opened.put_many((f"key-{n}", np.full(1000, n)) for n in range(10))
+                    opened.delete_many(["key-0", "key-1"] if name == "latents" else [])
+            (captions, none), (latents, some) = usage_of_sets(cache.store)
+            assert (captions.name, none, latents.name) == ("captions", 0, "latents")
+            assert 16_000 < some < latents.on_disk - latents.live + 1000
+            assert prunable_size(cache.store) == some
+            plan = cache.sets.plan_prune()
+            assert [(each.info.name, each.reason) for each in plan.victims] == [("latents", "dead")]
+            assert plan.execute().freed_size == pytest.approx(some, abs=4096)
+            assert usage_of_sets(cache.store)[1][1] == 0
+
+    def test_a_bound_can_be_taken_back(self, tmp_path: Path) -> None:
+        with SmartCache(tmp_path / "store") as cache:
+            cache.artifacts("latents", fingerprint={}, max_size=10**9, ttl=60).close()
+            cache.artifacts("latents", fingerprint={}, ttl=math.inf).close()
+            (info,) = cache.artifact_sets()
+            assert (info.options.max_size, info.options.ttl) == (10**9, None)
+            cache.artifacts("latents", fingerprint={}, max_size=math.inf).close()
+            (info,) = cache.artifact_sets()
+            assert info.options.max_size is None
+
+    def test_read_only_writes_nothing_and_needs_the_set_to_be_there(self, tmp_path: Path) -> None:
+        with SmartCache(tmp_path / "store") as cache:
+            with pytest.raises(SetFormatError, match="There is no set 'latents'"):
+                cache.artifacts("latents", fingerprint={}, read_only=True)
+            with cache.artifacts("latents", fingerprint={}) as latents:
+                latents.put("a", 1)
+            latents.path.chmod(0o770)  # as somebody else may have it: it is not trusted
+            before = {path: path.stat().st_mtime_ns for path in latents.path.rglob("*")}
+            with cache.artifacts("latents", fingerprint={}, read_only=True) as reading:
+                assert reading.get("a") == 1
+                for each in (reading, reading["a"]):
+                    moved = pickle.loads(pickle.dumps(each))  # noqa: S301 - our own
+                    assert (moved.get("a") if each is reading else moved.value()) == 1
+                with pytest.raises(StoreUnwritableError, match="for reading only"):
+                    reading.put("b", 2)
+            assert {path: path.stat().st_mtime_ns for path in latents.path.rglob("*")} == before

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from tests.api import SETSCHEMA_MIGRATIONS as MIGRATIONS
-from tests.api import Change, Op, State, connect
+from tests.api import Change, Op, SetIndex, State, connect
 from tests.api import layout_Layout as Layout
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models
@@ -278,7 +277,7 @@ class TestOnDiskFormat:
     def test_every_table_and_column_of_a_set_is_described(self) -> None:
         text = self.section("## sets/")
         with contextlib.closing(sqlite3.connect(":memory:")) as index:
-            for script in MIGRATIONS:
+            for script in SetIndex.migrations or ():
                 index.executescript(script)
             columns = index.execute(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "

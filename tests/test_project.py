@@ -73,6 +73,11 @@ class TestLayers:
             ("store/statkey.py", "def f(): import huggingface_hub", "statkey -> huggingface_hub"),
             ("config.py", "import click", "not allowed to import click"),
             ("sizes.py", "import smartcache.progress", "sizes is not allowed to import"),
+            (
+                "cli/df.py",
+                "def f(): import smartcache.artifacts.sets",
+                "df -> smartcache.artifacts",
+            ),
             ("helpers.py", "", "not listed as layers:\n\n- smartcache.helpers"),
         ):
             with (tmp_path / "smartcache" / module).open("a", encoding="utf-8") as stream:

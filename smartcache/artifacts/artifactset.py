@@ -4,40 +4,145 @@
         latents.put(key, {"latent": tensor, "crop": [0, 0, 1024, 1024]})
         batch = latents.get_batch(keys)
 
-This is the face of it; the work is done by the modules it names. Whatever is returned is memory of
-the caller's own, but for `handle.numpy()`.
+Whatever is returned is memory of the caller's own, but for `handle.numpy()`. One thread of one
+process computes an artifact that several ask for; the others wait and read what it has put. The
+kernel frees the lease of a process that dies, and the next one computes.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
-from smartcache.artifacts import bounds, compaction, computing, reading, verifying, writing
-from smartcache.artifacts.batches import read_batch
-from smartcache.artifacts.computing import Failure, Retry
-from smartcache.artifacts.engine import SetEngine, open_engine
-from smartcache.artifacts.expiring import expiry
-from smartcache.artifacts.figures import SetInfo, SetStats, describe
-from smartcache.artifacts.fingerprint import Fingerprint
-from smartcache.artifacts.keys import check_key, key_text
-from smartcache.artifacts.lazy import Sample
-from smartcache.artifacts.located import Located
-from smartcache.artifacts.recovery import read_tails
-from smartcache.artifacts.setfolder import SetFolder
-from smartcache.artifacts.writing import decode_metadata
+import numpy as np
+
+from smartcache.artifacts.engine import compact, read, recover, write
+from smartcache.artifacts.engine.compact import CompactResult, Eviction
+from smartcache.artifacts.engine.engine import Engine, open_engine
+from smartcache.artifacts.engine.records import ARTIFACT
+from smartcache.artifacts.engine.recover import SetVerifyReport
+from smartcache.artifacts.keys import check_key, check_keys, key_text
+from smartcache.artifacts.sample import Sample
+from smartcache.artifacts.setfolder import Fingerprint, Options, SetFolder, check_option
+from smartcache.artifacts.values.refusals import with_article
 from smartcache.errors import (
     ArtifactError,
     ArtifactNotFoundError,
+    ConfigError,
     DamagedArtifactError,
+    RememberedFailureError,
+    SmartcacheError,
 )
 from smartcache.progress import Progress, silent
 
-_PAGE = 1000
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+_FOR_EVER = (1 << 32) - 1
+"""Unix seconds, in 2106: what would end later does not end at all."""
+_TRIES = 20
+"""How often keys are looked up again that compaction moves away."""
+_LONGEST_REASON = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """When a computation that failed is tried again."""
+
+    after: float = math.inf
+    """Seconds; for ever: not before `forget_failure`."""
+    most: int | None = None
+    """How often it is tried at all; None: without end."""
+
+    @classmethod
+    def of(cls, remember: bool | float | Retry | None) -> Retry | None:  # noqa: FBT001
+        """Return the rule that an argument stands for: True: never again, a number: seconds."""
+        if remember is None or remember is False:
+            return None
+        if isinstance(remember, Retry):
+            return remember
+        return Retry() if remember is True else Retry(after=float(remember))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A computation that failed."""
+
+    key: str
+    reason: str
+    count: int = 1
+    failed_at: int = 0
+    """Unix seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Computed:
+    """What `compute_many` has done, by key."""
+
+    found: list[str] = field(default_factory=list)
+    """Were there already."""
+    computed: list[str] = field(default_factory=list)
+    """Were computed by this call."""
+    waited: list[str] = field(default_factory=list)
+    """Were computed by another thread or process meanwhile."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Could not be computed, and why."""
+    busy: list[str] = field(default_factory=list)
+    """Are being computed by others; only without `wait`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetStats:
+    """Figures of a set, in bytes where nothing else is said."""
+
+    artifacts: int
+    logical: int
+    """What the records would take if equal tensors were not kept once."""
+    live: int
+    """Records that are wanted."""
+    on_disk: int
+    """All packs, dead records included."""
+    dead: int
+    packs: int
+    saved: int
+    """What keeping equal tensors once saves."""
+    pinned: int
+    hits: int
+    """Of this process, as are the next two."""
+    misses: int
+    damaged: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetInfo:
+    """What a set is."""
+
+    name: str
+    id: str
+    fingerprint: Fingerprint | None
+    path: Path
+    created_at: datetime | None
+    used_at: datetime | None
+    options: Options
+    artifacts: int = 0
+    live: int = 0
+    on_disk: int = 0
+    problem: str = ""
+    """Why nothing more is known of it."""
+    cure: str = ""
+    """What to do about the problem."""
+
+    @property
+    def full_name(self) -> str:
+        """The name by which every command finds it."""
+        return f"{self.name}/{self.id}"
 
 
 class ArtifactSet:
@@ -51,16 +156,17 @@ class ArtifactSet:
         longest: float | None = None,
         make_room: Callable[[], None] | None = None,
         room_step: int = 0,
+        read_only: bool = False,
     ) -> None:
-        self._engine = open_engine(folder)
-        self._release = weakref.finalize(self, SetEngine.release_later, self._engine)
+        self._engine = open_engine(folder, read_only=read_only)
+        self._release = weakref.finalize(self, Engine.release_later, self._engine)
         self._threads = threads
         self._longest = longest
         """Seconds that no artifact outlives, whatever its own time to live is."""
         self._make_room = make_room
         self._room_step = room_step
         """Bytes that are written before all sets together are measured again."""
-        self._measured = self._kept = 0
+        self._measured = self._engine.written_size
 
     @property
     def name(self) -> str:
@@ -83,12 +189,13 @@ class ArtifactSet:
         return self._engine.folder.fingerprint
 
     def __repr__(self) -> str:
-        return f"<ArtifactSet {self.name} {self.id[:8]}: {len(self):,} artifacts>"
+        what = f"{len(self):,} artifacts" if self._release.alive else "closed"
+        return f"<ArtifactSet {self.name} {self.id[:8]}: {what}>"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Go to another process as its folder: it is opened there."""
         options = self._threads, self._longest, self._make_room, self._room_step
-        return _reopened, (self.path, *options)
+        return _reopened, (self.path, *options, self._engine.read_only)
 
     def __enter__(self) -> Self:
         return self
@@ -114,16 +221,21 @@ class ArtifactSet:
     ) -> None:
         """Keep a value (and plain values about it) under a key, in place of what it had.
 
-        When it returns, the value survives the death of this process; with `durable` also power
-        loss. UnsupportedValueError names the part of a value that cannot be kept.
+        When it returns, the value survives the death of this process, and every process finds it;
+        with `durable` it also survives power loss. UnsupportedValueError names the part of a value
+        that cannot be kept.
         """
-        options = self._engine.folder.options
-        writing.put(
-            self._engine, check_key(key), value, metadata=metadata,
-            expires_at=expiry(options.ttl if ttl is None else ttl, self._longest),
+        engine = self._engine
+        options = engine.folder.options
+        if ttl is None:
+            ttl = options.ttl
+        write.put(
+            engine, check_key(key), value, metadata=metadata,
+            expires=0 if ttl is None and self._longest is None else _expiry(ttl, self._longest),
             durable=options.durable if durable is None else durable,
         )  # fmt: skip
-        self._keep_bounds()
+        if engine.churn >= engine.look_at or self._make_room is not None:
+            self._keep_bounds()
 
     def put_many(
         self, items: Mapping[str, object] | Iterable[tuple[str, object]], *, durable: bool = False
@@ -144,9 +256,8 @@ class ArtifactSet:
 
     def delete_many(self, keys: Iterable[str]) -> int:
         """Delete artifacts; return how many there were. If the set is durable, so is that."""
-        count = writing.delete(self._engine, map(check_key, keys))
-        if count and self._engine.folder.options.durable:
-            self._engine.sync_all()
+        durable = self._engine.folder.options.durable
+        count = write.delete(self._engine, check_keys(keys), durable=durable)
         self._keep_bounds()
         return count
 
@@ -157,38 +268,50 @@ class ArtifactSet:
 
     def touch(self, key: str) -> None:
         """Count an artifact as used now."""
-        stored = check_key(key)
-        self._engine.need((stored,))
-        self._engine.touch(stored)
+        self._engine.touch(check_key(key))
 
     def pin(self, key: str) -> None:
         """Keep an artifact from being evicted and from expiring."""
-        writing.pin(self._engine, check_key(key), is_pinned=True)
+        write.pin(self._engine, check_key(key), is_pinned=True)
 
     def unpin(self, key: str) -> None:
         """Let an artifact be evicted again."""
-        writing.pin(self._engine, check_key(key), is_pinned=False)
+        write.pin(self._engine, check_key(key), is_pinned=False)
+
+    def is_pinned(self, key: str) -> bool:
+        """Say whether an artifact is pinned."""
+        self._engine.catalog.refresh()
+        return self._engine.catalog.is_pinned(check_key(key))
 
     # reading
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._engine.find(check_key(key)) is not None
+        if not isinstance(key, str):
+            return False
+        self._engine.refuse_closed()
+        return self._engine.catalog.find(check_key(key)) is not None
 
     def __len__(self) -> int:
-        self._engine.flush()
-        index = self._engine.index
-        return index.totals()[0] - index.expired_count(int(time.time()))
+        self._engine.refuse_closed()
+        catalog = self._engine.catalog
+        return int(catalog.is_live(catalog.snapshot()).sum())
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the keys, also while artifacts come and go."""
-        self._engine.flush()
-        after = b""
-        while page := self._engine.index.entries_after(after, _PAGE):
-            now = time.time()
-            for key, entry in page:
-                if not entry.expires_at or entry.expires_at > now or entry.is_pinned:
-                    yield key_text(key)
-            after = page[-1][0]
+        """Go through the keys in no particular order, also while artifacts come and go."""
+        self._engine.refuse_closed()
+        catalog = self._engine.catalog
+        table = catalog.snapshot()
+        rows = np.flatnonzero(catalog.is_live(table)).tolist()
+        for _ in range(_TRIES):
+            left = set(rows)
+            for row, key in catalog.keys_of(table, rows):
+                left.discard(row)
+                yield key_text(key)
+            if not left:
+                return
+            again = catalog.snapshot()  # compaction has moved some
+            moved = np.isin(again.hash, table.hash[list(left)])
+            table, rows = again, np.flatnonzero(moved & catalog.is_live(again)).tolist()
 
     def keys(self) -> Iterator[str]:
         """Go through the keys."""
@@ -199,33 +322,36 @@ class ArtifactSet:
 
         It stays readable as long as the sample is held, whatever happens to the set.
         """
-        return Sample(self._engine, self._engine.need_one(check_key(key)))
+        return Sample(self._engine, read.hold(self._engine, [check_key(key)])[0])
 
     def get(self, key: str, default: object = None) -> Any:  # noqa: ANN401 - whatever was put
         """Return the whole value of an artifact; `default` if there is none, or a damaged one."""
-        found = self._engine.find(check_key(key))
-        if found is None:
-            return default
-        try:
-            return self._value(found)
-        except (ArtifactNotFoundError, DamagedArtifactError):
-            return default
+        is_there, value = self._look(check_key(key), None)
+        return value if is_there else default
 
-    def _value(self, found: Located) -> object:
-        packs = self._engine.packs
-        return reading.persistently(
-            self._engine, found, lambda each: reading.read_whole(packs, each)
-        )
+    def _look(self, key: bytes, validate: Callable[[Sample], object] | None) -> tuple[bool, object]:
+        """Return whether there is a valid artifact, and its value."""
+        engine = self._engine
+        found = engine.hold_one(key)
+        if found is None:
+            return False, None
+        try:
+            held = read.held(engine, key, *found)
+            if validate is not None and not validate(Sample(engine, held)):
+                return False, None
+            try:
+                return True, read.read_value(held)
+            except DamagedArtifactError as error:
+                if not read.is_damaged(held):
+                    return True, read.read_value(held)
+                read.settle(engine, key, held.place, error)
+        except (ArtifactNotFoundError, DamagedArtifactError):
+            pass
+        return False, None
 
     def metadata(self, key: str) -> Any:  # noqa: ANN401
         """Return what was put beside a value; no tensor is read for it."""
-        found = self._engine.need_one(check_key(key))
-        packs = self._engine.packs
-
-        def read(each: Located) -> object:
-            return decode_metadata(reading.read_record(packs, each).metadata)
-
-        return reading.persistently(self._engine, found, read)
+        return self[key].metadata
 
     def get_batch(
         self,
@@ -234,21 +360,40 @@ class ArtifactSet:
         out: Mapping[Any, object] | None = None,
         pinned: bool = False,
         threads: int | None = None,
+        ragged: Literal["raise", "list"] = "raise",
     ) -> dict[Any, Any]:
         """Return {field: one stacked tensor, or a list of values} of artifacts that are dicts.
 
         `out` gives tensors to be reused, by field: those of an earlier batch, for instance. They
         may be longer; what is returned is then the first part of them. `pinned` is for new ones.
-        BatchShapeError if tensors of a field differ in shape or dtype.
+        BatchShapeError if tensors of a field differ in shape or dtype; with ragged="list" they
+        become a list.
         """
-        wanted = [check_key(key) for key in keys]
-        count = self._threads if threads is None else threads
-        return read_batch(self._engine, wanted, out=out, pinned=pinned, threads=count)
+        engine = self._engine
+        return read.read_some(
+            engine, check_keys(keys), lambda some: read.hold(engine, some), out,
+            pinned=pinned, threads=self._threads if threads is None else threads, ragged=ragged,
+        )  # fmt: skip
+
+    def select(self, keys: Sequence[str]) -> Selection:
+        """Return artifacts by their position in a list of keys, for many random batches.
+
+        chosen = latents.select(keys)
+        batch = chosen.read([5, 3, 8])     # of keys[5], keys[3], keys[8]
+        """
+        return Selection(self, keys)
 
     def announce(self, keys: Iterable[str]) -> None:
         """Tell the kernel that artifacts will be read soon; those that are missing are left out."""
-        found = self._engine.locate([check_key(key) for key in keys])
-        reading.announce(self._engine.packs, (each for each in found if each is not None))
+        engine = self._engine
+        stored = check_keys(keys)
+        step = engine.catalog.files.most
+        for start in range(0, len(stored), step):
+            some = stored[start : start + step]
+            found = zip(some, engine.hold(some), strict=True)
+            read.announce(
+                read.held(engine, key, *each) for key, each in found if each is not None
+            )  # fmt: skip
 
     # computing
 
@@ -273,19 +418,25 @@ class ArtifactSet:
         is_there, value = self._look(stored, validate)
         if is_there:
             return value
-        rule = computing.rule_of(remember_failures)
+        rule = Retry.of(remember_failures)
         engine = self._engine
+        engine.refuse_read_only()
         with engine.leases.hold(key, what="computing"):
-            read_tails(engine.index, engine.packs, engine.path)
             is_there, value = self._look(stored, validate)
             if is_there:
                 return value
             if rule is not None:
-                computing.refuse_failed(engine, stored, rule)
-            made = computing.attempt(engine, stored, compute, rule)
+                reason = self._refusal(stored, rule)
+                if reason is not None:
+                    raise reason
+            try:
+                made = compute()
+            except Exception as error:
+                if rule is not None:
+                    self._remember(stored, error)
+                raise
             self.put(key, made, metadata=metadata, ttl=ttl)
-            engine.flush()  # before others, who wait for the lease, look
-            engine.index.drop_failure(stored)
+            engine.index.drop_failures([stored])
             is_there, value = self._look(stored, validate)  # under the lease it is not evicted
             if is_there:
                 return value
@@ -293,17 +444,118 @@ class ArtifactSet:
             message = f"What was computed for {key} of {self.name} was refused by `validate`"
             raise ArtifactError(message, hint="Check `validate` and the computation.")
 
-    def _look(self, key: bytes, validate: Callable[[Sample], object] | None) -> tuple[bool, object]:
-        """Return whether there is a valid artifact, and its value."""
-        found = self._engine.find(key)
-        if found is None:
-            return False, None
-        try:
-            if validate is not None and not validate(Sample(self._engine, found)):
-                return False, None
-            return True, self._value(found)
-        except (ArtifactNotFoundError, DamagedArtifactError):
-            return False, None
+    def compute_many(
+        self,
+        keys: Sequence[str],
+        fn: Callable[[list[str]], Iterable[object]],
+        *,
+        batch: int = 32,
+        wait: bool = True,
+        ttl: float | timedelta | None = None,
+        remember_failures: bool | float | Retry | None = None,
+    ) -> Computed:
+        """See to it that there is an artifact for every key, each computed once for all who ask.
+
+        `fn` gets lists of at most `batch` keys and returns as many values. A value that is an
+        exception is a failure of its key; what `fn` raises ends the call, and what was put before
+        stays. Keys that another thread or process computes are left to it; at the end this call
+        waits for them, and computes what is then still missing. It never waits while others could
+        wait for it.
+        """
+        if batch < 1:
+            raise ConfigError(f"batch must be at least 1, not {batch}")
+        check_keys(keys)
+        engine = self._engine
+        rule = Retry.of(remember_failures)
+        result = Computed()
+        left = list(dict.fromkeys(keys))
+        is_first = True
+        while left:
+            present = self._present(left)
+            there = [key for key in left if key in present]
+            (result.found if is_first else result.waited).extend(there)
+            left = [key for key in left if key not in present]
+            if left and is_first:
+                engine.refuse_read_only()
+            if rule is not None:
+                left = [key for key in left if not self._is_refused(key, rule, result)]
+            busy: list[str] = []
+            for start in range(0, len(left), batch):
+                busy += self._compute_some(
+                    left[start : start + batch], fn, ttl, rule, result, is_first=is_first
+                )
+            left, is_first = busy, False
+            if not wait:
+                result.busy = left
+                break
+            if left:
+                # Holding nothing: whoever has it may wait for a key that this call had.
+                with engine.leases.hold(left[0], what="computing"):
+                    pass
+        return result
+
+    def _present(self, keys: Sequence[str]) -> set[str]:
+        stored = check_keys(keys)
+        found = self._engine.catalog.find_many(stored)
+        return {key for key, place in zip(keys, found, strict=True) if place is not None}
+
+    def _compute_some(
+        self,
+        keys: list[str],
+        fn: Callable[[list[str]], Iterable[object]],
+        ttl: float | timedelta | None,
+        rule: Retry | None,
+        result: Computed,
+        *,
+        is_first: bool,
+    ) -> list[str]:
+        """Compute those of some keys whose leases are free; return the others."""
+        with ExitStack() as stack:
+            got = set(self._engine.leases.try_hold(keys, stack, what="computing"))
+            mine = [key for key in keys if key in got]
+            # Between the look and the lease another one may have computed it.
+            present = self._present(mine) if mine else set()
+            for key in mine:
+                if key in present:
+                    (result.found if is_first else result.waited).append(key)
+            mine = [key for key in mine if key not in present]
+            if mine:
+                values = _values_of(fn(list(mine)), mine)
+                for key, value in zip(mine, values, strict=True):
+                    if isinstance(value, BaseException):
+                        result.failed[key] = f"{type(value).__name__}: {value}"
+                        if rule is not None:
+                            self._remember(check_key(key), value)
+                    else:
+                        self.put(key, value, ttl=ttl)
+                        result.computed.append(key)
+                self._engine.index.drop_failures(
+                    check_key(key) for key in mine if key not in result.failed
+                )
+        return [key for key in keys if key not in got]
+
+    def _is_refused(self, key: str, rule: Retry, result: Computed) -> bool:
+        reason = self._refusal(check_key(key), rule)
+        if reason is not None:
+            result.failed[key] = reason.reason
+        return reason is not None
+
+    def _refusal(self, key: bytes, rule: Retry) -> RememberedFailureError | None:
+        """Return why a computation that failed before is not tried again; None: it may be."""
+        known = self._engine.index.failure(key)
+        if known is None:
+            return None
+        reason, count, failed_at = known
+        is_spent = rule.most is not None and count >= rule.most
+        if not is_spent and time.time() >= failed_at + rule.after:
+            return None
+        times = "once" if count == 1 else f"{count} times"
+        message = f"Artifact {key_text(key)} of {self.name} failed {times}: {reason}"
+        return RememberedFailureError(message, key=key_text(key), reason=reason, count=count)
+
+    def _remember(self, key: bytes, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        self._engine.index.add_failure(key, reason, int(time.time()))
 
     def failures(self) -> list[Failure]:
         """Return the computations that failed and are remembered."""
@@ -314,68 +566,135 @@ class ArtifactSet:
 
     def forget_failure(self, key: str) -> bool:
         """Let a computation be tried again; False: none had failed."""
-        return self._engine.index.drop_failure(check_key(key))
+        return bool(self._engine.index.drop_failures([check_key(key)]))
 
     # looking after it
 
     def flush(self) -> None:
-        """Let other processes see all that was put; without it they do after a moment."""
+        """Write down when artifacts were last used; what was put is visible to all anyway."""
         self._engine.flush()
 
     def sync(self) -> None:
         """Return when all that was put survives power loss."""
         self._engine.sync_all()
 
+    def take_in(self, pack: str | Path) -> int:
+        """Take in a pack that this set has in another folder; return how many records it has.
+
+        The pack is copied. Its artifacts replace those of the same keys that there are now.
+        """
+        return recover.take_in(self._engine, Path(pack))
+
     def stats(self) -> SetStats:
-        """Return figures; looks at all rows."""
+        """Return figures; looks at all footers."""
         engine = self._engine
-        engine.flush()
-        packs = engine.index.packs().values()
-        chunks, _, saved = engine.index.chunk_sums()
-        live = sum(pack.live for pack in packs)
+        uses = compact.uses_of(engine)
+        live = sum(use.live for use in uses)
+        saved = sum(use.saved for use in uses)
         return SetStats(
-            artifacts=sum(pack.artifacts for pack in packs),
+            artifacts=sum(use.artifacts for use in uses),
             logical=live + saved,
             live=live,
-            on_disk=sum(pack.watermark for pack in packs),
-            dead=sum(map(compaction.dead_size, packs)),
-            packs=len(packs),
-            chunks=chunks,
+            on_disk=sum(use.size for use in uses),
+            dead=sum(use.dead for use in uses),
+            packs=len(uses),
             saved=saved,
-            pinned=engine.index.pinned_count(),
+            pinned=sum(
+                engine.catalog.find(key, expired=True) is not None
+                for key in engine.catalog.pinned()
+            ),
             hits=engine.hits,
             misses=engine.misses,
             damaged=len(engine.damage),
-        )
+        )  # fmt: skip
 
     def describe(self) -> SetInfo:
         """Return what the set is."""
         return describe(self._engine)
 
-    def compact(
-        self, *, force: bool = False, progress: Progress = silent
-    ) -> compaction.CompactResult:
+    def compact(self, *, force: bool = False, progress: Progress = silent) -> CompactResult:
         """Give back the room of what was deleted: of packs that are half dead, or of all."""
-        return compaction.compact(self._engine, force=force, progress=progress)
+        return compact.compact(self._engine, force=force, progress=progress)
 
-    def verify(self, *, progress: Progress = silent) -> verifying.SetVerifyReport:
+    def verify(self, *, progress: Progress = silent) -> SetVerifyReport:
         """Read everything again; what is damaged is deleted and named."""
-        return verifying.verify(self._engine, progress=progress)
+        return recover.verify(self._engine, progress=progress)
 
-    def evict(self) -> bounds.Eviction:
+    def evict(self) -> Eviction:
         """Bring the set within its bounds now; puts do so by themselves."""
-        return bounds.enforce(self._engine)
+        return compact.enforce(self._engine)
 
     def _keep_bounds(self) -> None:
-        """Look at the bounds whenever rows were written, by this call or since the last one."""
+        """Let go what should go; nobody has asked for it, so what goes wrong is no error."""
         engine = self._engine
-        if engine.commits == self._kept:
-            return
-        self._kept = engine.commits
-        bounds.keep(engine)
-        if self._make_room is not None and engine.written_size - self._measured >= self._room_step:
-            self._measured = engine.written_size
-            self._make_room()
+        written = engine.written_size
+        try:
+            compact.keep(engine)
+            if self._make_room is not None and written - self._measured >= self._room_step:
+                self._measured = written
+                self._make_room()
+        except (SmartcacheError, OSError) as error:
+            _log.warning("%s was not brought within its bounds: %s", self.name, error)
+
+
+class Selection(read.Selection):
+    """Artifacts by their position in a list of keys: see `ArtifactSet.select`."""
+
+    def __init__(self, opened: ArtifactSet, keys: Sequence[str]) -> None:
+        self._set = opened
+        stored = check_keys(keys)
+        super().__init__(opened._engine, keys, stored, opened._threads)  # noqa: SLF001
+
+    def __repr__(self) -> str:
+        return f"<Selection of {self._set.name}: {len(self):,} keys, {len(self.missing):,} missing>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Go to another process as the set and the keys: it is made again there."""
+        return Selection, (self._set, self._keys)
+
+
+def _values_of(returned: object, keys: list[str]) -> list[object]:
+    """Return what a computation has made of some keys; of a dict, say, that would be its keys."""
+    hint = "Return a list: one value, or exception, per key, in the order of the keys."
+    if not isinstance(returned, Iterable) or isinstance(returned, (Mapping, set, str, bytes)):
+        kind = with_article(type(returned).__qualname__)
+        raise ArtifactError(f"fn returned {kind}, not a list", hint=hint)
+    values = list(returned)
+    if len(values) != len(keys):
+        message = f"fn returned {len(values)} values for {len(keys)} keys"
+        raise ArtifactError(message, hint=hint)
+    return values
+
+
+def describe(engine: Engine) -> SetInfo:
+    """Return what an open set is."""
+    folder = engine.folder
+    engine.flush()
+    table = engine.catalog.snapshot()
+    is_artifact = table.kind == ARTIFACT
+    times = compact.used_at(engine, table)[is_artifact]
+    used = datetime.fromtimestamp(int(times.max()), UTC) if len(times) else None
+    return SetInfo(
+        name=folder.name, id=folder.id, fingerprint=folder.fingerprint, path=folder.path,
+        created_at=folder.created_at, used_at=used, options=folder.options,
+        artifacts=len(times), live=int(table.size[is_artifact].astype(np.int64).sum()) << 6,
+        on_disk=compact.on_disk(engine),
+    )  # fmt: skip
+
+
+def _expiry(ttl: float | timedelta | None, longest: float | None) -> int:
+    """Return when something is past its time; 0: never."""
+    if ttl is None:
+        seconds = math.inf if longest is None else longest
+    else:
+        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
+        check_option("ttl", seconds)
+        seconds = seconds if longest is None else min(seconds, longest)
+    if seconds > _FOR_EVER:
+        return 0
+    # Times are kept in whole seconds: nothing ends before its time.
+    expires = math.ceil(time.time() + seconds)
+    return 0 if expires > _FOR_EVER else expires
 
 
 def _reopened(
@@ -384,9 +703,9 @@ def _reopened(
     longest: float | None,
     make_room: Callable[[], None] | None,
     room_step: int,
+    read_only: bool,  # noqa: FBT001
 ) -> ArtifactSet:
-    """Return the set that was pickled."""
     return ArtifactSet(
-        SetFolder.read(path), threads=threads, longest=longest, make_room=make_room,
-        room_step=room_step,
+        SetFolder.read(path, read_only=read_only), threads=threads, longest=longest,
+        make_room=make_room, room_step=room_step, read_only=read_only,
     )  # fmt: skip

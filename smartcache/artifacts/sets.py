@@ -1,8 +1,7 @@
 """All sets of a store: opened, listed, removed, and kept within a bound together.
 
-`ArtifactSets` is what the rest of smartcache knows of artifacts. Listing changes no artifact, but
-counts what a killed process has left without rows, as everyone does who opens a set. A set that
-cannot be read is listed with its problem; it stands in nobody's way.
+`ArtifactSets` is what the rest of smartcache knows of artifacts. Listing changes nothing. A set
+that cannot be read is listed with its problem, and stands in nobody's way.
 """
 
 from __future__ import annotations
@@ -12,33 +11,29 @@ import os
 import re
 import secrets
 import shutil
-import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
-from smartcache.artifacts import bounds, compaction, verifying
-from smartcache.artifacts.artifactset import ArtifactSet
-from smartcache.artifacts.engine import SetEngine, closed_here, flush_open, open_engine
-from smartcache.artifacts.figures import SetInfo, describe
-from smartcache.artifacts.fingerprint import Fingerprint
+from smartcache.artifacts.artifactset import ArtifactSet, SetInfo, describe
+from smartcache.artifacts.engine import compact, recover, write
+from smartcache.artifacts.engine.compact import Victim
+from smartcache.artifacts.engine.engine import closed_here, engine_of
+from smartcache.artifacts.engine.recover import Rebuilt, SetVerifyReport
+from smartcache.artifacts.inspect import ArtifactInfo, Shown, find_key, inspect, structures
 from smartcache.artifacts.keys import key_text
-from smartcache.artifacts.packs import PackFiles
-from smartcache.artifacts.recovery import Rebuilt, recover
-from smartcache.artifacts.setfolder import Options, SetFolder, check_folder, check_name, is_id
-from smartcache.errors import (
-    ArtifactError,
-    BadSetNameError,
-    IndexDamagedError,
-    NoSpaceError,
-    SetIndexDamagedError,
-    SmartcacheError,
-    StoreError,
-    StoreUnwritableError,
+from smartcache.artifacts.setfolder import (
+    Fingerprint,
+    Options,
+    SetFolder,
+    check_folder,
+    check_name,
+    is_id,
 )
+from smartcache.errors import ArtifactError, BadSetNameError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
 from smartcache.store.locks import lock
 from smartcache.store.statkey import allocated_bytes
@@ -46,6 +41,7 @@ from smartcache.store.statkey import allocated_bytes
 _REMOVED = re.compile(r"\.removed-[0-9a-f]{32}-[0-9a-f]{8}")
 _UNASKED = 256 << 20
 """Bytes that a process writes to a set at most before it measures all sets together again."""
+_LISTED = "'smartcache artifacts ls' shows what is there."
 _PRUNED = 1 / 64
 """Of a pack: so much must be dead for `prune` to copy the rest of it."""
 
@@ -90,9 +86,9 @@ class SetPlan:
 class SetResult:
     """What was removed."""
 
-    sets: int
-    artifacts: int
-    freed_size: int
+    sets: int = 0
+    artifacts: int = 0
+    freed_size: int = 0
     """What the filesystem has given back."""
     problems: tuple[str, ...] = ()
 
@@ -102,13 +98,13 @@ class ArtifactSets:
 
     def __init__(
         self,
-        root: Path,
+        root: str | Path,
         *,
         threads: int = 2,
         max_size: int | None = None,
         ttl: float | None = None,
     ) -> None:
-        self.root = root
+        self.root = Path(root)
         self._threads = min(threads, 2)
         self._max_size = max_size
         self._ttl = ttl
@@ -122,13 +118,22 @@ class ArtifactSets:
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
+        read_only: bool = False,
     ) -> ArtifactSet:
         """Open the set of a name and a fingerprint, made if it is not there.
 
         Options that are given are kept with the set; the others stay as they are. `math.inf` takes
-        a `max_size` or a `ttl` back.
+        a `max_size` or a `ttl` back. With `read_only` nothing is written, not even when artifacts
+        are used: it works on a read-only filesystem, and with the set of another user.
         """
         made = fingerprint if isinstance(fingerprint, Fingerprint) else Fingerprint.of(fingerprint)
+        if read_only:
+            path = self.root / check_name(name) / made.id(name)
+            if not path.exists():
+                hint = f"Open it without read_only to make it; {_LISTED}"
+                message = f"There is no set {name!r} with this fingerprint in {self.root}"
+                raise SetFormatError(message, hint=hint, path=path)
+            return self._opened(SetFolder.read(path, read_only=True), read_only=True)
         seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
         given = {"max_size": max_size, "ttl": seconds, "evictable": evictable, "durable": durable}
         changes = {
@@ -144,12 +149,12 @@ class ArtifactSets:
         """Open a set that is there."""
         return self._opened(SetFolder.read(info.path))
 
-    def _opened(self, folder: SetFolder) -> ArtifactSet:
-        most = self._max_size
+    def _opened(self, folder: SetFolder, *, read_only: bool = False) -> ArtifactSet:
+        most = None if read_only else self._max_size
         return ArtifactSet(
             folder, threads=self._threads, longest=self._ttl,
             make_room=None if most is None else self.make_room,
-            room_step=min(_UNASKED, (most or 0) // 16),
+            room_step=min(_UNASKED, (most or 0) // 16), read_only=read_only,
         )  # fmt: skip
 
     # looking
@@ -170,46 +175,40 @@ class ArtifactSets:
         """Return what there is; a set that cannot be read has a `problem`."""
         if name is not None:
             check_name(name)
-        folders = [path for path in self.folders() if name in (None, path.parent.name)]
-        return [self._info(path) for path in folders]
+        return [_info(path) for path in self.folders() if name in (None, path.parent.name)]
 
-    def _info(self, path: Path) -> SetInfo:
-        try:
-            with self._engine(path) as engine:
-                return describe(engine)
-        except (SmartcacheError, OSError) as error:
-            return SetInfo(
-                name=path.parent.name, id=path.name, fingerprint=None, path=path, created_at=None,
-                used_at=None, options=Options(), on_disk=_size_of(path), problem=str(error),
-                cure=error.hint if isinstance(error, SmartcacheError) else "",
-            )  # fmt: skip
+    def usage(self) -> list[tuple[SetInfo, int]]:
+        """Return what there is, and how many bytes of each set `plan_prune` would free."""
+        infos = self.infos()
+        victims = self.plan_prune(infos).victims
+        return [(info, sum(v.size for v in victims if v.info is info)) for info in infos]
 
     def find(self, text: str) -> list[SetInfo]:
         """Return the sets that a text names: a name, an id or the beginning of one, or name/id."""
         name, _, beginning = text.partition("/")
         found = [
             each
-            for each in self.infos()
-            if (each.name == name and each.id.startswith(beginning))
-            or (not beginning and len(text) >= 4 and each.id.startswith(text))  # noqa: PLR2004
+            for each in self.folders()
+            if (each.parent.name == name and each.name.startswith(beginning))
+            or (not beginning and len(text) >= 4 and each.name.startswith(text))  # noqa: PLR2004
         ]
         if not found:
-            raise BadSetNameError(
-                f"There is no set {text!r}", hint="'smartcache artifacts ls' shows what is there."
-            )
-        return found
+            raise BadSetNameError(f"There is no set {text!r}", hint=_LISTED)
+        return [_info(each) for each in found]
 
-    @contextmanager
-    def _engine(self, path: Path) -> Iterator[SetEngine]:
-        engine = open_engine(SetFolder.read(path))
-        try:
-            yield engine
-        finally:
-            engine.release()
+    def structures(self, info: SetInfo) -> list[tuple[Shown, ...]]:
+        """Return the parts of each kind of artifact that a set has; values are left out."""
+        with engine_of(info.path) as engine:
+            return structures(engine)
+
+    def inspect(self, info: SetInfo, key: str) -> ArtifactInfo:
+        """Return what an artifact is, by its key or the beginning of it."""
+        with engine_of(info.path) as engine:
+            return inspect(engine, find_key(engine, key))
 
     # removing
 
-    def plan_remove(self, infos: list[SetInfo]) -> SetPlan:
+    def plan_remove(self, infos: Iterable[SetInfo]) -> SetPlan:
         """Plan to remove whole sets."""
         victims = tuple(
             SetVictim(
@@ -217,25 +216,62 @@ class ArtifactSets:
             )
             for each in infos
         )
-        return SetPlan(victims=victims, _execute=lambda plan, _: self._remove(plan))
 
-    def _remove(self, plan: SetPlan) -> SetResult:
-        freed = artifacts = sets = 0
-        problems = []
-        for victim in plan.victims:
-            path = victim.info.path
-            size = _size_of(path)
+        def execute(plan: SetPlan, _: Progress) -> SetResult:
+            return _each(plan, _removed)
+
+        return SetPlan(victims=victims, _execute=execute)
+
+    def plan_delete(self, info: SetInfo, keys: Iterable[str]) -> SetPlan:
+        """Plan to delete artifacts by their keys, or the beginnings of these.
+
+        ArtifactNotFoundError, or BadKeyError for a beginning of several, before anything is done.
+        Room comes back when a pack is half dead; what has to wait for that is not in the result.
+        """
+        with engine_of(info.path) as engine:
+            found = list(dict.fromkeys(find_key(engine, key) for key in keys))
+            places = [engine.catalog.find(key, expired=True) for key in found]
+        size = sum(place.size for place in places if place is not None)
+        victim = SetVictim(
+            info=info, reason="deleted", artifacts=len(found), size=size,
+            keys=tuple(map(key_text, found)),
+        )  # fmt: skip
+
+        def execute(_: SetPlan, progress: Progress) -> SetResult:
+            with engine_of(info.path) as engine:
+                count = write.delete(engine, found)
+                engine.sync_all()
+                freed = compact.compact(engine, progress=progress).freed
+            return SetResult(artifacts=count, freed_size=freed)
+
+        return SetPlan(victims=(victim,), _execute=execute)
+
+    def plan_compact(self, infos: Iterable[SetInfo], *, force: bool = False) -> SetPlan:
+        """Plan to compact packs that are half dead; with `force` all that have anything dead."""
+        victims, warnings = [], []
+        for info in infos:
             try:
-                _remove_folder(path)
+                with engine_of(info.path) as engine:
+                    size = sum(each.dead for each in compact.worth_compacting(engine, force=force))
             except (SmartcacheError, OSError) as error:
-                problems.append(f"{path}: {error}")
+                warnings.append(f"{info.full_name} cannot be compacted: {error}")
                 continue
-            freed, artifacts, sets = freed + size, artifacts + victim.artifacts, sets + 1
-        return SetResult(sets=sets, artifacts=artifacts, freed_size=freed, problems=tuple(problems))
+            if size:
+                victims.append(SetVictim(info=info, reason="dead", artifacts=0, size=size))
+
+        def execute(plan: SetPlan, progress: Progress) -> SetResult:
+            def one(victim: SetVictim) -> SetResult:
+                with engine_of(victim.info.path) as engine:
+                    done = compact.compact(engine, force=force, progress=progress)
+                return SetResult(freed_size=done.freed)
+
+            return _each(plan, one)
+
+        return SetPlan(victims=tuple(victims), warnings=tuple(warnings), _execute=execute)
 
     def plan_prune(
         self,
-        infos: list[SetInfo] | None = None,
+        infos: Sequence[SetInfo] | None = None,
         *,
         max_size: int | None = None,
         unused_for: timedelta | None = None,
@@ -243,64 +279,39 @@ class ArtifactSets:
         """Plan to remove what is past its time and dead records; and, if asked, old artifacts.
 
         `unused_for`: artifacts that were not used for so long; `max_size`: the least recently used
-        of all sets, until the rest fits. Pinned ones and sets that are not evictable stay.
+        of all sets, until the rest fits. Pinned ones and sets that are not evictable stay. A set
+        that cannot be read is a warning.
         """
-        chosen = [each for each in (self.infos() if infos is None else infos) if not each.problem]
         since = None if unused_for is None else int(time.time() - unused_for.total_seconds())
+        chosen = self.infos() if infos is None else infos
         over = 0 if max_size is None else sum(each.live for each in chosen) - max_size
-        found: list[tuple[SetInfo, bounds.Victim]] = []
+        found: list[tuple[SetInfo, Victim]] = []
+        dead: dict[str, int] = {}
         warnings = []
         for info in chosen:
-            with self._engine(info.path) as engine:
-                found += [
-                    (info, each)
-                    for each in bounds.victims(engine, free=max(0, over), unused_since=since)
-                ]
-        found = _cut(found, over)
-        left = over - sum(victim.size for _, victim in found)
-        if max_size is not None and left > 0:
-            warnings.append("What must not be evicted is larger than that: the limit is exceeded")
-        return SetPlan(
-            victims=tuple(self._set_victims(chosen, found)), warnings=tuple(warnings),
-            _execute=lambda plan, progress: self._prune(found, plan, progress),
-        )  # fmt: skip
-
-    def _set_victims(
-        self, chosen: list[SetInfo], found: list[tuple[SetInfo, bounds.Victim]]
-    ) -> Iterator[SetVictim]:
-        for info in chosen:
-            own = [victim for each, victim in found if each is info]
-            for reason in ("expired", "unused", "over size"):
-                some = [victim for victim in own if victim.reason == reason]
-                if some:
-                    yield SetVictim(
-                        info=info, reason=reason, artifacts=len(some),
-                        size=sum(each.size for each in some),
-                        keys=tuple(key_text(each.key) for each in some),
-                    )  # fmt: skip
-            with self._engine(info.path) as engine:
-                dead = sum(
-                    compaction.dead_size(pack)
-                    for pack in compaction.worth_compacting(engine, share=_PRUNED)
-                )
-            if dead:
-                yield SetVictim(info=info, reason="dead", artifacts=0, size=dead)
-
-    def _prune(
-        self, found: list[tuple[SetInfo, bounds.Victim]], plan: SetPlan, progress: Progress
-    ) -> SetResult:
-        artifacts = freed = 0
-        problems = []
-        paths = dict.fromkeys(victim.info.path for victim in plan.victims)
-        for path in paths:
             try:
-                with self._engine(path) as engine:
-                    own = [victim for info, victim in found if info.path == path]
-                    artifacts += bounds.evict(engine, iter(own)).artifacts
-                    freed += compaction.compact(engine, share=_PRUNED, progress=progress).freed
+                if info.problem:
+                    raise ArtifactError(info.problem)
+                with engine_of(info.path) as engine:
+                    some = compact.victims(engine, free=max(0, over), unused_since=since)
+                    found += [(info, victim) for victim in some]
+                    worth = compact.worth_compacting(engine, share=_PRUNED)
+                    dead[info.full_name] = sum(use.dead for use in worth)
             except (SmartcacheError, OSError) as error:
-                problems.append(f"{path}: {error}")
-        return SetResult(sets=0, artifacts=artifacts, freed_size=freed, problems=tuple(problems))
+                warnings.append(f"{info.full_name} cannot be pruned: {error}")
+        found = _cut(found, over)
+        if max_size is not None and over > sum(victim.size for _, victim in found):
+            warnings.append("What must not be evicted is larger than that: the limit is exceeded")
+        victims = [
+            victim
+            for info in chosen
+            for victim in _by_reason(info, found, dead.get(info.full_name, 0))
+        ]  # fmt: skip
+
+        def execute(plan: SetPlan, progress: Progress) -> SetResult:
+            return _pruned(plan, found, progress)
+
+        return SetPlan(victims=tuple(victims), warnings=tuple(warnings), _execute=execute)
 
     def make_room(self) -> None:
         """Evict the least recently used artifacts of all sets until they fit the common bound."""
@@ -313,61 +324,70 @@ class ArtifactSets:
     # looking after
 
     def verify(
-        self, infos: list[SetInfo] | None = None, *, progress: Progress = silent
-    ) -> list[verifying.SetVerifyReport]:
-        """Read everything of sets again."""
+        self,
+        infos: Sequence[SetInfo] | None = None,
+        *,
+        full: bool = True,
+        progress: Progress = silent,
+    ) -> list[SetVerifyReport]:
+        """Read everything of sets again; without `full` only what shows without reading it."""
         reports = []
         for info in self.infos() if infos is None else infos:
             try:
-                with self._engine(info.path) as engine:
-                    reports.append(verifying.verify(engine, progress=progress))
-            except (SmartcacheError, OSError):
-                report = verifying.SetVerifyReport(name=info.name, id=info.id)
-                report.is_index_sound = False
-                reports.append(report)
+                with engine_of(info.path) as engine:
+                    reports.append(recover.verify(engine, full=full, progress=progress))
+            except (SmartcacheError, OSError) as error:
+                cure = error.hint if isinstance(error, SmartcacheError) else ""
+                reports.append(
+                    SetVerifyReport(name=info.name, id=info.id, problem=str(error), cure=cure)
+                )
         return reports
 
     def rebuild(self, info: SetInfo, *, progress: Progress = silent) -> Rebuilt:
-        """Make the index of a set again from its packs, also if it is no database any more."""
-        folder = SetFolder.read(info.path)
-        path = folder.path / "index.sqlite3"
-        flush_open(folder.path)
+        """Make the footers of a set again, where they are missing, from the records."""
+        with engine_of(info.path) as engine:
+            return recover.rebuild(engine, progress=progress)
+
+
+def _info(path: Path) -> SetInfo:
+    try:
+        with engine_of(path) as engine:
+            return describe(engine)
+    except (SmartcacheError, OSError) as error:
+        return SetInfo(
+            name=path.parent.name, id=path.name, fingerprint=None, path=path, created_at=None,
+            used_at=None, options=Options(), on_disk=_size_of(path), problem=str(error),
+            cure=error.hint if isinstance(error, SmartcacheError) else "",
+        )  # fmt: skip
+
+
+def _each(plan: SetPlan, act: Callable[[SetVictim], SetResult]) -> SetResult:
+    """Do something for every victim; what goes wrong with one stops no other."""
+    done: list[SetResult] = []
+    problems: list[str] = []
+    for victim in plan.victims:
         try:
-            return _rebuilt(folder, progress)
-        except (IndexDamagedError, SetIndexDamagedError):
-            stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
-            for suffix in ("", "-wal", "-shm"):
-                with suppress(FileNotFoundError):
-                    os.rename(f"{path}{suffix}", f"{path}.damaged-{stamp}{suffix}")
-            return _rebuilt(folder, progress)
+            done.append(act(victim))
+        except (SmartcacheError, OSError) as error:
+            problems.append(f"{victim.info.path}: {error}")
+    return SetResult(
+        sets=sum(each.sets for each in done), artifacts=sum(each.artifacts for each in done),
+        freed_size=sum(each.freed_size for each in done), problems=tuple(problems),
+    )  # fmt: skip
 
 
-def _rebuilt(folder: SetFolder, progress: Progress) -> Rebuilt:
-    try:
-        index = folder.open_index()
-    except (NoSpaceError, StoreUnwritableError):
-        raise
-    except StoreError as error:
-        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-            raise
-        raise SetIndexDamagedError(error.message, path=folder.path) from error
-    try:
-        if not index.is_sound():
-            raise SetIndexDamagedError(f"The index of {folder.path} is damaged", path=folder.path)
-        packs = PackFiles(folder.path, bytes.fromhex(folder.id))
-        return recover(index, packs, folder, progress=progress)
-    finally:
-        index.close()
+def _removed(victim: SetVictim) -> SetResult:
+    size = _size_of(victim.info.path)
+    _remove_folder(victim.info.path)
+    return SetResult(sets=1, artifacts=victim.artifacts, freed_size=size)
 
 
-def _cut(
-    found: list[tuple[SetInfo, bounds.Victim]], over: int
-) -> list[tuple[SetInfo, bounds.Victim]]:
+def _cut(found: list[tuple[SetInfo, Victim]], over: int) -> list[tuple[SetInfo, Victim]]:
     """Keep what goes anyway, and of the rest the least recently used until it is enough."""
     anyway = [each for each in found if each[1].reason != "over size"]
-    rest = sorted((each for each in found if each[1].reason == "over size"), key=_used_at)
+    rest = [each for each in found if each[1].reason == "over size"]
     freed = sum(victim.size for _, victim in anyway)
-    for each in rest:
+    for each in sorted(rest, key=lambda each: (each[1].used_at, each[1].seq)):
         if freed >= over:
             break
         anyway.append(each)
@@ -375,8 +395,34 @@ def _cut(
     return anyway
 
 
-def _used_at(each: tuple[SetInfo, bounds.Victim]) -> int:
-    return each[1].used_at
+def _by_reason(
+    info: SetInfo, found: list[tuple[SetInfo, Victim]], dead: int
+) -> Iterator[SetVictim]:
+    own = [victim for each, victim in found if each is info]
+    for reason in ("expired", "unused", "over size"):
+        some = [victim for victim in own if victim.reason == reason]
+        if some:
+            yield SetVictim(
+                info=info, reason=reason, artifacts=len(some),
+                size=sum(each.size for each in some),
+                keys=tuple(key_text(each.key) for each in some),
+            )  # fmt: skip
+    if dead:
+        yield SetVictim(info=info, reason="dead", artifacts=0, size=dead)
+
+
+def _pruned(plan: SetPlan, found: list[tuple[SetInfo, Victim]], progress: Progress) -> SetResult:
+    artifacts = freed = 0
+    problems = []
+    for path in dict.fromkeys(victim.info.path for victim in plan.victims):
+        try:
+            with engine_of(path) as engine:
+                own = [victim for info, victim in found if info.path == path]
+                artifacts += compact.evict(engine, own).artifacts
+                freed += compact.compact(engine, share=_PRUNED, progress=progress).freed
+        except (SmartcacheError, OSError) as error:
+            problems.append(f"{path}: {error}")
+    return SetResult(artifacts=artifacts, freed_size=freed, problems=tuple(problems))
 
 
 def _size_of(path: Path) -> int:

@@ -1,26 +1,40 @@
-"""What the commands of `smartcache artifacts` share: which sets are meant, and their words."""
+"""Artifact sets as commands show them: which are meant, what they take, and their words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
-from smartcache.cli._words import counted, short
+from smartcache.cli._words import ago, counted, short
 from smartcache.errors import BadSetNameError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.figures import SetInfo
-    from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult, SetVictim
+    from smartcache.artifacts import (
+        ArtifactSets,
+        SetInfo,
+        SetPlan,
+        SetResult,
+        SetVerifyReport,
+        SetVictim,
+    )
 
 MORE = "More is freed once more of a pack is dead: 'artifacts compact --force' does not wait."
 _MOST_NAMED = 5
-_COLUMNS = (
+_USAGE = (
+    Column(title="SET", gives_way=True),
+    Column(title="ARTIFACTS", right=True),
+    Column(title="LIVE", right=True),
+    Column(title="ON DISK", right=True),
+    Column(title="CAN BE FREED", right=True),
+    Column(title="USED", right=True),
+)
+_VICTIMS = (
     Column(title="SET", gives_way=True),
     Column(title="ARTIFACTS", right=True),
     Column(title="FREES", right=True),
@@ -39,7 +53,7 @@ _REASONS = {
 @contextmanager
 def all_sets(session: Session) -> Iterator[ArtifactSets]:
     """Open the store for its sets; where there is none yet, say so and give no set."""
-    from smartcache.artifacts.sets import ArtifactSets
+    from smartcache.artifacts import ArtifactSets
     from smartcache.cache import sets_of
     from smartcache.store.layout import Layout
 
@@ -81,7 +95,7 @@ def several(word: str, found: Sequence[SetInfo]) -> BadSetNameError:
     )
 
 
-def label(info: SetInfo) -> str:
+def label(info: SetInfo | SetVerifyReport) -> str:
     """Return a set as people see it, short, and as commands take it."""
     return f"{info.name}/{short(info.id)}"
 
@@ -98,15 +112,14 @@ def entry(info: SetInfo) -> dict[str, object]:
         "live": info.live,
         "on_disk": info.on_disk,
         "options": info.options,
-        "fingerprint": None if info.fingerprint is None else readable(info.fingerprint.values),
+        "fingerprint": None if info.fingerprint is None else info.fingerprint.to_json(),
         "problem": info.problem,
     }
 
 
 def readable(value: object) -> object:
-    """Return a plain value as JSON can show it; set.json has fingerprints with all their types."""
-    from smartcache.artifacts.refusals import shown
-    from smartcache.artifacts.tensors import TensorSpec
+    """Return a value of an artifact as JSON can show it."""
+    from smartcache.artifacts import TensorSpec, shown
 
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -124,13 +137,101 @@ def readable(value: object) -> object:
     return value.hex() if isinstance(value, (bytes, bytearray)) else shown(value)
 
 
-def warn_of_problems(infos: Sequence[SetInfo]) -> None:
+def warn_of_problems(infos: Iterable[SetInfo]) -> None:
     """Say which sets cannot be read, and what helps."""
-    for info in infos:
-        if info.problem:
-            out.warn(f"{label(info)}: {info.problem}")
-    for cure in dict.fromkeys(info.cure for info in infos if info.cure):
+    unread = [info for info in infos if info.problem]
+    for info in unread:
+        out.warn(f"{label(info)}: {info.problem}")
+    for cure in dict.fromkeys(info.cure for info in unread if info.cure):
         out.talk(cure)
+
+
+# what they take
+
+
+def usage_rows(usage: Sequence[tuple[SetInfo, int]]) -> list[list[str]]:
+    """Return the lines of `df` about sets; none without any."""
+    if not usage:
+        return []
+    sets = counted(len(usage), "set")
+    artifacts = counted(sum(info.artifacts for info, _ in usage), "artifact")
+    on_disk, live = sum(info.on_disk for info, _ in usage), sum(info.live for info, _ in usage)
+    freeable = sum(size for _, size in usage)
+    return [
+        ["  artifact sets", format_size(on_disk), f"{sets}, {artifacts}"],
+        ["    live", format_size(live), "what can still be read"],
+        ["    to be freed", format_size(freeable), "past its time, or dead"],
+    ]
+
+
+def show_usage(usage: Iterable[tuple[SetInfo, int]]) -> None:
+    """Show every set, the largest first."""
+    rows = (
+        [
+            label(info),
+            f"{info.artifacts:,}",
+            format_size(info.live),
+            format_size(info.on_disk),
+            format_size(freeable),
+            "-" if info.used_at is None else ago(info.used_at),
+        ]
+        for info, freeable in sorted(usage, key=lambda each: -each[0].on_disk)
+    )
+    out.table(_USAGE, rows)
+
+
+def usage_documents(usage: Iterable[tuple[SetInfo, int]]) -> list[dict[str, object]]:
+    """Return what each set takes, for programs."""
+    return [
+        {
+            "name": info.full_name,
+            "artifacts": info.artifacts,
+            "live": info.live,
+            "on_disk": info.on_disk,
+            "reclaimable": freeable,
+            "used_at": info.used_at,
+            "problem": info.problem,
+        }
+        for info, freeable in usage
+    ]
+
+
+# what verifying has found
+
+
+def say_damage(reports: Sequence[SetVerifyReport]) -> None:
+    """Name every damage, and what helps against it."""
+    for report in reports:
+        for text in report.damage:
+            out.line(f"  {label(report)}: {text}")
+        if report.damaged:
+            more = len(report.damaged) - _MOST_NAMED
+            others = f" and {more:,} more" if more > 0 else ""
+            out.line(f"    {', '.join(report.damaged[:_MOST_NAMED])}{others}")
+    if not any(report.damage for report in reports):
+        out.line("No damage was found.")
+    for cure in dict.fromkeys(report.cure for report in reports if report.cure):
+        out.talk(cure)
+
+
+def damaged_sets(reports: Iterable[SetVerifyReport]) -> list[str]:
+    """Return the whole names of the sets in which something is damaged."""
+    return [f"{report.name}/{report.id}" for report in reports if report.damage]
+
+
+def report_documents(reports: Iterable[SetVerifyReport]) -> list[dict[str, object]]:
+    """Return what verifying has found, for programs."""
+    return [
+        {
+            "name": f"{report.name}/{report.id}",
+            "items": report.artifacts,
+            "read_size": report.read_size,
+            "damage": report.damage,
+            "damaged": report.damaged,
+            "cure": report.cure,
+        }
+        for report in reports
+    ]
 
 
 # plans
@@ -147,16 +248,16 @@ def show_plan(plan: SetPlan, *, as_talk: bool) -> None:
         ]
         for victim in plan.victims
     )
-    out.table(_COLUMNS, rows, as_talk=as_talk)
+    out.table(_VICTIMS, rows, as_talk=as_talk)
 
 
 def what_goes(plan: SetPlan) -> str:
     """Return "2 sets with 30 artifacts", "30 artifacts", or "" where only dead room goes."""
     sets = sum(victim.reason == "removed" for victim in plan.victims)
     artifacts = counted(plan.artifacts, "artifact")
-    if sets:
-        return f"{counted(sets, 'set')} with {artifacts}"
-    return artifacts if plan.artifacts else ""
+    if not sets:
+        return artifacts if plan.artifacts else ""
+    return f"{counted(sets, 'set')} with {artifacts}" if plan.artifacts else counted(sets, "set")
 
 
 def plan_document(plan: SetPlan, result: SetResult | None) -> dict[str, object]:
@@ -174,10 +275,8 @@ def plan_document(plan: SetPlan, result: SetResult | None) -> dict[str, object]:
 
 
 def _victim(victim: SetVictim) -> dict[str, object]:
-    from smartcache.artifacts.holder import name_of
-
     return {
-        "set": name_of(victim.info),
+        "set": victim.info.full_name,
         "reason": victim.reason,
         "artifacts": victim.artifacts,
         "size": victim.size,

@@ -78,7 +78,8 @@ class Command(click.Command):
 
         logger = logging.getLogger("smartcache")
         handler = logging.Handler(logging.DEBUG if session.debug else logging.WARNING)
-        handler.emit = _tell  # type: ignore[method-assign]
+        told: set[str] = set()
+        handler.emit = lambda record: _tell(record, told)  # type: ignore[method-assign]
         level = logger.level
         logger.addHandler(handler)
         logger.setLevel(handler.level)
@@ -177,12 +178,14 @@ def _write_examples(examples: tuple[tuple[str, str], ...], formatter: click.Help
             formatter.write(f"  {line:{widest}}  # {text}\n")
 
 
-def _tell(record: logging.LogRecord) -> None:
-    """Send a line of the library's log to whoever watches."""
+def _tell(record: logging.LogRecord, told: set[str]) -> None:
+    """Send a line of the library's log to whoever watches; a warning once."""
     import logging
 
     if record.levelno >= logging.WARNING:
-        out.warn(record.getMessage())
+        if record.getMessage() not in told:
+            out.warn(record.getMessage())
+        told.add(record.getMessage())
     else:
         out.trace(f"{record.levelname.title()}: {record.getMessage()}")
 

@@ -20,8 +20,7 @@ from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.figures import SetInfo
-    from smartcache.artifacts.fingerprint import Difference
+    from smartcache.artifacts import Difference, SetInfo
 
 _MOST_DIFFERENCES = 8
 _FIELDS: Fields[SetInfo] = Fields(
@@ -80,8 +79,6 @@ def ls_command(
     still be read, ON DISK all packs, with what is dead in them. Sets of one name are each compared
     with the one that was used last.
     """
-    from smartcache.artifacts.holder import name_of
-
     with all_sets(session) as sets:
         infos = chosen(sets, words)
     rows = [info for info in infos if all(test(info) for test in tests)]
@@ -95,7 +92,7 @@ def ls_command(
             "live": sum(info.live for info in rows),
             "on_disk": sum(info.on_disk for info in rows),
         },
-        ids=lambda: map(name_of, rows),
+        ids=lambda: [info.full_name for info in rows],
     )
 
 

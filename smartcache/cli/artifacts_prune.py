@@ -25,7 +25,7 @@ from smartcache.cli._session import Session
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.sets import SetPlan, SetResult
+    from smartcache.artifacts import SetPlan, SetResult
 
 
 @command(
@@ -61,7 +61,8 @@ def prune_command(
     with all_sets(ctx.ensure_object(Session)) as sets:
         infos = chosen(sets, words)
         warn_of_problems(infos)
-        plan = sets.plan_prune(infos, max_size=max_size, unused_for=unused_for)
+        readable = [info for info in infos if not info.problem]
+        plan = sets.plan_prune(readable, max_size=max_size, unused_for=unused_for)
         for warning in plan.warnings:
             out.warn(warning)
         result: SetResult | None = None
@@ -96,10 +97,8 @@ def compact_command(
     What is still needed is copied to a new pack, then the old one is removed. That needs space for
     the copy and does not disturb programs that read or write meanwhile. No artifact is lost.
     """
-    from smartcache.artifacts.plans import plan_compact
-
     with all_sets(ctx.ensure_object(Session)) as sets:
-        plan = plan_compact(chosen(sets, words), force=force)
+        plan = sets.plan_compact(chosen(sets, words), force=force)
         for warning in plan.warnings:
             out.warn(warning)
         result = plan.execute(bars) if plan.victims and not dry_run else None
@@ -110,14 +109,12 @@ def compact_command(
 
 
 def _show(plan: SetPlan, result: SetResult | None, *, dry_run: bool, nothing: str) -> None:
-    from smartcache.artifacts.holder import name_of
-
     for text in () if result is None else result.problems:
         out.warn(text)
     out.show(
         human=lambda: _say(plan, result, nothing),
         document=lambda: {**plan_document(plan, result), "dry_run": dry_run},
-        ids=lambda: dict.fromkeys(name_of(victim.info) for victim in plan.victims),
+        ids=lambda: dict.fromkeys(victim.info.full_name for victim in plan.victims),
     )
 
 

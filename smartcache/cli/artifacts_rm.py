@@ -25,8 +25,7 @@ from smartcache.cli._session import Session
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.figures import SetInfo
-    from smartcache.artifacts.sets import ArtifactSets, SetPlan, SetResult
+    from smartcache.artifacts import ArtifactSets, SetInfo, SetPlan, SetResult
 
 
 @command(
@@ -53,8 +52,6 @@ def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes
     Words after it are keys of its artifacts; further sets are written in full, NAME/ID as
     'artifacts ls -q' prints them. What is removed can only be computed again.
     """
-    from smartcache.artifacts.holder import name_of
-
     with all_sets(ctx.ensure_object(Session)) as sets:
         plan, keys_of = _plan(sets, words)
         result: SetResult | None = None
@@ -71,7 +68,7 @@ def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes
             human=lambda: _say(plan, result, keys_of),
             document=lambda: plan_document(plan, result),
             ids=lambda: [
-                each for v in plan.victims for each in (v.keys if keys_of else (name_of(v.info),))
+                each for v in plan.victims for each in (v.keys if keys_of else (v.info.full_name,))
             ],
         )
     if result is not None and result.problems:
@@ -84,8 +81,6 @@ def _plan(sets: ArtifactSets, words: tuple[str, ...]) -> tuple[SetPlan, SetInfo 
     A key may look like the name of a set or the beginning of an id, so behind the first word only a
     whole NAME/ID is a set.
     """
-    from smartcache.artifacts.plans import plan_delete
-
     first, *rest = words
     whole = {f"{path.parent.name}/{path.name}" for path in sets.folders()}
     are_sets = [word in whole for word in rest]
@@ -96,7 +91,7 @@ def _plan(sets: ArtifactSets, words: tuple[str, ...]) -> tuple[SetPlan, SetInfo 
         message = f"{word!r} is a set, but not all words after {first!r} are"
         raise BadUsageError(message, hint="Name one set and keys, or sets whole: NAME/ID.")
     info = one(sets, first)
-    return plan_delete(info, rest), info
+    return sets.plan_delete(info, rest), info
 
 
 def _say_how_to_name_one(plan: SetPlan) -> None:

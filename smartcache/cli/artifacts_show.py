@@ -18,12 +18,15 @@ from smartcache.cli._words import ago, clock, counted
 from smartcache.sizes import format_age, format_size
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.artifactset import ArtifactSet
-    from smartcache.artifacts.computing import Failure
-    from smartcache.artifacts.engine import SetEngine
-    from smartcache.artifacts.figures import SetInfo, SetStats
-    from smartcache.artifacts.inspecting import ArtifactInfo, Shown
-    from smartcache.artifacts.tensors import TensorSpec
+    from smartcache.artifacts import (
+        ArtifactInfo,
+        ArtifactSets,
+        Failure,
+        SetInfo,
+        SetStats,
+        Shown,
+        TensorSpec,
+    )
 
 _MOST_SHAPES = 4
 _MOST_FAILURES = 10
@@ -49,56 +52,45 @@ def show_command(session: Session, *, word: str, key: str | None) -> None:
     A SET is named by its name, its id or at least 4 characters of it, or NAME/ID. A KEY may be
     given by its beginning too. Showing an artifact does not count as using it.
     """
-    from smartcache.artifacts.engine import open_engine
-    from smartcache.artifacts.inspecting import find_key, inspect
-    from smartcache.artifacts.setfolder import SetFolder
-
     with all_sets(session) as sets:
         info = one(sets, word)
-        engine = open_engine(SetFolder.read(info.path))
-        try:
-            if key is not None:
-                _show_artifact(info, inspect(engine, find_key(engine, key)))
-            else:
-                with sets.open_id(info) as opened:
-                    _show_set(info, opened, engine)
-        finally:
-            engine.release()
+        if key is not None:
+            _show_artifact(info, sets.inspect(info, key))
+        else:
+            _show_set(sets, info)
 
 
-def _show_set(info: SetInfo, opened: ArtifactSet, engine: SetEngine) -> None:
-    from smartcache.artifacts.inspecting import structures
-
-    stats, failures = opened.stats(), opened.failures()
-    kinds = structures(engine)
-    out.show(
-        human=lambda: _say_set(info, stats, kinds, failures),
-        document=lambda: {
-            **entry(info),
-            "dead": stats.dead,
-            "packs": stats.packs,
-            "chunks": stats.chunks,
-            "saved": stats.saved,
-            "pinned": stats.pinned,
-            "structures": [[_part(part) for part in parts] for parts in kinds],
-            "failures": [
-                {
-                    "key": each.key,
-                    "reason": each.reason,
-                    "count": each.count,
-                    "failed_at": datetime.fromtimestamp(each.failed_at, UTC),
-                }
-                for each in failures
-            ],
-        },
-        ids=lambda: iter(opened),
-    )
+def _show_set(sets: ArtifactSets, info: SetInfo) -> None:
+    with sets.open_id(info) as opened:
+        stats, failures = opened.stats(), opened.failures()
+        kinds = sets.structures(info)
+        out.show(
+            human=lambda: _say_set(info, stats, kinds, failures),
+            document=lambda: {
+                **entry(info),
+                "dead": stats.dead,
+                "packs": stats.packs,
+                "saved": stats.saved,
+                "pinned": stats.pinned,
+                "structures": [[_part(part) for part in parts] for parts in kinds],
+                "failures": [
+                    {
+                        "key": each.key,
+                        "reason": each.reason,
+                        "count": each.count,
+                        "failed_at": datetime.fromtimestamp(each.failed_at, UTC),
+                    }
+                    for each in failures
+                ],
+            },
+            ids=lambda: sorted(opened),
+        )
 
 
 def _say_set(
     info: SetInfo, stats: SetStats, kinds: list[tuple[Shown, ...]], failures: list[Failure]
 ) -> None:
-    from smartcache.artifacts.refusals import path_text
+    from smartcache.artifacts import path_text
 
     out.heading(label(info))
     out.table(_VALUES, _about(info))
@@ -149,7 +141,7 @@ def _figures(stats: SetStats) -> Iterator[list[str]]:
     yield ["  artifacts", f"{stats.artifacts:,}", f"{stats.pinned:,} of them pinned"]
     yield ["  live", format_size(stats.live), "what can still be read"]
     yield ["  on disk", format_size(stats.on_disk), f"in {counted(stats.packs, 'pack')}"]
-    yield ["  dead", format_size(stats.dead), "what is gone, and layouts"]
+    yield ["  dead", format_size(stats.dead), "what is gone"]
     yield ["  saved", format_size(stats.saved), "by keeping equal tensors once"]
 
 
@@ -186,7 +178,7 @@ def _show_artifact(info: SetInfo, found: ArtifactInfo) -> None:
     out.show(
         human=lambda: _say_artifact(info, found),
         document=lambda: {
-            "set": f"{info.name}/{info.id}",
+            "set": info.full_name,
             "key": found.key,
             "created_at": found.created_at,
             "used_at": found.used_at,
@@ -207,7 +199,7 @@ def _say_artifact(info: SetInfo, found: ArtifactInfo) -> None:
         ["  made", f"{clock(found.created_at)} ({ago(found.created_at)})"],
         ["  used", ago(found.used_at)],
         ["  expires", f"{expires}{', pinned' if found.is_pinned else ''}"],
-        ["  tensors", format_size(found.size)],
+        ["  size", format_size(found.size)],
     ]
     out.table(_VALUES, rows)
     out.line()
@@ -220,7 +212,7 @@ def _say_artifact(info: SetInfo, found: ArtifactInfo) -> None:
 
 
 def _metadata(part: Shown) -> Iterator[list[str]]:
-    from smartcache.artifacts.refusals import path_text, shown
+    from smartcache.artifacts import path_text, shown
 
     if isinstance(part.value, dict):
         for key, value in part.value.items():
@@ -230,7 +222,7 @@ def _metadata(part: Shown) -> Iterator[list[str]]:
 
 
 def _text(part: Shown) -> str:
-    from smartcache.artifacts.refusals import shown
+    from smartcache.artifacts import shown
 
     spec = part.tensor
     if spec is not None:

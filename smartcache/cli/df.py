@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from smartcache.cli._artifacts import show_usage, usage_documents, usage_rows, warn_of_problems
 from smartcache.cli._command import FILE, command
-from smartcache.cli._holders import (
-    holders,
-    part_document,
-    show_parts,
-    usage_rows,
-    warn_of_parts,
-)
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -24,8 +18,11 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store.holder import HolderUsage
+    from smartcache.artifacts import SetInfo
     from smartcache.store.usage import FolderUsage, StoreUsage
+
+    SetUsage = list[tuple[SetInfo, int]]
+    """Sets, and what can be freed of each."""
 
 _MOST_NAMED = 5
 _FIGURES = (
@@ -73,14 +70,17 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool) -> N
     if paths:
         _show_folders(_measure(session, paths))
         return
+    from smartcache.cache import usage_of_sets
+
     with session.stores() as stores:
         figures = [store.usage(progress=bars) for store in stores]
-        held = [holder.usage() for holder in holders(stores)]
-    warn_of_parts(held)
+        # All sets lie in the first of the volumes.
+        sets = [usage_of_sets(store) if store is stores[0] else [] for store in stores]
+    warn_of_problems(info for usage in sets for info, _ in usage)
     out.show(
-        human=lambda: _show_stores(figures, held, verbose=verbose),
+        human=lambda: _show_stores(figures, sets, verbose=verbose),
         document=lambda: {
-            "stores": [_store_document(each, _of(each, figures, held)) for each in figures],
+            "stores": list(map(_store_document, figures, sets)),
             "folders": [],
         },
         ids=lambda: [each.root for each in figures],
@@ -102,14 +102,8 @@ def _measure(session: Session, paths: tuple[Path, ...]) -> list[FolderUsage]:
     return folder_usage(paths, progress=bars)
 
 
-def _of(usage: StoreUsage, figures: list[StoreUsage], held: list[HolderUsage]) -> list[HolderUsage]:
-    """Return what is in a store besides blobs: all of it lies in the first."""
-    return held if usage is figures[0] else []
-
-
-def _show_stores(figures: list[StoreUsage], held: list[HolderUsage], *, verbose: bool) -> None:
-    for number, each in enumerate(figures):
-        own = _of(each, figures, held)
+def _show_stores(figures: list[StoreUsage], sets: list[SetUsage], *, verbose: bool) -> None:
+    for number, (each, own) in enumerate(zip(figures, sets, strict=True)):
         if number:
             out.line()
         out.line(str(each.root))
@@ -117,22 +111,22 @@ def _show_stores(figures: list[StoreUsage], held: list[HolderUsage], *, verbose:
         if verbose and each.owners:
             out.line()
             out.table(_OWNERS, _owner_rows(each))
-        for usage in own if verbose else ():
+        if verbose and own:
             out.line()
-            show_parts(usage)
+            show_usage(own)
         if each.is_rebuilt:
             out.talk("The index was rebuilt: prune refuses until 'smartcache scan' has run.")
 
 
-def _rows(usage: StoreUsage, held: list[HolderUsage], *, verbose: bool) -> list[list[str]]:
+def _rows(usage: StoreUsage, sets: SetUsage, *, verbose: bool) -> list[list[str]]:
     rows = [
         ["  blobs", f"{usage.blobs:,}", ""],
         ["  logical", format_size(usage.logical), "what their names add up to"],
         ["  on disk", format_size(usage.physical), "each file once"],
         ["    shared", format_size(usage.shared), "with files outside the store"],
         ["    only here", format_size(usage.only_smartcache), "held by smartcache alone"],
-        *usage_rows(held),
-        ["  can be freed", format_size(_reclaimable(usage, held)), "by 'smartcache prune'"],
+        *usage_rows(sets),
+        ["  can be freed", format_size(_reclaimable(usage, sets)), "by 'smartcache prune'"],
         ["  saved", format_size(usage.saved), "by sharing instead of copying"],
     ]
     if verbose:
@@ -147,8 +141,8 @@ def _rows(usage: StoreUsage, held: list[HolderUsage], *, verbose: bool) -> list[
     return rows
 
 
-def _reclaimable(usage: StoreUsage, held: list[HolderUsage]) -> int:
-    return usage.reclaimable + sum(each.reclaimable for each in held)
+def _reclaimable(usage: StoreUsage, sets: SetUsage) -> int:
+    return usage.reclaimable + sum(size for _, size in sets)
 
 
 def _owner_rows(usage: StoreUsage) -> list[list[str]]:
@@ -165,7 +159,7 @@ def _owner_rows(usage: StoreUsage) -> list[list[str]]:
     ]
 
 
-def _store_document(usage: StoreUsage, held: list[HolderUsage]) -> dict[str, object]:
+def _store_document(usage: StoreUsage, sets: SetUsage) -> dict[str, object]:
     return {
         "root": usage.root,
         "blobs": usage.blobs,
@@ -173,7 +167,7 @@ def _store_document(usage: StoreUsage, held: list[HolderUsage]) -> dict[str, obj
         "physical": usage.physical,
         "shared": usage.shared,
         "only_smartcache": usage.only_smartcache,
-        "reclaimable": _reclaimable(usage, held),
+        "reclaimable": _reclaimable(usage, sets),
         "saved": usage.saved,
         "trash": usage.trash,
         "bad": usage.bad,
@@ -183,7 +177,7 @@ def _store_document(usage: StoreUsage, held: list[HolderUsage]) -> dict[str, obj
         "total": usage.total,
         "is_rebuilt": usage.is_rebuilt,
         "owners": usage.owners,
-        "artifact_sets": [part_document(part) for each in held for part in each.parts],
+        "artifact_sets": usage_documents(sets),
     }
 
 

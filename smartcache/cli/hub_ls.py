@@ -12,12 +12,12 @@ import click
 
 from smartcache.cli._command import command
 from smartcache.cli._filters import Field, Fields
-from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
+from smartcache.cli.prune import prunable, say_prunable
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:

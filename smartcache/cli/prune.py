@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import click
 
+from smartcache.cli._artifacts import show_plan
 from smartcache.cli._command import age, asks, command, size
-from smartcache.cli._holders import holders, prune_document, show_victims
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -17,7 +18,7 @@ from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.store.holder import HolderPlan, HolderResult
+    from smartcache.artifacts import SetPlan, SetResult
     from smartcache.store.prune import PrunePlan, PruneResult, Victim
     from smartcache.store.store import Store
 
@@ -69,6 +70,8 @@ def prune_command(
     artifact that is wanted: 'smartcache artifacts prune' evicts those; 'smartcache hub prune' frees
     more in HF caches. `smartcache gc` is the same command.
     """
+    from smartcache.cache import sets_in
+
     with session.stores() as stores:
         plans = [
             (
@@ -80,7 +83,8 @@ def prune_command(
             )
             for store in stores
         ]  # fmt: skip
-        pruning = _Pruning(plans, [holder.plan_prune() for holder in holders(stores)])
+        sets = sets_in(stores[0]) if stores else None
+        pruning = _Pruning(plans, None if sets is None else sets.plan_prune())
         for warning in pruning.warnings():
             out.warn(warning)
         if not dry_run and not pruning.is_empty():
@@ -96,13 +100,13 @@ def prune_command(
 
 
 class _Pruning:
-    """The plans for blobs, those for what is kept besides them, and what came of both."""
+    """The plans for blobs, the one for artifact sets, and what came of them."""
 
-    def __init__(self, blobs: list[tuple[Store, PrunePlan]], held: list[HolderPlan]) -> None:
+    def __init__(self, blobs: list[tuple[Store, PrunePlan]], sets: SetPlan | None) -> None:
         self.blobs = blobs
-        self.held = held
+        self.sets = sets
         self.results: list[PruneResult] = []
-        self.held_results: list[HolderResult] = []
+        self.set_result: SetResult | None = None
 
     def victims(self) -> list[Victim]:
         """Return the blobs that would go."""
@@ -110,31 +114,32 @@ class _Pruning:
 
     def artifacts(self) -> int:
         """Return how many artifacts would go."""
-        return sum(plan.items for plan in self.held)
+        return 0 if self.sets is None else self.sets.artifacts
 
     def is_empty(self) -> bool:
         """Say whether nothing would be freed."""
-        return not self.victims() and not any(plan.victims for plan in self.held)
+        return not self.victims() and not (self.sets and self.sets.victims)
 
     def warnings(self) -> list[str]:
         """Return what the user should know, each once."""
         texts = [text for _, plan in self.blobs for text in plan.warnings]
-        return list(dict.fromkeys([*texts, *(t for plan in self.held for t in plan.warnings)]))
+        return list(dict.fromkeys([*texts, *(self.sets.warnings if self.sets else ())]))
 
     def planned_size(self) -> int:
         """Return what is expected to come back."""
         blobs = sum(plan.freed_size for _, plan in self.blobs)
-        return blobs + sum(plan.freed_size for plan in self.held)
+        return blobs + (self.sets.freed_size if self.sets else 0)
 
     def freed_size(self) -> int:
         """Return what the filesystem has given back."""
         blobs = sum(result.freed_size for result in self.results)
-        return blobs + sum(result.freed_size for result in self.held_results)
+        return blobs + (self.set_result.freed_size if self.set_result else 0)
 
     def execute(self) -> None:
         """Do it: the blobs first, because artifacts are copied to be compacted."""
         self.results = [plan.execute(progress=bars) for _, plan in self.blobs if plan.victims]
-        self.held_results = [plan.execute(bars) for plan in self.held if plan.victims]
+        if self.sets and self.sets.victims:
+            self.set_result = self.sets.execute(bars)
 
 
 def _ask(pruning: _Pruning, *, verbose: bool, yes: bool) -> None:
@@ -168,9 +173,10 @@ def _show(pruning: _Pruning, *, verbose: bool, as_talk: bool) -> None:
     out.table(_COLUMNS, rows, as_talk=as_talk)
     if len(victims) > len(shown):
         out.line(f"... and {len(victims) - len(shown):,} more; -v shows all", as_talk=as_talk)
-    if victims and any(plan.victims for plan in pruning.held):
-        out.line(as_talk=as_talk)
-    show_victims(pruning.held, as_talk=as_talk)
+    if pruning.sets and pruning.sets.victims:
+        if victims:
+            out.line(as_talk=as_talk)
+        show_plan(pruning.sets, as_talk=as_talk)
 
 
 def _say(pruning: _Pruning, *, verbose: bool, dry_run: bool) -> None:
@@ -189,17 +195,19 @@ def _say(pruning: _Pruning, *, verbose: bool, dry_run: bool) -> None:
 
 def _say_done(pruning: _Pruning, stays: str) -> None:
     removed = sum(result.removed for result in pruning.results)
-    artifacts = sum(result.items for result in pruning.held_results)
+    done = pruning.set_result
+    artifacts = 0 if done is None else done.artifacts
     what = _what(removed, artifacts) or ("0 blobs" if pruning.victims() else "")
     freed = format_size(pruning.freed_size())
     out.line(f"Removed {what}, freed {freed}{stays}." if what else f"Freed {freed}{stays}.")
     kept = sum(result.kept for result in pruning.results)
     if kept:
         out.talk(f"{counted(kept, 'blob')} came into use again meanwhile and stayed.")
-    planned = sum(plan.freed_size for plan in pruning.held)
-    if artifacts and sum(each.freed_size for each in pruning.held_results) < planned // 2:
+    if done is None or pruning.sets is None:
+        return
+    if artifacts and done.freed_size < pruning.sets.freed_size // 2:
         out.talk("Artifacts give more back with 'smartcache artifacts compact --force'.")
-    for text in (text for result in pruning.held_results for text in result.problems):
+    for text in done.problems:
         out.warn(text)
 
 
@@ -209,8 +217,11 @@ def _say_what_hub_prune_frees(stores: list[Store]) -> None:
     from smartcache.hub.repos import scan_caches
     from smartcache.hub.sharing import Census
 
-    census = Census(scan_caches(known_caches(stores)), stores)
-    size = plan_cache_prune(census, stores).freed_size
+    try:
+        census = Census(scan_caches(known_caches(stores)), stores)
+        size = plan_cache_prune(census, stores).freed_size
+    except FileNotFoundError:
+        return  # a repo was removed in this moment: a hint is not worth an error
     if size:
         out.paragraph(
             f"'smartcache hub prune' would free {format_size(size)} more: revisions that no ref "
@@ -238,6 +249,39 @@ def _document(pruning: _Pruning, *, dry_run: bool) -> dict[str, object]:
         "removed": sum(result.removed for result in pruning.results),
         "freed_size": pruning.freed_size(),
         "kept": sum(result.kept for result in pruning.results),
-        "artifact_sets": prune_document(pruning.held, pruning.held_results),
+        "artifact_sets": _sets_document(pruning.sets, pruning.set_result),
         "warnings": pruning.warnings(),
     }
+
+
+def _sets_document(plan: SetPlan | None, result: SetResult | None) -> dict[str, object]:
+    return {
+        "victims": [
+            {
+                "name": victim.info.full_name,
+                "reason": victim.reason,
+                "artifacts": victim.artifacts,
+                "size": victim.size,
+            }
+            for victim in (plan.victims if plan else ())
+        ],
+        "planned_size": plan.freed_size if plan else 0,
+        "removed": result.artifacts if result else 0,
+        "freed_size": result.freed_size if result else 0,
+        "problems": result.problems if result else (),
+    }
+
+
+def prunable(stores: Sequence[Store]) -> int:
+    """Return what `prune` would free now, on all volumes."""
+    from smartcache.cache import prunable_size
+
+    return prunable_size(stores[0]) if stores else 0
+
+
+def say_prunable(size: int) -> None:
+    """Say what only smartcache holds and nobody wants, and how it is freed; nothing for nothing."""
+    if size:
+        out.paragraph(
+            f"{format_size(size)} are held only by smartcache; 'smartcache prune' frees them."
+        )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from smartcache.cli._artifacts import usage_documents
 from smartcache.cli._command import FILE, age, command, same_options
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._folders import (
@@ -19,7 +20,6 @@ from smartcache.cli._folders import (
     in_quotes,
     warn_of,
 )
-from smartcache.cli._holders import part_document
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -192,7 +192,7 @@ def _document(report: Report, warnings: list[str]) -> dict[str, object]:
         "elsewhere": report.elsewhere,
         "left": report.left,
         "unread": _unread(report.unread),
-        "artifact_sets": [part_document(part) for part in report.artifact_sets],
+        "artifact_sets": usage_documents(report.artifact_sets),
         "prunable": report.prunable,
         "min_size": report.min_size,
         "uncompared": report.uncompared,

@@ -24,12 +24,12 @@ from smartcache.cli._folders import (
     show_blocks,
     warn_of,
 )
-from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
+from smartcache.cli.prune import prunable, say_prunable
 from smartcache.sizes import format_age, format_size
 
 if TYPE_CHECKING:

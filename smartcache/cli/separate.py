@@ -10,13 +10,13 @@ import click
 
 from smartcache.cli._command import FILE, asks, command
 from smartcache.cli._failures import FAILED
-from smartcache.cli._holders import prunable, say_prunable
 from smartcache.cli._hub import stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
+from smartcache.cli.prune import prunable, say_prunable
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 

@@ -35,13 +35,13 @@ def show_status(session: Session) -> None:
 
 
 def _figures(store: Store) -> tuple[list[list[str]], str]:
-    from smartcache.cli._holders import holders
+    from smartcache.cache import usage_of_sets
 
     stores = list(store.stores())
     figures = [each.usage() for each in stores]
-    held = [holder.usage() for holder in holders(stores)]
     size = format_size(sum(each.physical for each in figures))
-    freeable = sum(each.reclaimable for each in figures) + sum(each.reclaimable for each in held)
+    freeable = sum(each.reclaimable for each in figures)
+    freeable += sum(freed for _, freed in usage_of_sets(store))
     entries = sum(len(each.history()) for each in stores)
     blobs = sum(each.blobs for each in figures)
     rows = [

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from smartcache.cli._artifacts import damaged_sets, report_documents, say_damage
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
-from smartcache.cli._holders import holders, say_parts
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -18,7 +18,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store.holder import HolderReport
+    from smartcache.artifacts import SetVerifyReport
     from smartcache.store.store import Store
     from smartcache.store.verify import VerifyReport
 
@@ -46,8 +46,10 @@ def verify_command(
 
     Damaged blobs go to bad/ and are named; their files outside the store stay as they are. Exits
     with 3 if something is damaged or missing that was not healed. Only --rebuild asks first.
-    For artifact sets, the index and the sizes of packs are checked; with --full, every artifact.
+    For artifact sets, the footers and sizes of packs are checked; with --full, every artifact.
     """
+    from smartcache.cache import sets_in
+
     session = ctx.ensure_object(Session)
     if dry_run and not rebuild:
         raise BadUsageError("--dry-run is for --rebuild", hint="Verify alone changes no file.")
@@ -55,20 +57,22 @@ def verify_command(
     if rebuild and session.has_store():
         rebuilt = _rebuild(session, dry_run=dry_run, yes=yes)
     reports: list[tuple[Store, VerifyReport]] = []
-    held: list[HolderReport] = []
+    of_sets: list[SetVerifyReport] = []
     if not dry_run:
         with session.stores() as stores:
             for store in stores:
                 report = store.verify(full=full, repair=repair, progress=bars)
                 reports.append((store, report))
-            held = [holder.verify(full=full, progress=bars) for holder in holders(stores)]
-    _show(reports, held, rebuilt, repair=repair, dry_run=dry_run)
-    if _has_damage(reports, held):
+            sets = sets_in(stores[0]) if stores else None
+            if sets is not None:
+                of_sets = sets.verify(full=full, progress=bars)
+    _show(reports, of_sets, rebuilt, repair=repair, dry_run=dry_run)
+    if _has_damage(reports, of_sets):
         ctx.exit(DAMAGED)
 
 
-def _has_damage(reports: list[tuple[Store, VerifyReport]], held: list[HolderReport]) -> bool:
-    return any(report.has_damage for _, report in reports) or any(each.has_damage for each in held)
+def _has_damage(reports: list[tuple[Store, VerifyReport]], of_sets: list[SetVerifyReport]) -> bool:
+    return any(report.has_damage for _, report in reports) or bool(damaged_sets(of_sets))
 
 
 def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
@@ -99,24 +103,24 @@ def _count_blobs(root: Path) -> int:
 
 def _show(
     reports: list[tuple[Store, VerifyReport]],
-    held: list[HolderReport],
+    of_sets: list[SetVerifyReport],
     rebuilt: int | None,
     *,
     repair: bool,
     dry_run: bool,
 ) -> None:
     out.show(
-        human=lambda: _say(reports, held, rebuilt, repair=repair, dry_run=dry_run),
+        human=lambda: _say(reports, of_sets, rebuilt, repair=repair, dry_run=dry_run),
         document=lambda: {
             "dry_run": dry_run,
             "rebuilt": rebuilt,
-            "has_damage": _has_damage(reports, held),
+            "has_damage": _has_damage(reports, of_sets),
             "stores": [_document(store, report) for store, report in reports],
-            "artifact_sets": [part for each in held for part in each.parts],
+            "artifact_sets": report_documents(of_sets),
         },
         ids=lambda: [
             *(digest for _, report in reports for digest in (*report.damaged, *report.missing)),
-            *(part.name for each in held for part in each.parts if part.damage),
+            *damaged_sets(of_sets),
         ],
     )
 
@@ -140,7 +144,7 @@ def _document(store: Store, report: VerifyReport) -> dict[str, object]:
 
 def _say(
     reports: list[tuple[Store, VerifyReport]],
-    held: list[HolderReport],
+    of_sets: list[SetVerifyReport],
     rebuilt: int | None,
     *,
     repair: bool,
@@ -159,12 +163,12 @@ def _say(
             out.talk(f"Damage was found. {advice}: what was known about the blobs is kept.")
         elif not (report.healed or report.dead_links or report.unindexed or report.stray):
             out.line("No damage was found.")
-    for each in held:
-        artifacts = counted(sum(part.items for part in each.parts), "artifact")
-        size = sum(part.read_size for part in each.parts)
+    if of_sets:
+        artifacts = counted(sum(each.artifacts for each in of_sets), "artifact")
+        size = sum(each.read_size for each in of_sets)
         read = f", {format_size(size)} read" if size else ""
-        out.line(f"Checked {artifacts} of {counted(len(each.parts), 'set')}{read}.")
-        say_parts(each)
+        out.line(f"Checked {artifacts} of {counted(len(of_sets), 'set')}{read}.")
+        say_damage(of_sets)
 
 
 def _say_differences(report: VerifyReport) -> None:

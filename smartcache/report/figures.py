@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from smartcache.cache import holders_of, prunable_size
+from smartcache.cache import prunable_size, usage_of_sets
 from smartcache.folders.records import Figures, Group, Left, ModelFolder, Problem, Scan
 from smartcache.folders.scan import survey
 from smartcache.folders.titles import kind_of
@@ -24,9 +24,11 @@ from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles
 from smartcache.report.unread import Unread, Watch
-from smartcache.store.holder import Part
 from smartcache.store.records import Seen
 from smartcache.store.store import Store
+
+if TYPE_CHECKING:
+    from smartcache.artifacts import SetInfo
 
 _T = TypeVar("_T", bound=tuple[Any, ...])
 MOST_KEPT = 100
@@ -92,8 +94,8 @@ class Report:
     warnings: tuple[str, ...]
     left: tuple[Left, ...] = ()
     """Duplicates that `dedup` leaves alone, with the options that would include them."""
-    artifact_sets: tuple[Part, ...] = ()
-    """Sets of computed tensors, the largest first."""
+    artifact_sets: tuple[tuple[SetInfo, int], ...] = ()
+    """Sets of computed tensors, the largest first, and what `prune` would free of each."""
     prunable: int = 0
     """What only smartcache holds and nobody wants: `prune` would free it."""
     figures: tuple[Figures, ...] = ()
@@ -135,10 +137,9 @@ def make_report(
         counting.add_group(group)
         if is_detailed:
             groups.append(group)
-    parts = [part for holder in holders_of(store) for part in holder.usage().parts]
-    parts.sort(key=lambda part: (-part.on_disk, part.name))
+    sets = sorted(usage_of_sets(store), key=lambda each: (-each[0].on_disk, each[0].full_name))
     return replace(
-        counting.report(found, now), artifact_sets=tuple(parts), prunable=prunable_size(store),
+        counting.report(found, now), artifact_sets=tuple(sets), prunable=prunable_size(store),
         figures=found.folders, groups=tuple(groups), files=tuple(files),
     )  # fmt: skip
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from smartcache import __version__
-from smartcache.cache import sets_of
 from smartcache.errors import DestinationExistsError, SmartcacheError
 from smartcache.folders.names import Namer
 from smartcache.folders.records import Figures, Group, ModelFolder
@@ -36,7 +35,6 @@ from smartcache.report.naming import Naming, from_home, is_hash
 from smartcache.report.roles import roles
 from smartcache.sizes import format_age
 from smartcache.store.records import Seen
-from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
 
 MOST_FILES = 50_000
@@ -82,8 +80,6 @@ class Beside:
 
     repos: tuple[CachedShare, ...] = ()
     components: tuple[Component, ...] = ()
-    created: dict[str, datetime | None]
-    """When each set of computed tensors was made, by its whole name."""
     only_smartcache: int = 0
     """Disk blocks that have no name outside the store."""
     reclaimable: int = 0
@@ -91,17 +87,15 @@ class Beside:
 
 
 def look_beside(store: Store, report: Report) -> Beside:
-    """Ask the store, the HF caches of the report and the sets of tensors for their figures."""
+    """Ask the store and the HF caches of the report for their figures."""
     stores = list(store.stores())
     caches = [folder.path for folder in report.folders if folder.program == _HUGGING_FACE]
     census = Census(scan_caches(caches), stores)
     # By the links there are now: what was deleted since the last look is only in the store.
     usages = [each.usage() for each in stores]
-    infos = sets_of(store).infos() if has_sets(store.volume.layout) else []
     return Beside(
         repos=tuple(_repos(census)),
         components=tuple(_components(census)),
-        created={f"{info.name}/{info.id}": info.created_at for info in infos},
         only_smartcache=sum(usage.only_smartcache for usage in usages),
         reclaimable=sum(usage.reclaimable for usage in usages),
     )
@@ -205,16 +199,16 @@ def document(
         ],
         "sets": [
             {
-                "name": clean(part.name),
-                "artifacts": part.items,
-                "live": part.live,
-                "on_disk": part.on_disk,
-                "reclaimable": part.reclaimable,
-                "created": _iso(beside.created.get(part.name)),
-                "used": _iso(part.used_at),
-                "problem": clean(part.problem),
+                "name": clean(info.full_name),
+                "artifacts": info.artifacts,
+                "live": info.live,
+                "on_disk": info.on_disk,
+                "reclaimable": freeable,
+                "created": _iso(info.created_at),
+                "used": _iso(info.used_at),
+                "problem": clean(info.problem),
             }
-            for part in report.artifact_sets
+            for info, freeable in report.artifact_sets
         ],
         "warnings": [
             *map(clean, report.warnings),
@@ -322,9 +316,9 @@ class _Map:
 def _of_store(report: Report, beside: Beside, clean: Clean) -> Iterator[Node]:
     """Go through what smartcache itself keeps: tensors, and blobs that nothing else has."""
     sets: list[Node] = [
-        {"name": clean(_short(part.name)), "bytes": part.on_disk, "state": "set"}
-        for part in report.artifact_sets
-        if part.on_disk
+        {"name": clean(f"{info.name}/{info.id[:12]}"), "bytes": info.on_disk, "state": "set"}
+        for info, _ in report.artifact_sets
+        if info.on_disk
     ]
     if sets:
         yield {"name": "Computed tensors", "children": sets}
@@ -332,11 +326,6 @@ def _of_store(report: Report, beside: Beside, clean: Clean) -> Iterator[Node]:
         name = "Held only by smartcache"
         kept: Node = {"name": name, "bytes": beside.only_smartcache, "state": "kept"}
         yield {"name": "smartcache", "children": [kept]}
-
-
-def _short(name: str) -> str:
-    label, _, id_ = name.rpartition("/")
-    return f"{label}/{id_[:12]}"
 
 
 def _folder(folder: ModelFolder, each: Figures, clean: Clean) -> dict[str, object]:
@@ -407,7 +396,7 @@ def _actions(
             report.total.freeable,
             is_certain=True,
         )
-    tensors = sum(part.reclaimable for part in report.artifact_sets)
+    tensors = sum(freeable for _, freeable in report.artifact_sets)
     if reclaimable := beside.reclaimable + tensors:
         yield action(
             "Remove what nothing uses any more",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smartcache.report.figures import Across, Report, SharedFile, Sums
 from smartcache.report.naming import from_home, left_words
 from smartcache.report.unread import Unread
 from smartcache.sizes import format_age, format_size
-from smartcache.store.holder import Part
+
+if TYPE_CHECKING:
+    from smartcache.artifacts import SetInfo
 
 MOST_ROWS = 20
 _MOST_FILES = 10
@@ -152,35 +155,34 @@ def _unread(unread: Unread) -> Section:
     )
 
 
-def _artifact_sets(parts: tuple[Part, ...]) -> Section:
-    reclaimable = sum(part.reclaimable for part in parts)
-    artifacts = _count(sum(part.items for part in parts), "artifact")
-    size = format_size(sum(part.on_disk for part in parts))
-    notes = [f"{artifacts} in {_count(len(parts), 'set')}, {size} on disk."]
+def _artifact_sets(sets: tuple[tuple[SetInfo, int], ...]) -> Section:
+    reclaimable = sum(freeable for _, freeable in sets)
+    artifacts = _count(sum(info.artifacts for info, _ in sets), "artifact")
+    size = format_size(sum(info.on_disk for info, _ in sets))
+    notes = [f"{artifacts} in {_count(len(sets), 'set')}, {size} on disk."]
     if reclaimable:
         notes.append(f"'smartcache prune' would free {format_size(reclaimable)} of that.")
-    if len(parts) > MOST_ROWS:
-        notes.insert(0, f"... and {len(parts) - MOST_ROWS:,} more; --json has them all")
+    if len(sets) > MOST_ROWS:
+        notes.insert(0, f"... and {len(sets) - MOST_ROWS:,} more; --json has them all")
     return Section(
         title="Computed tensors",
         columns=("ARTIFACTS", "LIVE", "ON DISK", "CAN BE FREED", "SET"),
         rows=tuple(
-            (f"{part.items:,}", *map(format_size, _sizes(part)), _set_label(part))
-            for part in parts[:MOST_ROWS]
+            (
+                f"{info.artifacts:,}",
+                *map(format_size, (info.live, info.on_disk, freeable)),
+                _set_label(info),
+            )
+            for info, freeable in sets[:MOST_ROWS]
         ),
         notes=tuple(notes),
     )
 
 
-def _sizes(part: Part) -> tuple[int, int, int]:
-    return part.live, part.on_disk, part.reclaimable
-
-
-def _set_label(part: Part) -> str:
+def _set_label(info: SetInfo) -> str:
     """Return the name of a set with enough of its id to name it by."""
-    name, _, id_ = part.name.rpartition("/")
-    problem = f": {part.problem}" if part.problem else ""
-    return f"{name}/{id_[:_ENOUGH_OF_ID]}{problem}"
+    problem = f": {info.problem}" if info.problem else ""
+    return f"{info.name}/{info.id[:_ENOUGH_OF_ID]}{problem}"
 
 
 def _count(number: int, noun: str) -> str:

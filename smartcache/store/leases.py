@@ -68,6 +68,17 @@ class Leases:
         longest = self.timeout if timeout is None else timeout
         return self._hold_all(sorted(wanted), what, Patience(longest, on_wait))
 
+    def try_hold(
+        self, keys: Iterable[str], stack: contextlib.ExitStack, *, what: str = ""
+    ) -> list[str]:
+        """Hold those of some keys that nobody holds, until the stack is left; return them."""
+        got = []
+        for key in sorted(set(keys)):
+            with contextlib.suppress(LeaseTimeoutError):
+                stack.enter_context(self.hold(key, what=what, timeout=0))
+                got.append(key)
+        return got
+
     def busy(self, key: str) -> str | None:
         """Return who holds a key, in words; None: nobody. It may have changed when you read it."""
         return _who_holds(self._path(key))

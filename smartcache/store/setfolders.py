@@ -1,8 +1,9 @@
 """The folders of artifact sets, as far as the store has to know them: to move or remove them.
 
-A set is a folder `sets/<name>/<id>/` with packs, an index and a lock. Who puts artifacts shares the
-lock while anything is uncounted, and keeps the pack it writes locked: a set whose lock is held
-alone, with no pack locked, has all that was ever acknowledged in its files, and gets nothing more.
+A set is a folder `sets/<name>/<id>/` with packs and a lock, and an index that may be absent. Who
+writes to a pack keeps it locked, and begins one, or goes on with one that was left, under the lock
+of the set: a set whose lock is held, with no pack locked, gets nothing more. All that was ever
+acknowledged is in its packs, whether they have a footer or not.
 """
 
 from __future__ import annotations

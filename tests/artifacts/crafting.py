@@ -4,156 +4,176 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from tests.api import (
-    ARTIFACT,
-    CHUNK,
-    DELETE,
-    LAYOUT,
-    PIN,
-    ArtifactPayload,
-    ArtifactSet,
-    ArtifactSets,
-    Header,
-    PackHeader,
-    SmartcacheError,
-    header,
-    key_hash,
-    layout_digest,
-    padding,
-    parse_header,
-    position,
-    room,
-)
-from tests.api import codec_encode as encode
-from tests.api import records_checksum as checksum
-from tests.artifacts.opening import open_set
+from xxhash import xxh3_64_intdigest as checksum
+from xxhash import xxh3_128_intdigest
+
+from tests.api import ArtifactSet, ArtifactSets, SmartcacheError, encode
+from tests.artifacts.opening import engine_of, open_set
+from tests.artifacts.packreader import ARTIFACT, END, FOOTER, LAYOUT
 from tests.processes.children import Child
 
 T = TypeVar("T")
 NONCE = 0x1234_5678_9ABC_DEF0
 SPARE = 192 << 20
 """Bytes that reading may take: what it needs, and nothing that a file merely says."""
-KINDS = (CHUNK, ARTIFACT, DELETE, LAYOUT, PIN)
+_MOST = (1 << 64) - 1
 
 
-class Record(NamedTuple):
-    """A record as it will be written; None: what it has to be."""
+class Row(NamedTuple):
+    """What a footer says of a record."""
 
+    hash: int
+    twin: int
+    seq: int
+    offset: int
+    size: int
+    meta: int
+    layout: int
+    expires: int
     kind: int
-    payload: bytes
-    uid: int = 0
-    seq: int = 0
-    key: bytes = b""
-    length: int | None = None
-    where: int | None = None
-    value: int | None = None
+    key: bytes
+    pointers: tuple[tuple[int, int], ...] = ()
 
 
 class Crafted:
-    """A pack in the making."""
+    """A pack in the making; what is given is written, whatever it is."""
 
-    def __init__(self, number: int = 1) -> None:
-        self.number = number
-        self.records: list[Record] = []
-        self.size = 64
+    def __init__(self, set_id: bytes, nonce: int = NONCE, instance: bytes = bytes(8)) -> None:
+        self.nonce = nonce
+        self.seed = int.from_bytes(set_id[:8], "little")
+        text = struct.pack("<8sQq16s8s8s", b"SMCPACK2", nonce, 0, set_id, instance, b"the boot")
+        self.data = bytearray(text + struct.pack("<Q", checksum(text)))
+        self.rows: list[Row] = []
+        self.layouts: dict[int, bytes] = {}
 
     @property
-    def next(self) -> int:
-        """The position of the next record."""
-        return position(self.number, self.size)
+    def end(self) -> int:
+        return len(self.data)
 
-    def add(self, record: Record) -> int:
-        """Add a record; return its position."""
-        where = self.next
-        self.records.append(record)
-        self.size += room(len(record.payload))
-        return where
+    def hashes(self, key: bytes) -> tuple[int, int]:
+        both = xxh3_128_intdigest(key, self.seed)
+        return both & _MOST, both >> 64
+
+    def add(
+        self,
+        kind: int,
+        *,
+        key: bytes = b"",
+        parts: bytes = b"",
+        inline: bytes = b"",
+        about: bytes = b"",
+        behind: bytes = b"",
+        **said: int,
+    ) -> int:
+        """Add a record; return where it is. `said` replaces fields of its header."""
+        start = self.end
+        body = parts + key + inline + about
+        meta = 72 + len(body) + 63 & ~63
+        if kind == END:
+            meta = 64
+        fields = {
+            "kind": kind, "flags": 0, "key": len(key), "parts": len(parts) // 40,
+            "inline": len(inline), "metadata": len(about), "layout": 0, "expires": 0, "created": 1,
+            "size": meta + len(behind), "seq": 1, "hash": self.hashes(key)[0], **said,
+        }  # fmt: skip
+        text = struct.pack("<4sBBHIIIIIIQQQ", b"SCr2", *fields.values())
+        self.data += text + struct.pack("<Q", checksum(text, self.nonce + start & _MOST))
+        if kind != END:
+            self.data += struct.pack("<Q", checksum(body)) + body
+        self.data += bytes(-len(self.data) % 64) + behind + bytes(-len(behind) % 64)
+        if kind in (1, 2, 3, 4):
+            self.rows.append(Row(
+                *self.hashes(key), fields["seq"], start, fields["size"] >> 6, meta >> 6,
+                fields["layout"], fields["expires"], kind, key,
+            ))  # fmt: skip
+        return start
+
+    def layout(self, body: bytes) -> int:
+        start = self.add(LAYOUT, inline=body)
+        self.layouts[start] = body
+        return start
 
     def artifact(
         self,
         key: bytes,
         value: object,
         *,
-        seq: int = 1,
-        uids: tuple[int, ...] | None = None,
         layout: bytes | None = None,
-        metadata: bytes = b"",
-        expires_at: int = 0,
-        created_at: int = 1,
+        parts: Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]] = lambda parts: parts,
+        about: bytes = b"",
+        **said: int,
     ) -> int:
-        """Add an artifact with its layout and chunks, as it would be written or otherwise."""
-        encoded = encode(value)
-        body = encoded.layout if layout is None else layout
-        self.add(Record(LAYOUT, body))
-        found = tuple(
-            self.add(Record(CHUNK, bytes(tensor), uid=self.next)) for tensor in encoded.tensors
+        """Add an artifact with its layout, as it would be written or otherwise."""
+        body, inline, tensors = encode(value)
+        at = self.layout(body if layout is None else layout)
+        behind = b""
+        found: list[tuple[int, ...]] = []
+        meta = 72 + 40 * len(tensors) + len(key) + len(inline) + len(about) + 63 & ~63
+        for tensor in tensors:
+            size = len(tensor)
+            found.append((meta + len(behind), size, 0, size, checksum(tensor)))
+            behind += bytes(tensor) + bytes(-size % 64)
+        table = b"".join(
+            struct.pack("<QQQQQ", *(number & _MOST for number in part)) for part in parts(found)
         )
-        payload = artifact_payload(
-            ArtifactPayload(
-                key, layout_digest(body), created_at, expires_at,
-                found if uids is None else uids, encoded.inline, metadata,
-            )
+        return self.add(
+            ARTIFACT, key=key, parts=table, inline=inline, about=about, behind=behind,
+            **{"layout": at >> 6, **said},
         )  # fmt: skip
-        return self.add(Record(ARTIFACT, payload, seq=seq, key=key))
 
-    def to_bytes(self, set_id: bytes) -> bytes:
-        """Return the file."""
-        pieces = [PackHeader(self.number, NONCE, set_id).to_bytes()]
-        offset = 64
-        for each in self.records:
-            fields = Header(
-                each.kind, len(each.payload) if each.length is None else each.length,
-                position(self.number, offset) if each.where is None else each.where,
-                each.uid, each.seq, key_hash(each.key),
-                checksum(each.payload) if each.value is None else each.value,
-            )  # fmt: skip
-            pieces += (header(NONCE, fields), each.payload, padding(len(each.payload)))
-            offset += room(len(each.payload))
-        return b"".join(pieces)
+    def footer(self, rows: list[Row] | None = None, **said: Any) -> int:  # noqa: ANN401
+        """Add a footer; `said` replaces its numbers, or a whole column."""
+        chosen = sorted(self.rows) if rows is None else rows
+        pointers = [(n, t, s) for n, row in enumerate(chosen) for t, s in row.pointers]
+        numbers = {
+            "start": 64, "before": 0, "most": max((row.seq for row in chosen), default=0),
+            "count": len(chosen), "pointers": len(pointers), "layouts": len(self.layouts),
+        }  # fmt: skip
+        numbers |= {name: value for name, value in said.items() if name in numbers}
+        ends = [0]
+        for row in chosen:
+            ends.append(ends[-1] + len(row.key))
+        data = struct.pack("<6Q", *numbers.values())
+        bodies = list(self.layouts.items())
+        data += struct.pack(f"<{len(bodies)}Q", *(at for at, _ in bodies))
+        data += struct.pack(f"<{len(bodies)}Q", *(len(body) for _, body in bodies))
+        for number, letter in enumerate("QQQQIIIIB"):
+            column = [row[number] for row in chosen]
+            data += struct.pack(f"<{len(chosen)}{letter}", *column)
+        data += struct.pack(f"<{len(chosen)}I", *said.get("ends", ends[1:]))
+        for number, letter in enumerate("IQQ"):
+            data += struct.pack(f"<{len(pointers)}{letter}", *(each[number] for each in pointers))
+        data += b"".join(body for _, body in bodies) + b"".join(row.key for row in chosen)
+        return self.add(FOOTER, inline=data[: said.get("length", len(data))])
 
-
-def artifact_payload(payload: ArtifactPayload) -> bytes:
-    """Return an artifact as it stands in a record; no length in it is checked."""
-    import struct
-
-    head = struct.pack(
-        "<16sqqIIII", payload.layout, payload.created_at, payload.expires_at, len(payload.key),
-        len(payload.uids), len(payload.inline), len(payload.metadata),
-    )  # fmt: skip
-    uids = struct.pack(f"<{len(payload.uids)}Q", *payload.uids)
-    return head + payload.key + uids + bytes(payload.inline) + bytes(payload.metadata)
-
-
-def records_of(path: Path) -> list[Record]:
-    """Return the records of a pack that was written in the ordinary way."""
-    data = path.read_bytes()
-    head = PackHeader.parse(data[:64])
-    found = []
-    offset = 64
-    while offset < len(data):
-        read = parse_header(data[offset : offset + 64], head.nonce, position(head.number, offset))
-        assert read is not None
-        payload = data[offset + 64 : offset + 64 + read.length]
-        found.append(Record(read.kind, payload, read.uid, read.seq))
-        offset += room(read.length)
-    return found
+    def seal(self, footer: int) -> Crafted:
+        """End the pack; `footer` is where its `end` says that the footer is."""
+        self.add(END, hash=footer, flags=1, seq=0)
+        return self
 
 
-def set_with(root: Path, *packs: Crafted) -> ArtifactSets:
-    """Return a set that has these packs, and no index."""
+def new_set(root: Path) -> tuple[ArtifactSets, bytes, bytes]:
+    """Return sets with an empty one, and the numbers of that: of the set, and of its folder."""
     sets = ArtifactSets(root)
     with open_set(sets) as opened:
-        path, set_id = opened.path, bytes.fromhex(opened.id)
+        folder = engine_of(opened).folder
+        return sets, bytes.fromhex(folder.id), bytes.fromhex(folder.instance)
+
+
+def with_packs(sets: ArtifactSets, *packs: Crafted) -> ArtifactSets:
+    """Let the set have these packs, and nothing else."""
+    (path,) = sets.folders()
     for file in (*path.glob("*.pack"), *path.glob("index.sqlite3*")):
         file.unlink()
     for pack in packs:
-        (path / f"{pack.number:08d}.pack").write_bytes(pack.to_bytes(set_id))
+        (path / f"{pack.nonce:016x}.pack").write_bytes(pack.data)
     return sets
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.api import Encoded
-from tests.api import codec_encode as encode
-from tests.api import codec_Layout as Layout
+from tests.api import decoders, encode, values_encode
+from tests.api import values_Layout as Layout
 
 if TYPE_CHECKING:
     import torch
@@ -57,19 +56,25 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return plain.view(carriers[tensor.element_size()]).contiguous().numpy().tobytes()
 
 
-def filler(layout: Layout, encoded: Encoded) -> Callable[[int], object]:
+def filler(layout: Layout, tensors: list[memoryview]) -> Callable[[int], object]:
     """Return what fills the slots with the tensors that were encoded, as a reader would."""
 
     def fill(slot: int) -> object:
         made, memory = layout.tensors[slot].new()
-        memory[:] = encoded.tensors[slot]
+        memory[:] = tensors[slot]
         return made
 
     return fill
 
 
 def round_trip(value: object) -> object:
-    encoded = encode(value)
-    layout = Layout.parse(encoded.layout)
-    assert [spec.nbytes for spec in layout.tensors] == [len(data) for data in encoded.tensors]
-    return layout.decode(encoded.inline, filler(layout, encoded))
+    body, inline, tensors = encode(value)
+    layout = Layout.parse(body)
+    assert [spec.nbytes for spec in layout.tensors] == [len(data) for data in tensors]
+    return layout.decode(inline, filler(layout, tensors))
+
+
+def forget_codecs() -> None:
+    """End what a test has registered."""
+    values_encode._codecs.clear()  # noqa: SLF001
+    decoders.clear()

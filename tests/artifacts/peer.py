@@ -13,13 +13,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from tests.api import ArtifactNotFoundError, ArtifactSet, ArtifactSets, check_key
+from tests.api import ArtifactNotFoundError, ArtifactSet, ArtifactSets, artifacts_engine
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 
 PACK_BYTES = 12_000
 VALUES = 12
 UNBOUND = 1 << 40
+_clock_gettime_ns = time.clock_gettime_ns
 Puts = list[tuple[str, int]]
 
 
@@ -45,6 +46,15 @@ def value_of(number: int) -> object:
     if kind == 2:
         return {"x": array(seed, 3000), "y": [torch.arange(600) + seed, None], 7: (1, 2.5)}
     return [array(7, 2000), {"deep": array(8 + seed, 1500), "again": array(7, 2000)}]
+
+
+def contents_of(opened: ArtifactSet) -> dict[str, tuple[object, object, bool]]:
+    """Return what a set holds: values and metadata, exactly, and what is pinned."""
+    found = {}
+    for key in opened:
+        found[key] = exactly(opened.get(key)), opened.metadata(key), opened.is_pinned(key)
+    assert len(opened) == len(found)
+    return found
 
 
 class Actor:
@@ -93,25 +103,34 @@ class Actor:
 
     def contents(self) -> dict[str, tuple[object, object, bool]]:
         """Return what the set holds: values and metadata, exactly, and what is pinned."""
-        opened = self.opened
-        entry = engine_of(opened).index.entry
-        found = {}
-        for key in opened:
-            row = entry(check_key(key))
-            is_pinned = row is not None and row.is_pinned
-            found[key] = exactly(opened.get(key)), opened.metadata(key), is_pinned
-        assert len(opened) == len(found)
-        return found
+        return contents_of(self.opened)
+
+    def contents_read_only(self) -> dict[str, tuple[object, object, bool]]:
+        """Return the same, of a set that is opened for reading only."""
+        with open_set(self.sets, read_only=True) as opened:
+            return contents_of(opened)
+
+    def reboot(self, number: int, origin: int) -> None:
+        """Be on a machine that was started again: its clock began anew."""
+        artifacts_engine.boot_id = lambda: f"boot {number}"  # type: ignore[assignment, attr-defined]
+        time.clock_gettime_ns = lambda clock: _clock_gettime_ns(clock) - origin
+
+    def take_in(self, pack: str) -> int:
+        return self.opened.take_in(pack)
+
+    def figures(self) -> tuple[int, int, int, int]:
+        found = self.opened.stats()
+        return found.artifacts, found.live, found.on_disk, found.dead
 
     def batch(self, keys: list[str]) -> dict[str, Any]:
         return self.opened.get_batch(keys)
 
     def die(self, puts: Puts, is_torn: bool) -> None:
-        """Put, and come to an end in the middle of a write; rows were not written then."""
+        """Put, and come to an end in the middle of a write."""
         self.put(puts)
         writer = engine_of(self.opened).writer
         if is_torn and writer is not None:
-            os.pwrite(writer.fd, b"SCr1" + os.urandom(99), writer.end)
+            os.pwrite(writer._fd, b"SCr2" + os.urandom(99), writer.end)  # noqa: SLF001
         os._exit(0)
 
     @staticmethod

@@ -15,11 +15,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.api import INLINE_BYTES, TensorSpec, errors, register_codec
-from tests.api import artifacts_registered as registered
-from tests.api import codec_encode as encode
-from tests.api import codec_Layout as Layout
-from tests.artifacts.exact import exactly, filler, round_trip
+from tests.api import (
+    INLINE_BYTES,
+    TensorSpec,
+    decoders,
+    encode,
+    errors,
+    known_layout,
+    register_codec,
+)
+from tests.api import values_Layout as Layout
+from tests.artifacts.exact import exactly, filler, forget_codecs, round_trip
 from tests.artifacts.strategies import values
 
 
@@ -41,21 +47,17 @@ def sample() -> dict[str, object]:
 def _no_codecs() -> Iterator[None]:
     """What a test registers ends with it."""
     yield
-    registered._by_name.clear()  # noqa: SLF001
-    registered._by_type.clear()  # noqa: SLF001
+    forget_codecs()
 
 
 @given(values)
 def test_every_supported_value_comes_back_exactly(value: object) -> None:
-    assert exactly(round_trip(value)) == exactly(value)
-
-
-@given(values)
-def test_inline_bytes_may_be_a_view_of_something_larger(value: object) -> None:
-    encoded = encode(value)
-    layout = Layout.parse(encoded.layout)
-    around = memoryview(b"abc" + encoded.inline + b"def")[3:-3]
-    assert exactly(layout.decode(around, filler(layout, encoded))) == exactly(value)
+    """Also from inline bytes that are a view of something larger."""
+    body, inline, tensors = encode(value)
+    layout = Layout.parse(body)
+    around = memoryview(b"abc" + inline + b"def")[3:-3]
+    for data in (inline, around):
+        assert exactly(layout.decode(data, filler(layout, tensors))) == exactly(value)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,10 @@ def test_inline_bytes_may_be_a_view_of_something_larger(value: object) -> None:
         [2**63, 1],
         [True, False],
         [True, 1],
+        [1, "a"] * 300,
+        list(range(300)),
+        [*range(300), 2**63],
+        dict.fromkeys(map(str, range(300))),
         [1, 1.0],
         ["", "\ud800", "\udc00", "é" * 300],
         "\ud800\udc00",
@@ -93,13 +99,11 @@ def test_inline_bytes_may_be_a_view_of_something_larger(value: object) -> None:
         b"x" * 5000,
         np.str_("a\0"),
         np.bytes_(b"a\0\0"),
-        np.longdouble(1) / 3,
         np.datetime64("NaT"),
         np.timedelta64(3),
         np.array(["a", "bcd"]),
         np.array([b"", b"bcd"]),
         np.ndarray((2, 3), "<U0"),
-        np.arange(300, dtype=np.longdouble),
         None,
     ],
 )
@@ -133,9 +137,14 @@ def test_the_same_kind_of_value_has_the_same_layout_whatever_its_values() -> Non
         "loss_weight": -0.0,
         "embedding": torch.zeros(77, 16).bfloat16(),
     }
-    assert encode(sample()).layout == encode(other).layout
-    assert encode({"tags": ["a"]}).layout == encode({"tags": ["bc", "", "d"]}).layout
-    assert encode({1, "a", 2.5}).layout == encode({"b", 0.5, 3}).layout
+    assert encode(sample())[0] == encode(other)[0]
+    assert encode({"tags": ["a"]})[0] == encode({"tags": ["bc", "", "d"]})[0]
+    assert encode({1, "a", 2.5})[0] == encode({"b", 0.5, 3})[0]
+
+
+def test_equal_layouts_are_parsed_once() -> None:
+    one, other = (known_layout(encode({"tags": tags})[0]) for tags in (["a"], ["b", "c"]))
+    assert one is other
 
 
 def test_another_structure_has_another_layout() -> None:
@@ -151,28 +160,28 @@ def test_another_structure_has_another_layout() -> None:
         {**sample(), "more": None},
         {"caption": sample()["caption"], **sample()},
     ):
-        assert encode(sample()).layout != encode(other).layout
+        assert encode(sample())[0] != encode(other)[0]
 
 
 def test_large_tensors_are_given_without_a_copy_and_small_ones_are_inline() -> None:
     import torch
 
-    encoded = encode(sample())
-    assert len(encoded.tensors) == 2
+    _, _, tensors = encode(sample())
+    assert len(tensors) == 2
     sample()["latent"].view(torch.int16)[0, 0, 0] ^= 1  # type: ignore[attr-defined]
     assert exactly(round_trip(sample())) == exactly(sample())
     latent = sample()["latent"]
     assert isinstance(latent, torch.Tensor)
-    assert encoded.tensors[0].tobytes() == latent.numpy().tobytes()
+    assert tensors[0].tobytes() == latent.numpy().tobytes()
     for size in (INLINE_BYTES, INLINE_BYTES + 1):
-        assert len(encode(torch.zeros(size, dtype=torch.uint8)).tensors) == size - INLINE_BYTES
+        assert len(encode(torch.zeros(size, dtype=torch.uint8))[2]) == size - INLINE_BYTES
 
 
 def test_tensors_are_plain_bytes_in_a_row() -> None:
     import torch
 
     for value in (torch.randn(40, 40).t(), np.arange(900, dtype=">i4").reshape(30, 30).T):
-        (data,) = encode(value).tensors
+        (data,) = encode(value)[2]
         assert (data.format, data.ndim, data.c_contiguous) == ("B", 1, True)
 
 
@@ -180,7 +189,7 @@ def test_a_view_keeps_only_its_own_bytes() -> None:
     import torch
 
     batch = torch.randn(64, 32, 32)
-    (data,) = encode(batch[7]).tensors
+    (data,) = encode(batch[7])[2]
     assert len(data) == 32 * 32 * 4
 
 
@@ -220,9 +229,9 @@ def test_gradients_and_lazy_conjugates_are_resolved() -> None:
 def test_what_was_decoded_is_private_and_writable() -> None:
     import torch
 
-    encoded = encode({"a": torch.zeros(3), "b": np.zeros(3)})
-    layout = Layout.parse(encoded.layout)
-    first, second = (layout.decode(encoded.inline, lambda slot: slot) for _ in range(2))
+    body, inline, _ = encode({"a": torch.zeros(3), "b": np.zeros(3)})
+    layout = Layout.parse(body)
+    first, second = (layout.decode(inline, lambda slot: slot) for _ in range(2))
     assert isinstance(first, dict)
     first["a"][0] = 1
     first["b"][0] = 1
@@ -257,7 +266,7 @@ def test_arrays_of_other_libraries_come_back_as_numpy_with_their_kind_recorded(
     array = np.arange(600, dtype=np.float32)
     value = {"x": wrap(array)}
     assert exactly(round_trip(value)) == exactly({"x": array})
-    assert [spec.kind for spec in Layout.parse(encode(value).layout).tensors] == ["array"]
+    assert [spec.kind for spec in Layout.parse(encode(value)[0]).tensors] == ["array"]
 
 
 class _Colour(enum.IntEnum):
@@ -285,6 +294,8 @@ _DICT = {"conditioning": [0, 1, 2, [0, {"hooks": print}]]}
         ({"x": np.array([object()])}, "x"),
         ({"x": np.zeros(2, [("a", "i4")])}, "x"),
         ({"x": np.void(b"ab")}, "x"),
+        ({"x": np.longdouble(1)}, "x"),
+        ({"x": np.ones(300, np.clongdouble)}, "x"),
         ({"x": np.dtype("f4")}, "x"),
         ({"x": _FromElsewhere(object())}, "x"),
         ({"x": range(3)}, "x"),
@@ -365,10 +376,10 @@ def test_one_list_in_itself_over_and_over_is_refused_before_it_takes_all_memory(
 
 
 def test_fields_of_a_dict_are_known_and_decoded_one_by_one() -> None:
-    encoded = encode(sample())
-    layout = Layout.parse(encoded.layout)
+    body, inline, _ = encode(sample())
+    layout = Layout.parse(body)
     assert layout.fields is not None
-    assert layout.names() == tuple(sample())
+    assert tuple(layout.fields) == tuple(sample())
     slots = {name: node.slot for name, node in layout.fields.items()}
     assert slots == {**dict.fromkeys(sample()), "latent": 0, "embedding": 1}
     ids = layout.fields["ids"].tensor
@@ -381,29 +392,29 @@ def test_fields_of_a_dict_are_known_and_decoded_one_by_one() -> None:
         return slot
 
     for name, value in sample().items():
-        found = layout.decode_field(encoded.inline, name, fill)
+        found = layout.decode_field(inline, name, fill)
         expected = slots[name] if slots[name] is not None else value
         assert exactly(found) == exactly(expected)
     assert asked == [0, 1]
     with pytest.raises(KeyError):
-        layout.decode_field(encoded.inline, "nothing", lambda slot: slot)
+        layout.decode_field(inline, "nothing", lambda slot: slot)
 
 
 def test_a_value_that_is_no_dict_has_no_fields() -> None:
-    encoded = encode([1])
-    layout = Layout.parse(encoded.layout)
-    assert (layout.fields, layout.names()) == (None, ())
+    body, inline, _ = encode([1])
+    layout = Layout.parse(body)
+    assert layout.fields is None
     with pytest.raises(errors.ArtifactError, match="no dict"):
-        layout.decode_field(encoded.inline, 0, lambda slot: slot)
+        layout.decode_field(inline, 0, lambda slot: slot)
 
 
 def test_an_error_while_filling_a_slot_reaches_the_caller() -> None:
     def fail(slot: int) -> object:
         raise errors.DamagedArtifactError("gone")
 
-    encoded = encode(sample())
+    body, inline, _ = encode(sample())
     with pytest.raises(errors.DamagedArtifactError):
-        Layout.parse(encoded.layout).decode(encoded.inline, fail)
+        Layout.parse(body).decode(inline, fail)
 
 
 def test_a_registered_codec_keeps_objects_of_its_type() -> None:
@@ -420,29 +431,26 @@ def test_a_registered_codec_keeps_objects_of_its_type() -> None:
 
 def test_a_codec_that_is_not_registered_is_named_and_everything_else_is_readable() -> None:
     register_codec("my fraction", Fraction, str, Fraction)
-    encoded = encode({"f": Fraction(1, 3), "n": 1})
-    _forget_codecs()
-    layout = Layout.parse(encoded.layout)
-    assert layout.decode_field(encoded.inline, "n", lambda slot: slot) == 1
+    body, inline, _ = encode({"f": Fraction(1, 3), "n": 1})
+    forget_codecs()
+    layout = Layout.parse(body)
+    assert layout.decode_field(inline, "n", lambda slot: slot) == 1
     with pytest.raises(errors.UnknownCodecError, match="my fraction") as caught:
-        layout.decode(encoded.inline, lambda slot: slot)
+        layout.decode(inline, lambda slot: slot)
     assert caught.value.name == "my fraction"
     register_codec("my fraction", Fraction, str, Fraction)
-    assert layout.decode(encoded.inline, lambda slot: slot) == {"f": Fraction(1, 3), "n": 1}
-
-
-def _forget_codecs() -> None:
-    registered._by_name.clear()  # noqa: SLF001
-    registered._by_type.clear()  # noqa: SLF001
+    assert layout.decode(inline, lambda slot: slot) == {"f": Fraction(1, 3), "n": 1}
 
 
 def test_a_codec_registered_again_replaces_the_old_one() -> None:
     register_codec("f", Fraction, str, Fraction)
     register_codec("g", Fraction, lambda value: [str(value)], lambda value: Fraction(value[0]))
-    assert b"g" in encode(Fraction(1, 3)).layout
+    assert b"g" in encode(Fraction(1, 3))[0]
     assert round_trip(Fraction(1, 3)) == Fraction(1, 3)
-    with pytest.raises(errors.UnknownCodecError):
-        registered.codec_of_name("f")
+    assert list(decoders) == ["g"]
+    register_codec("g", OrderedDict, dict, OrderedDict)
+    with pytest.raises(errors.UnsupportedValueError):
+        encode(Fraction(1, 3))
 
 
 def test_a_codec_that_gives_something_unsupported_is_refused_by_its_path() -> None:
@@ -460,9 +468,9 @@ def test_a_codec_that_gives_its_own_type_again_is_refused() -> None:
 
 def test_a_codec_that_fails_to_read_is_a_layout_error_with_its_cause() -> None:
     register_codec("fraction", Fraction, str, lambda text: Fraction(int(text), 0))
-    encoded = encode(Fraction(3))
+    body, inline, _ = encode(Fraction(3))
     with pytest.raises(errors.LayoutError, match="fraction") as caught:
-        Layout.parse(encoded.layout).decode(encoded.inline, lambda slot: slot)
+        Layout.parse(body).decode(inline, lambda slot: slot)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -495,13 +503,13 @@ import sys
 sys.modules["torch"] = None
 import numpy as np
 from smartcache import errors
-from smartcache.artifacts.codec import Layout, encode
+from smartcache.artifacts.values.encode import Layout, encode
 from smartcache.artifacts.keys import compute_key
 
 value = {"a": np.arange(900), "b": [1, "x"], "c": np.float32(1)}
-encoded = encode(value)
-layout = Layout.parse(encoded.layout)
-back = layout.decode(encoded.inline, lambda slot: slot)
+body, inline, _ = encode(value)
+layout = Layout.parse(body)
+back = layout.decode(inline, lambda slot: slot)
 assert back == {**value, "a": 0}, back
 compute_key(value)
 layout = Layout.parse(bytes.fromhex(sys.argv[1]))
@@ -518,18 +526,18 @@ for read in (layout.tensors[0].new, lambda: layout.decode(bytes.fromhex(sys.argv
 
 
 def test_everything_but_tensors_works_without_torch() -> None:
-    encoded = encode(sample())
-    arguments = [encoded.layout.hex(), encoded.inline.hex()]
+    layout, inline, _ = encode(sample())
+    arguments = [layout.hex(), inline.hex()]
     subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *arguments], check=True)
 
 
 _NOT_LOADED = """
 import sys
-import smartcache.artifacts.codec, smartcache.artifacts.keys, smartcache.artifacts.fingerprint
+import smartcache.artifacts.keys, smartcache.artifacts.setfolder
 assert not {"torch", "numpy"} & set(sys.modules)
-from smartcache.artifacts.codec import Layout, encode
-encoded = encode({"a": [1, 2.0, "x", None, {3}]})
-assert Layout.parse(encoded.layout).decode(encoded.inline, id) == {"a": [1, 2.0, "x", None, {3}]}
+from smartcache.artifacts.values.encode import Layout, encode
+body, inline, _ = encode({"a": [1, 2.0, "x", None, {3}]})
+assert Layout.parse(body).decode(inline, id) == {"a": [1, 2.0, "x", None, {3}]}
 import numpy
 encode(numpy.arange(2000))
 assert "torch" not in sys.modules

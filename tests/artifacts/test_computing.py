@@ -1,4 +1,4 @@
-"""`get_or_compute`: once for all who ask; failures, validation, damage."""
+"""`get_or_compute` and `compute_many`: once for all who ask; failures, validation, damage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -15,13 +18,17 @@ from tests.api import (
     ArtifactError,
     ArtifactSet,
     ArtifactSets,
+    Computed,
+    ConfigError,
     RememberedFailureError,
     Retry,
     Sample,
     SmartcacheError,
     UnsupportedValueError,
+    check_key,
 )
-from tests.artifacts.opening import array, engine_of, open_set
+from tests.artifacts.opening import array, engine_of, open_set, packs_of
+from tests.processes.children import Child
 
 Advance = Callable[[float], None]
 
@@ -43,7 +50,7 @@ class Work:
         return value
 
 
-def never() -> NoReturn:
+def never(_: object = None) -> NoReturn:
     pytest.fail("computed again")
 
 
@@ -164,15 +171,13 @@ class TestRemembered:
     def test_it_is_known_after_the_set_was_opened_again(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened, pytest.raises(ValueError):  # noqa: PT011
             opened.get_or_compute("key", Work(ValueError("x")), remember_failures=True)
-        with open_set(sets) as opened, pytest.raises(RememberedFailureError):
-            opened.get_or_compute("key", never, remember_failures=True)
-
-    def test_it_is_listed(self, latents: ArtifactSet) -> None:
-        with pytest.raises(ValueError):  # noqa: PT011
-            latents.get_or_compute("key", Work(ValueError("x")), remember_failures=True)
-        (failure,) = latents.failures()
-        assert (failure.key, failure.reason, failure.count) == ("key", "ValueError: x", 1)
-        assert abs(failure.failed_at - time.time()) < 60
+        with open_set(sets) as opened:
+            with pytest.raises(RememberedFailureError):
+                opened.get_or_compute("key", never, remember_failures=True)
+            (failure,) = opened.failures()
+            assert (failure.key, failure.reason, failure.count) == ("key", "ValueError: x", 1)
+            assert abs(failure.failed_at - time.time()) < 60
+            assert opened.get_or_compute("good", lambda: 1, remember_failures=True) == 1
 
     def test_it_can_be_forgotten(self, latents: ArtifactSet) -> None:
         work = Work(ValueError(), 5)
@@ -218,11 +223,6 @@ class TestRemembered:
             pass_time(11)
         assert work.count == 2
 
-    def test_it_is_one_keys_own(self, latents: ArtifactSet) -> None:
-        with pytest.raises(ValueError):  # noqa: PT011
-            latents.get_or_compute("bad", Work(ValueError()), remember_failures=True)
-        assert latents.get_or_compute("good", lambda: 1, remember_failures=True) == 1
-
 
 class TestValidate:
     def test_it_runs_every_time(self, latents: ArtifactSet) -> None:
@@ -259,26 +259,186 @@ class TestValidate:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("at", ["the tensor", "the header of the tensor", "the record"])
+    @pytest.mark.parametrize("at", ["the tensor", "the header", "the record"])
     def test_what_is_damaged_is_computed_again(
         self, latents: ArtifactSet, caplog: pytest.LogCaptureFixture, at: str
     ) -> None:
         latents.put("key", {"x": array(1)})
-        latents.flush()
-        found = engine_of(latents).find(b"\x02key")
-        assert found is not None
-        chunk = (found.places[0] & 0xFF_FFFF_FFFF) << 6
-        record = (found.place & 0xFF_FFFF_FFFF) << 6
-        offset = {"the tensor": chunk + 200, "the header of the tensor": chunk + 20}
-        with open(next(latents.path.glob("*.pack")), "r+b") as file:
-            file.seek(offset.get(at, record + 70))
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 1]))
-        engine_of(latents).memory.clear()
+        place = engine_of(latents).catalog.find(check_key("key"))
+        assert place is not None
+        more = {"the tensor": place.meta + 200, "the header": 20, "the record": 70}
+        (pack,) = packs_of(latents)
+        data = bytearray(pack.read_bytes())
+        data[place.offset + more[at]] ^= 1
+        pack.write_bytes(data)
         work = Work({"x": array(1)})
         for _ in range(3):
             assert np.array_equal(latents.get_or_compute("key", work)["x"], array(1))
         assert work.count == 1
         assert latents.stats().damaged == 1
         assert "is damaged" in caplog.text
+
+
+class Many:
+    """A computation of many keys at once that keeps what it was asked for."""
+
+    def __init__(self, *bad: str) -> None:
+        self.bad = bad
+        self.batches: list[list[str]] = []
+
+    def __call__(self, keys: list[str]) -> list[object]:
+        self.batches.append(keys)
+        return [ValueError(f"no {key}") if key in self.bad else {"of": key} for key in keys]
+
+
+KEYS = [f"k{n}" for n in range(10)]
+
+
+class TestMany:
+    def test_what_is_there_is_found_and_the_rest_is_computed_in_batches(
+        self, latents: ArtifactSet
+    ) -> None:
+        latents.put_many({"k2": {"of": "k2"}, "k5": {"of": "k5"}})
+        work = Many("k7")
+        done = latents.compute_many([*KEYS, "k1"], work, batch=3)
+        rest = [key for key in KEYS if key not in ("k2", "k5")]
+        assert work.batches == [rest[:3], rest[3:6], rest[6:]]
+        assert done == Computed(
+            found=["k2", "k5"],
+            computed=[key for key in rest if key != "k7"],
+            failed={"k7": "ValueError: no k7"},
+        )
+        assert sorted(latents) == sorted(set(KEYS) - {"k7"})
+        assert latents.get_batch(["k9", "k2"]) == {"of": ["k9", "k2"]}
+        assert latents.compute_many(["k1"], never).found == ["k1"]
+        assert latents.compute_many([], never) == Computed()
+
+    def test_what_fn_raises_ends_the_call_and_what_was_put_stays(
+        self, latents: ArtifactSet
+    ) -> None:
+        def compute(keys: list[str]) -> list[object]:
+            if "k4" in keys:
+                raise ZeroDivisionError
+            return [1] * len(keys)
+
+        with pytest.raises(ZeroDivisionError):
+            latents.compute_many(KEYS, compute, batch=2)
+        assert sorted(latents) == KEYS[:4]
+        assert all(engine_of(latents).leases.busy(key) is None for key in KEYS)
+
+    def test_values_may_come_one_by_one(self, latents: ArtifactSet) -> None:
+        latents.compute_many(["a", "b"], lambda keys: (key.upper() for key in keys))
+        assert [latents.get("a"), latents.get("b")] == ["A", "B"]
+
+    @pytest.mark.parametrize("returned", [{"a": 1, "b": 2}, {1, 2}, "ab", b"ab", None])
+    def test_what_has_no_values_in_the_order_of_the_keys_is_an_error(
+        self, latents: ArtifactSet, returned: object
+    ) -> None:
+        with pytest.raises(ArtifactError, match="not a list"):
+            latents.compute_many(["a", "b"], lambda _: returned)  # type: ignore[arg-type,return-value]
+        assert not len(latents)
+
+    def test_a_batch_has_at_least_one_key(self, latents: ArtifactSet) -> None:
+        with pytest.raises(ConfigError, match="batch must be at least 1, not 0"):
+            latents.compute_many(["a"], never, batch=0)
+
+    def test_another_number_of_values_is_an_error(self, latents: ArtifactSet) -> None:
+        with pytest.raises(ArtifactError, match="9 values for 10 keys"):
+            latents.compute_many(KEYS, lambda keys: [1] * (len(keys) - 1))
+        assert len(latents) == 0
+
+    def test_failures_are_remembered_if_asked(
+        self, latents: ArtifactSet, pass_time: Advance
+    ) -> None:
+        work = Many("k1", "k2")
+        first = latents.compute_many(KEYS, work, remember_failures=60)
+        assert {failure.key for failure in latents.failures()} == first.failed.keys()
+        again = latents.compute_many(KEYS, never, remember_failures=60)
+        assert again.failed == first.failed
+        assert again.failed == {"k1": "ValueError: no k1", "k2": "ValueError: no k2"}
+        with pytest.raises(RememberedFailureError):
+            latents.get_or_compute("k1", never, remember_failures=60)
+        pass_time(61)
+        assert latents.compute_many(KEYS, Many("k2"), remember_failures=60).computed == ["k1"]
+        assert [failure.key for failure in latents.failures()] == ["k2"]
+
+    def test_threads_compute_each_once(self, latents: ArtifactSet) -> None:
+        work = Many()
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [
+                pool.submit(latents.compute_many, KEYS[::step], work, batch=2)
+                for step in (1, -1, 1, -1)
+            ]
+            found = [job.result() for job in jobs]
+        assert sorted(key for keys in work.batches for key in keys) == KEYS
+        for each in found:
+            assert sorted(each.found + each.computed + each.waited) == KEYS
+
+
+@pytest.mark.timeout(60)
+class TestManyProcesses:
+    def test_what_another_computes_is_waited_for_last(self, sets: ArtifactSets) -> None:
+        """The other one ends when it sees our last key: who waits first waits for ever."""
+        with open_set(sets) as opened, Child(lambda: _hold_until_there(sets, "k1", "k9")) as child:
+            while engine_of(opened).leases.busy("k1") is None:
+                time.sleep(0.005)
+            left = opened.compute_many(KEYS[:2], Many(), wait=False)
+            assert (left.computed, left.busy) == (["k0"], ["k1"])
+            work = Many()
+            done = opened.compute_many(KEYS, work, batch=4)
+            assert (done.found, done.waited) == (["k0"], ["k1"])
+            assert done.computed == KEYS[2:]
+            assert not any("k1" in keys for keys in work.batches)
+            assert opened.get("k1") == "theirs"
+            child.result()
+
+    def test_what_a_killed_one_has_begun_is_computed(self, sets: ArtifactSets) -> None:
+        with open_set(sets) as opened, Child(lambda: _hold_until_there(sets, "k1", "k9")) as child:
+            while engine_of(opened).leases.busy("k1") is None:
+                time.sleep(0.005)
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(opened.compute_many, KEYS[:3], Many())
+                while "k2" not in opened:
+                    time.sleep(0.005)
+                child.end()
+                assert job.result().computed == ["k0", "k2", "k1"]
+
+    def test_the_same_keys_in_opposite_order_are_computed_once_each(
+        self, sets: ArtifactSets, tmp_path: Path
+    ) -> None:
+        keys = [f"k{n}" for n in range(60)]
+        log = tmp_path / "computed"
+        orders = (keys, keys[::-1], keys[20:] + keys[:20])
+        with ExitStack() as stack:
+            children = [
+                stack.enter_context(Child(partial(_compute_all, sets, order, log)))
+                for order in orders
+            ]
+            for child in children:
+                assert child.result() == (sorted(keys), {})
+        assert sorted(log.read_text("utf-8").split()) == sorted(keys)
+
+
+def _hold_until_there(sets: ArtifactSets, key: str, other: str) -> None:
+    with open_set(sets) as opened:
+
+        def compute() -> str:
+            while other not in opened:
+                time.sleep(0.005)
+            return "theirs"
+
+        opened.get_or_compute(key, compute)
+
+
+def _compute_all(
+    sets: ArtifactSets, keys: list[str], log: Path
+) -> tuple[list[str], dict[str, str]]:
+    def compute(some: list[str]) -> list[object]:
+        with open(log, "a", encoding="utf-8") as file:
+            file.write("".join(f"{key}\n" for key in some))
+        time.sleep(0.01)
+        return list(some)
+
+    with open_set(sets) as opened:
+        done = opened.compute_many(keys, compute, batch=4)
+    return sorted(done.found + done.computed + done.waited), done.failed

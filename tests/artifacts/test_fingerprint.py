@@ -12,11 +12,23 @@ from hypothesis import strategies as st
 
 from tests.api import ABSENT, Difference, Fingerprint, errors
 from tests.artifacts.exact import exactly
-from tests.artifacts.strategies import configs, texts
+from tests.artifacts.strategies import texts
 
-mappings = st.dictionaries(
-    st.sampled_from(["vae", "dtype", "size", "a b", 1, None, (1, b"x")]), configs, max_size=4
-).filter(lambda mapping: "complex" not in repr(exactly(mapping)))
+_texts = st.text(max_size=8)
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | _texts
+    | st.sampled_from([0, 1, 0.0, -0.0, 1.0, True, False, "1", "1.0", "true", "null", "", None]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(_texts | st.sampled_from(["a", "b"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+mappings = st.dictionaries(st.sampled_from(["vae", "dtype", "a b", ""]), _json, max_size=4)
 
 
 def base() -> dict[str, object]:
@@ -27,7 +39,7 @@ def base() -> dict[str, object]:
 
 @given(mappings, mappings)
 def test_any_other_value_or_type_is_another_set(
-    one: dict[object, object], other: dict[object, object]
+    one: dict[str, object], other: dict[str, object]
 ) -> None:
     mine, theirs = Fingerprint.of(one), Fingerprint.of(other)
     is_same = exactly(one, ordered=False) == exactly(other, ordered=False)
@@ -39,30 +51,23 @@ def test_any_other_value_or_type_is_another_set(
 
 
 @given(mappings)
-def test_json_keeps_a_fingerprint_exactly(mapping: dict[object, object]) -> None:
+def test_json_keeps_a_fingerprint_exactly(mapping: dict[str, object]) -> None:
     mine = Fingerprint.of(mapping)
-    text = json.dumps(mine.to_json(), allow_nan=False)
-    back = Fingerprint.from_json(json.loads(text))
-    assert back == mine == Fingerprint.from_json(text)
+    back = Fingerprint.from_json(json.loads(json.dumps(mine.to_json(), allow_nan=False)))
+    assert back == mine
     assert back.id("x") == mine.id("x")
     assert exactly(back.values) == exactly(mine.values) == exactly(mapping)
 
 
 @given(mappings, texts, texts)
-def test_the_name_is_part_of_the_id(mapping: dict[object, object], one: str, other: str) -> None:
+def test_the_name_is_part_of_the_id(mapping: dict[str, object], one: str, other: str) -> None:
     mine = Fingerprint.of(mapping)
     assert (mine.id(one) == mine.id(other)) is (one == other)
 
 
 def test_an_id_stays_the_same_from_release_to_release() -> None:
     """Another id makes every artifact of every user be computed again."""
-    assert Fingerprint.of(base()).id("sdxl-latents") == "0147b713bf985321e4acb7b94edb657b"
-
-
-def test_an_id_is_32_hexadecimal_characters() -> None:
-    found = Fingerprint.of({}).id("x")
-    assert len(found) == 32
-    assert set(found) <= set("0123456789abcdef")
+    assert Fingerprint.of(base()).id("sdxl-latents") == "b0cda22b196bc12eeedbb58ecbf53b06"
 
 
 def test_the_order_of_dicts_does_not_count() -> None:
@@ -83,6 +88,7 @@ def test_a_fingerprint_does_not_change_with_what_it_was_made_of() -> None:
     before = mine.id("x")
     crop.append(3)
     mine.values["crop"] = None
+    mine.to_json()["crop"] = None
     assert (mine.id("x"), mine.values) == (before, {"crop": [1, 2]})
 
 
@@ -102,7 +108,7 @@ def test_differences_name_the_path_and_both_sides() -> None:
 
 @pytest.mark.parametrize(
     ("mine", "theirs"),
-    [(1, True), (1, 1.0), (0.0, -0.0), ([1], (1,)), ([1], [1, 2]), ("a", b"a"), ({}, [])],
+    [(1, True), (1, 1.0), (0.0, -0.0), ([1], [1, 2]), ("1", 1), ({}, []), (2**70, float(2**70))],
 )
 def test_types_are_differences(mine: object, theirs: object) -> None:
     one, other = Fingerprint.of({"x": mine}), Fingerprint.of({"x": theirs})
@@ -110,20 +116,12 @@ def test_types_are_differences(mine: object, theirs: object) -> None:
     assert [each.path for each in one.differences(other)] == ["x"]
 
 
-def test_keys_of_another_type_are_differences() -> None:
-    found = Fingerprint.of({1: 0}).differences(Fingerprint.of({True: 0}))
-    assert [(each.path, each.mine, each.theirs) for each in found] == [
-        ("[1]", 0, ABSENT),
-        ("[True]", ABSENT, 0),
-    ]
-
-
 def test_it_reads_well() -> None:
     assert str(Fingerprint.of({"size": 1024, "a b": 1.5, "vae": "abc"})) == (
         'size=1024, ["a b"]=1.5, vae="abc"'
     )
     assert repr(Fingerprint.of({"a": 1})) == "Fingerprint({'a': 1})"
-    assert len(str(Fingerprint.of({"x": "y" * 500, "z": 1 << 100_000}))) < 150
+    assert len(str(Fingerprint.of({"x": "y" * 500, "z": 1 << 2000}))) < 150
 
 
 def test_it_equals_nothing_but_a_fingerprint() -> None:
@@ -131,27 +129,39 @@ def test_it_equals_nothing_but_a_fingerprint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mapping", "path"),
+    ("mapping", "path", "hint"),
     [
-        ({"a": [object()]}, "a[0]"),
-        ({"a": {"b": np.float32(1)}}, "a.b"),
-        ({"a": {1, 2}}, "a"),
-        ({"a": {frozenset(): 1}}, "a"),
-        ({"a": 1j}, "a"),
+        ({"a": [object()]}, "a[0]", "plain values"),
+        ({"a": {"b": np.float32(1)}}, "a.b", "plain values"),
+        ({"a": np.zeros(1)}, "a", "plain values"),
+        ({"a": 1j}, "a", "plain values"),
+        ({"a": {1, 2}}, "a", "sorted(value)"),
+        ({"crop": [(1, 2)]}, "crop[0]", "list(value)"),
+        ({"digest": b"x"}, "digest", "value.hex()"),
+        ({"a": float("nan")}, "a", '"nan"'),
+        ({"a": -float("inf")}, "a", '"-inf"'),
+        ({"a": 1 << 100_000}, "a", "hex(value)"),
+        ({"a": "\ud800\udc00"}, "a", "ascii"),
+        ({"a": {"\ud800": 1}}, 'a["\\ud800"]', "ascii"),
+        ({"a": {1: 2}}, "a", "str(key)"),
+        ({"a": {np.str_("x"): 2}}, "a", "str(key)"),
+        ({None: 2}, "", "str(key)"),
     ],
 )
-def test_what_is_not_plain_is_refused_by_its_path(mapping: dict[str, object], path: str) -> None:
+def test_what_json_cannot_keep_is_refused_by_its_path_with_what_to_put_instead(
+    mapping: dict[str, object], path: str, hint: str
+) -> None:
     with pytest.raises(errors.UnsupportedValueError) as caught:
         Fingerprint.of(mapping)
     assert caught.value.path == path
+    assert path in str(caught.value)
+    assert hint in caught.value.hint
 
 
-def test_a_tensor_is_refused_by_its_path() -> None:
-    import torch
-
-    with pytest.raises(errors.UnsupportedValueError) as caught:
-        Fingerprint.of({"a": torch.zeros(1)})
-    assert caught.value.path == "a"
+@pytest.mark.parametrize("other", [None, "vae", 3, [("vae", 1)]])
+def test_what_is_no_mapping_is_refused(other: object) -> None:
+    with pytest.raises(errors.UnsupportedValueError, match="cannot be a fingerprint"):
+        Fingerprint.of(other)  # type: ignore[arg-type]
 
 
 def test_a_fingerprint_that_contains_itself_is_refused() -> None:
@@ -162,9 +172,9 @@ def test_a_fingerprint_that_contains_itself_is_refused() -> None:
 
 
 def test_fingerprints_nested_a_hundred_deep_are_kept() -> None:
-    value: object = (1,)
+    value: object = [1]
     for number in range(98):
-        value = {"x": value} if number % 2 else (value,)
+        value = {"x": value} if number % 2 else [value]
     mine = Fingerprint.of({"x": value})
     assert Fingerprint.from_json(json.loads(json.dumps(mine.to_json()))) == mine
     with pytest.raises(errors.UnsupportedValueError, match="deep"):
@@ -172,16 +182,8 @@ def test_fingerprints_nested_a_hundred_deep_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        None, 1, "", "{", "[]", "nonsense", [], {}, {"dict": 1}, {"dict": [], "tuple": []},
-        {"dict": [1]}, {"dict": [["a"]]}, {"dict": [["a", 1], ["a", 2]]}, {"dict": [[[], 1]]},
-        {"dict": [["a", {"float": "00"}]]}, {"dict": [["a", {"float": "zz"}]]},
-        {"dict": [["a", {"bytes": "0"}]]}, {"dict": [["a", {"int": "__import__"}]]},
-        {"dict": [["a", {"object": []}]]}, {"dict": [["a", {}]]}, {"tuple": []},
-        "[" * 100_000, '{"tuple":[' * 50_000, {"dict": [["a", object()]]},
-    ],
-)  # fmt: skip
+    "data", [None, 1, "", "{", [], "{}", {"a": float("nan")}, {"a": object()}, {1: 2}]
+)
 def test_json_that_is_no_fingerprint_is_refused(data: object) -> None:
     with pytest.raises(errors.SetFormatError):
         Fingerprint.from_json(data)

@@ -7,6 +7,9 @@ import math
 import os
 import shutil
 import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,18 @@ import pytest
 
 from tests.api import (
     ArtifactError,
+    ArtifactSet,
     ArtifactSets,
     BadSetNameError,
     ConfigError,
+    Fingerprint,
     Options,
+    SetFolder,
     SetFormatError,
-    SetIndexDamagedError,
     SmartCache,
 )
 from tests.artifacts.meanwhile import Meanwhile
-from tests.artifacts.opening import FINGERPRINT, array, engine_of, open_set
+from tests.artifacts.opening import FINGERPRINT, array, check_whole, open_set, packs_of
 from tests.processes.artifact_writers import in_fork
 from tests.processes.children import Child
 
@@ -40,6 +45,12 @@ class TestOpen:
         assert one.fingerprint is not None
         assert other.fingerprint is not None
         assert [each.path for each in one.fingerprint.differences(other.fingerprint)]
+
+    def test_a_closed_set_says_so(self, sets: ArtifactSets) -> None:
+        opened = open_set(sets)
+        assert repr(opened).endswith(": 0 artifacts>")
+        opened.close()
+        assert repr(opened).endswith(": closed>")
 
     def test_another_name_is_another_set(self, sets: ArtifactSets) -> None:
         with open_set(sets, "one") as first, open_set(sets, "two") as second:
@@ -71,9 +82,53 @@ class TestOpen:
     def test_a_set_of_a_newer_format_is_refused(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened:
             path = opened.path / "set.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-        with pytest.raises(SetFormatError, match="format 2"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 3}))
+        with pytest.raises(SetFormatError, match="format 3"):
             open_set(sets)
+
+    def test_a_set_of_the_first_format_is_refused_and_can_be_removed(
+        self, sets: ArtifactSets
+    ) -> None:
+        with open_set(sets, "latents") as opened:
+            path = opened.path / "set.json"
+        path.write_text(json.dumps({"format": 1, "name": "latents", "id": opened.id}))
+        with pytest.raises(
+            SetFormatError, match=r"made by an older smartcache \(format 1\)"
+        ) as old:
+            open_set(sets, "latents")
+        assert f"'smartcache artifacts rm latents/{opened.id}'" in old.value.hint
+        (info,) = sets.find(f"latents/{opened.id}")
+        assert info.cure == old.value.hint
+        assert sets.plan_remove([info]).execute().sets == 1
+        assert sets.infos() == []
+
+    def test_its_file_shows_the_fingerprint_as_it_is(self, sets: ArtifactSets) -> None:
+        fingerprint = {"vae": "naïve", "size": 512, "scale": 1.0, "crop": [0, {"w": None}]}
+        with sets.open("one", fingerprint) as opened:
+            text = (opened.path / "set.json").read_text("utf-8")
+        assert json.loads(text)["fingerprint"] == fingerprint
+        assert '"vae": "naïve"' in text
+
+    def test_whoever_makes_a_set_first_names_its_instance(self, sets: ArtifactSets) -> None:
+        """With a second name, packs that were written under the first would be foreign."""
+        fingerprints = [Fingerprint.of({"n": number}) for number in range(40)]
+        start = threading.Barrier(4)
+
+        def make() -> list[str]:
+            found = []
+            for each in fingerprints:
+                start.wait()
+                found.append(SetFolder.make(sets.root, "one", each, Options()).instance)
+            return found
+
+        with ThreadPoolExecutor(4) as pool:
+            one, *others = [future.result() for future in [pool.submit(make) for _ in range(4)]]
+        assert len(set(one)) == len(fingerprints)
+        assert all(len(each) == 16 for each in one)
+        assert others == [one] * 3
+        changed = SetFolder.make(sets.root, "one", fingerprints[0], Options(ttl=5))
+        assert changed.with_options(Options(ttl=9)).instance == one[0]
+        assert SetFolder.read(changed.path).instance == one[0]
 
 
 class TestOptions:
@@ -91,15 +146,19 @@ class TestOptions:
             expected = Options(max_size=10**6, ttl=120, evictable=False)
             assert opened.describe().options == expected
 
-    def test_a_bound_can_be_taken_back(self, sets: ArtifactSets) -> None:
+    def test_a_bound_can_be_taken_back(
+        self, sets: ArtifactSets, pass_time: Callable[[float], None]
+    ) -> None:
         with open_set(sets, max_size=10**6, ttl=60):
             pass
         with open_set(sets, max_size=math.inf) as opened:
             assert opened.describe().options == Options(ttl=60)
         with open_set(sets, ttl=math.inf) as opened:
             assert opened.describe().options == Options()
-            opened.put("key", 1)
-            assert engine_of(opened).index.expired(2**62) == []
+            opened.put_many((f"k{n}", {"x": array(n, 100_000)}) for n in range(12))
+            pass_time(61)
+            assert opened.evict().artifacts == 0
+            assert len(opened) == 12
 
     def test_they_hold_at_once_for_a_set_that_is_open(self, sets: ArtifactSets) -> None:
         with open_set(sets) as first, open_set(sets, max_size=1000, evictable=False) as second:
@@ -107,13 +166,27 @@ class TestOptions:
             assert second.describe().options.max_size == 1000
 
     @pytest.mark.parametrize(
-        "options", [{"max_size": 0}, {"max_size": -5}, {"ttl": 0}, {"ttl": timedelta(0)}]
+        "options",
+        [
+            {"max_size": 0},
+            {"max_size": -5},
+            {"max_size": "3GB"},
+            {"ttl": 0},
+            {"ttl": "30d"},
+            {"ttl": timedelta(0)},
+        ],
     )
     def test_what_makes_no_sense_is_refused(
         self, sets: ArtifactSets, options: dict[str, Any]
     ) -> None:
         with pytest.raises(ConfigError):
             open_set(sets, **options)
+
+    @pytest.mark.parametrize("ttl", [0, -1, "30d", timedelta(0)])
+    def test_a_put_refuses_it_too(self, latents: ArtifactSet, ttl: Any) -> None:  # noqa: ANN401
+        with pytest.raises(ConfigError, match="ttl must be a number above 0"):
+            latents.put("key", 1, ttl=ttl)
+        assert "key" not in latents
 
 
 class TestListing:
@@ -125,24 +198,17 @@ class TestListing:
         assert [info.name for info in infos] == ["one", "two"]
         assert all(info.artifacts == 1 and info.live > 4096 for info in infos)
 
-    def test_what_was_just_put_is_counted(self, sets: ArtifactSets) -> None:
-        with open_set(sets) as opened:
-            opened.put("key", 1)
-            (info,) = sets.infos()
-            assert info.artifacts == 1
-
     def test_there_may_be_none(self, sets: ArtifactSets) -> None:
         assert sets.infos() == []
 
-    @pytest.mark.parametrize("what", ["index", "description", "no description"])
+    @pytest.mark.parametrize("what", ["description", "no description"])
     def test_a_set_that_cannot_be_read_is_listed_with_its_problem(
         self, sets: ArtifactSets, what: str
     ) -> None:
         with open_set(sets, "bad") as bad, open_set(sets, "good"):
+            bad.put("key", {"x": array(1)})
             path = bad.path
-        if what == "index":
-            (path / "index.sqlite3").write_bytes(b"no database" * 500)
-        elif what == "description":
+        if what == "description":
             (path / "set.json").write_bytes(b"{")
         else:
             (path / "set.json").unlink()
@@ -192,7 +258,6 @@ class TestRemove:
             with open_set(sets) as new:
                 assert "key" not in new
                 new.put("key", 2)
-                new.flush()
                 with Child(lambda: ArtifactSets(sets.root).infos()[0].artifacts) as child:
                     assert child.result() == 1
 
@@ -201,7 +266,6 @@ class TestRemove:
     ) -> None:
         with open_set(sets) as opened:
             opened.put("key", 1)
-            opened.flush()
             with Child(lambda: _remove_and_make(sets)) as child:
                 child.result()
             with pytest.raises(ArtifactError, match="removed"):
@@ -232,7 +296,6 @@ class TestRemove:
         """A problem is told; the other sets of the plan are removed all the same."""
         with open_set(sets, "one") as one, open_set(sets, "two"):
             one.put("key", 1)
-            one.flush()
             path = one.path
         (path / "lock").unlink()
         (path / "lock").mkdir()  # nobody can have this one
@@ -247,22 +310,20 @@ class TestVerify:
             opened.put_many((f"k{n}", {"x": array(n % 4)}) for n in range(9))
             opened.delete("k3")
             report = opened.verify()
-        assert not report.has_damage
-        assert report.damaged_records == 0
+        assert (report.damage, report.damaged_records) == ([], 0)
         assert (report.artifacts, report.damaged) == (8, [])
         assert report.read_size > 4 * 4096
 
     def test_what_is_damaged_is_named_and_counts_as_missing(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened:
             opened.put_many((f"k{n}", {"x": array(n)}) for n in range(3))
-            opened.flush()
-            pack = next(opened.path.glob("*.pack"))
+            (pack,) = packs_of(opened)
             data = bytearray(pack.read_bytes())
             data[data.index(array(1).tobytes()) + 77] ^= 1
             pack.write_bytes(data)
             (report,) = sets.verify()
             assert report.damaged == ["k1"]
-            assert report.has_damage
+            assert report.damage == ["1 artifact is damaged"]
             assert set(opened) == {"k0", "k2"}
             assert not opened.verify().damaged
 
@@ -281,20 +342,53 @@ class TestVerify:
             assert report.damaged == []
             assert set(opened) == {"k0", "k1", "k3", "k4", "k5", "new"}
 
-    def test_an_index_that_is_no_database_is_told_and_made_again(self, sets: ArtifactSets) -> None:
-        with open_set(sets) as opened:
-            opened.put("key", {"x": array(1)})
+    @pytest.mark.parametrize("data", [None, b"no database" * 500])
+    def test_an_index_that_is_lost_or_no_database_loses_no_artifact(
+        self, sets: ArtifactSets, caplog: pytest.LogCaptureFixture, data: bytes | None
+    ) -> None:
+        with open_set(sets, pack_bytes=10_000) as opened:
+            opened.put_many((f"k{n}", {"x": array(n)}) for n in range(9))
+            opened.delete("k3")
+            opened.pin("k1")
+            opened.get("k2")
             path = opened.path
-        (path / "index.sqlite3").write_bytes(b"no database" * 500)
-        (report,) = sets.verify()
-        assert not report.is_index_sound
-        with pytest.raises(SetIndexDamagedError) as caught:
-            open_set(sets)
-        assert "--rebuild" in caught.value.hint
-        assert sets.rebuild(sets.infos()[0]).artifacts == 1
+        for file in path.glob("index.sqlite3*"):
+            file.unlink()
+        if data is not None:
+            (path / "index.sqlite3").write_bytes(data)
         with open_set(sets) as opened:
-            assert "key" in opened
-            assert engine_of(opened).index.is_sound()
+            assert set(opened) == {f"k{n}" for n in range(9) if n != 3}
+            assert opened.is_pinned("k1")
+            opened.touch("k2")
+            check_whole(opened)
+            (info,) = sets.infos()
+            assert not info.problem
+        assert ("begins anew" in caplog.text) == (data is not None)
+        assert len(list(path.glob("index.sqlite3.damaged-*"))) == (data is not None)
+
+    def test_a_rebuild_makes_footers_again_and_brings_nothing_back(
+        self, sets: ArtifactSets
+    ) -> None:
+        with open_set(sets, pack_bytes=15_000) as opened:
+            opened.put_many((f"k{n}", {"x": array(n), "n": n}) for n in range(9))
+            opened.put("k1", {"x": array(50), "n": 50})
+            opened.delete_many(["k0", "k4"])
+            for n in (2, 5, 6):
+                opened.pin(f"k{n}")
+            opened.unpin("k5")
+            path = opened.path
+        for pack in path.glob("*.pack"):
+            with open(pack, "r+b") as file:
+                file.truncate(pack.stat().st_size - 64)  # its `end` is gone
+        with open_set(sets) as opened:
+            for _ in range(2):
+                assert set(opened) == {f"k{n}" for n in (1, 2, 3, 5, 6, 7, 8)}
+                assert opened.get("k1")["n"] == 50
+                assert [opened.is_pinned(f"k{n}") for n in (2, 5, 6)] == [True, False, True]
+                done = sets.rebuild(sets.infos()[0])
+                assert done.artifacts == 7
+            assert done.footers == 0
+            check_whole(opened)
 
 
 def _remove_and_make(sets: ArtifactSets) -> None:

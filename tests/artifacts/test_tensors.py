@@ -35,7 +35,7 @@ def test_every_torch_dtype_has_a_name_and_its_size() -> None:
         assert torch_item_size(name) == dtype.itemsize, dtype
 
 
-@pytest.mark.parametrize("dtype", [*NUMPY_DTYPES, np.dtype("g"), np.dtype("G")], ids=str)
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
 def test_every_numpy_dtype_has_a_name_and_its_size(dtype: np.dtype[np.generic]) -> None:
     name = numpy_name(dtype)
     assert name is not None
@@ -43,8 +43,8 @@ def test_every_numpy_dtype_has_a_name_and_its_size(dtype: np.dtype[np.generic]) 
     assert numpy_item_size(name) == dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", ["O", "V8", "i4,f8", "T", ">g"])
-def test_objects_records_and_foreign_numbers_have_no_name(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["O", "V8", "i4,f8", "T", "g", ">g", "G"])
+def test_objects_records_and_long_doubles_have_no_name(dtype: str) -> None:
     assert numpy_name(np.dtype(dtype)) is None
 
 
@@ -67,11 +67,6 @@ def test_a_name_that_is_no_dtype_is_refused_and_not_looked_up(name: str) -> None
     for kind in kinds:
         with pytest.raises(errors.LayoutError):
             TensorSpec.of(kind, name, (1,))
-
-
-def test_the_long_double_of_another_machine_is_named_as_such() -> None:
-    with pytest.raises(errors.ArtifactError, match="another kind of machine"):
-        numpy_dtype("longdouble16m112")
 
 
 def test_a_dtype_of_ml_dtypes_asks_for_that_package() -> None:
@@ -125,8 +120,10 @@ def test_a_new_tensor_and_a_batch_of_it_share_their_memory_with_the_bytes(
     rows[1] = np.frombuffer(data, np.uint8)
     assert exactly(one) == exactly(spec.from_bytes(data))
     assert exactly(batch[1]) == exactly(one) or not spec.shape  # type: ignore[index]
-    view = spec.view(np.frombuffer(data, np.uint8))
+    raw = np.frombuffer(bytearray(data), np.uint8)
+    view = spec.view(raw)
     assert (view.shape, view.flags.writeable, view.tobytes()) == (spec.shape, False, data)
+    assert np.shares_memory(view, raw) or not data
 
 
 def test_a_view_shows_numbers_that_numpy_lacks_as_their_bits() -> None:
@@ -136,15 +133,6 @@ def test_a_view_shows_numbers_that_numpy_lacks_as_their_bits() -> None:
     assert TensorSpec.of("torch", "bfloat16", (2,)).view(data).tolist() == [0x3F80, 0x3F80]
     with pytest.raises(errors.LayoutError):
         TensorSpec.of("torch", "bfloat16", (3,)).view(data)
-
-
-def test_a_view_does_not_copy_and_can_not_be_written() -> None:
-    memory = np.zeros(8, np.uint8)
-    view = TensorSpec.of("numpy", "<f4", (2,)).view(memory)
-    memory[:] = 1
-    assert view.tobytes() == b"\x01" * 8
-    with pytest.raises(ValueError, match="read-only"):
-        view[0] = 1
 
 
 _LATENT = TensorSpec.of("torch", "float16", (4, 8))

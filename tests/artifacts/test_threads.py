@@ -1,9 +1,8 @@
-"""Threads of one process: what was put is read at once, also while rows are written and moved."""
+"""Threads of one process, and forks: what was put is read at once, also while it is moved."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from tests.api import ArtifactSet, ArtifactSets
-from tests.artifacts.exact import exactly
 from tests.artifacts.meanwhile import Meanwhile
-from tests.artifacts.opening import array, engine_of, open_set
-from tests.artifacts.peer import Clock, Peer, value_of
-from tests.artifacts.rows import check_rows
+from tests.artifacts.opening import array, check_whole, open_set
 from tests.processes.children import Child
 
 
@@ -33,66 +29,34 @@ def run_for(seconds: float, *works: Callable[[], None]) -> None:
 
 
 class TestReadYourWrites:
-    def test_while_rows_are_written_and_others_read(
-        self, latents: ArtifactSet, seconds: Callable[[float], float]
+    def test_while_others_read_seal_and_compact(
+        self, sets: ArtifactSets, seconds: Callable[[float], float]
     ) -> None:
         """Who has put a value must never again see an older one."""
         acknowledged = [0]
+        with open_set(sets, pack_bytes=30_000) as opened:
 
-        def put() -> None:
-            latents.put("key", acknowledged[0] + 1)
-            acknowledged[0] += 1
+            def put() -> None:
+                opened.put("key", acknowledged[0] + 1)
+                acknowledged[0] += 1
 
-        def get() -> None:
-            before = acknowledged[0]
-            assert latents.get("key", 0) >= before
+            def get() -> None:
+                before = acknowledged[0]
+                assert opened.get("key", 0) >= before
 
-        run_for(seconds(1.5), put, get, get, latents.flush)
-        assert latents.get("key") == acknowledged[0]
+            def get_many() -> None:
+                before = acknowledged[0]
+                chosen = opened.select(["key", "none"])
+                assert before == 0 or chosen.missing.tolist() == [1]
+                len(opened)
 
-    def test_after_a_look_up_that_was_overtaken(self, latents: ArtifactSet) -> None:
-        """A thread has found the old row, and remembers it when the new one is written."""
-        latents.put("key", 1)
-        latents.flush()
-        engine = engine_of(latents)
-        engine.memory.clear()
-        real = engine.index.entries
-        is_first = [True]
-
-        def replace() -> None:
-            latents.put("key", 2)
-            latents.flush()
-
-        def entries(keys: list[bytes]) -> object:
-            rows = real(keys)
-            if is_first.pop() if is_first else False:
-                other = threading.Thread(target=replace)
-                other.start()
-                other.join()
-            return rows
-
-        engine.index.entries = entries  # type: ignore[method-assign, assignment]
-        assert latents.get("key") in {1, 2}
-        engine.index.entries = real  # type: ignore[method-assign]
-        assert latents.get("key") == 2
-
-    def test_a_value_that_another_process_put_later_is_seen(self, sets: ArtifactSets) -> None:
-        """It was counted before ours, which is older."""
-        with Peer(Clock()) as peer, open_set(sets) as opened:
-            peer.open(sets.root)
-            with engine_of(opened).mutex:  # our rows are not written meanwhile
-                opened.put("key", "ours")
-                peer.put([("key", 1)])
-                peer.flush()
-            opened.flush()
-            assert exactly(opened.get("key")) == exactly(value_of(1))
-            peer.close()
+            run_for(seconds(1.5), put, get, get_many, lambda: _compacted(opened))
+            assert opened.get("key") == acknowledged[0]
 
     def test_a_child_sees_what_its_parent_puts_after_the_fork(self, sets: ArtifactSets) -> None:
-        """The child has looked it up before, and has a connection of its own to the index."""
+        """For the child, the pack that its parent writes is that of another process."""
         with open_set(sets) as opened:
             opened.put("key", 1)
-            opened.flush()
             assert opened.get("key") == 1
             has_looked, looked = os.pipe()
             has_put, put = os.pipe()
@@ -106,7 +70,6 @@ class TestReadYourWrites:
             with Child(look) as child:
                 os.read(has_looked, 1)
                 opened.put("key", 2)
-                opened.flush()
                 os.write(put, b"!")
                 assert child.result() == 2
 
@@ -129,8 +92,7 @@ class TestManyThreads:
                     value = opened.get(f"{thread} {n}")
                     assert (value is None) == (n % 3 == 0)
                     assert value is None or value["n"] == thread * 1000 + n
-            opened.flush()
-            check_rows(opened.path)
+            check_whole(opened)
 
     def test_readers_find_everything_while_packs_are_compacted(
         self, sets: ArtifactSets, seconds: Callable[[float], float]
@@ -151,12 +113,19 @@ class TestManyThreads:
             def read_batch() -> None:
                 assert np.array_equal(opened.get_batch(keys)["x"], expected)
 
+            chosen = opened.select(keys)
+
+            def select() -> None:
+                assert np.array_equal(
+                    chosen.read([19, 0, 7])["x"], [expected[n] for n in (19, 0, 7)]
+                )
+
             def read_one() -> None:
                 sample = opened["k7"]
                 assert np.array_equal(opened.get("k3")["x"], expected[3])
                 assert np.array_equal(sample["x"], expected[7])  # type: ignore[arg-type]
 
-            run_for(seconds(1.5), churn, read_batch, read_one)
+            run_for(seconds(1.5), churn, read_batch, read_one, select, select)
             assert turn[0] > 1
             assert opened.stats().damaged == 0
             assert set(opened) == set(keys)
@@ -180,15 +149,10 @@ class TestDuringCompaction:
         latents.put("stays", {"x": array(1)})
         latents.put("dead", {"x": array(2)})
         latents.delete("dead")
-
-        def revive() -> None:
-            latents.put("alive", {"x": array(2)})
-            latents.flush()
-
-        latents.compact(force=True, progress=Meanwhile(revive))
+        again = Meanwhile(lambda: latents.put("alive", {"x": array(2)}))
+        assert latents.compact(force=True, progress=again).packs
         assert np.array_equal(latents.get("alive")["x"], array(2))
-        latents.flush()
-        check_rows(latents.path)
+        check_whole(latents)
 
     def test_what_is_replaced_or_deleted_stays_so(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened:
@@ -207,4 +171,9 @@ class TestDuringCompaction:
                 assert set(opened) == {"k1", "k3", "k4", "k5"}
                 assert np.array_equal(opened.get("k1")["x"], array(50))
                 assert opened.stats().pinned == 1
-                check_rows(opened.path)
+                check_whole(opened)
+
+
+def _compacted(opened: ArtifactSet) -> None:
+    opened.compact(force=True)
+    time.sleep(0.01)

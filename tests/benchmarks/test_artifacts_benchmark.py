@@ -1,73 +1,82 @@
-"""The benchmark of artifacts runs, with the peers that the tests have and without the others."""
+"""The benchmark of artifacts runs, so that it cannot rot; what it measures is no test."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "artifacts.py"
-FIGURES = {
-    "puts", "open", "first", "batches1", "batches2", "gets", "small", "append", "delete", "memory",
-    "disk",
-}  # fmt: skip
-LIBRARIES = {
-    "LMDB": "lmdb",
-    "LMDB, our kind of reader": "lmdb",
-    "diskcache": "diskcache",
-    "LitData": "litdata",
-    "MosaicML streaming": "mosaicml-streaming",
-}
+QUICK = ("batches", "puts", "gets", "cold", "small", "writers", "entries")
+ROWS = [
+    ("first epoch of random batches, every checksum compared", "LMDB", ">= 0.6"),
+    ("first epoch of random batches, every checksum compared", "LMDB, later epochs", ">= 0.6"),
+    ("later epochs, new memory", "LMDB", ">= 1"),
+    ("later epochs, new memory", "safetensors, file each", ">= 3"),
+    ("later epochs, new memory", "torch.save, file each", ">= 8"),
+    ("later epochs, reused memory", "LMDB, later epochs", ">= 1.2"),
+    ("later epochs, reused memory", "memcpy", ""),
+    ("puts one by one", "LMDB", ">= 0.9"),
+    ("puts one by one", "safetensors, file each", ">= 2.5"),
+    ("puts one by one", "torch.save, file each", ">= 3"),
+    ("puts one by one", "raw pwritev", ""),
+    ("puts onto 600 entries", "LMDB", ">= 0.9"),
+    ("puts of two processes at once", "raw pwritev", ">= 0.8"),
+    ("single gets", "LMDB", ">= 0.7"),
+    ("puts of small values only", "LMDB", ">= 0.7"),
+    ("gets of small values only", "LMDB", ">= 0.7"),
+    ("cold random batches", "plain mmap", ">= 4"),
+    ("second epoch of 600 entries of 4 KiB, per artifact", "300 entries", "<= 1.1"),
+    ("put_many of 600 entries of 4 KiB", "", ""),
+]
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 
 
-@pytest.mark.soak  # a dozen processes that import torch
-@pytest.mark.timeout(400)
-def test_the_benchmark_of_artifacts_prints_every_figure(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--json", "--rounds", "1", "--dir", str(tmp_path)]
-    command += ["--samples", "70", "--entries", "2000"]
+def run(tmp_path: Path, *options: str) -> str:
+    command = [sys.executable, str(SCRIPT), "--rounds", "1", "--dir", str(tmp_path)]
+    command += ["--samples", "40", "--entries", "600", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    stores = printed["stores"]
-    assert set(stores["smartcache"]) == FIGURES | {"new"}
-    for name in ("torch.save, file each", "npz, file each", "safetensors, file each"):
-        assert set(stores[name]) == FIGURES
-    assert set(stores["safetensors, shards of 256"]) == FIGURES
-    assert {"batches1", "batches2"} <= set(stores["memcpy"])
-    left_out = [note for note in printed["notes"] if note.startswith("Left out: ")]
-    for name, package in LIBRARIES.items():
-        assert name in stores or any(note.endswith(f"pip install {package}") for note in left_out)
-    rows = [(row["job"], row["peer"].partition(":")[0], row["aim"]) for row in printed["rows"]]
-    wanted = [
-        ("random batches, 1 thread", "memcpy", ">= 0.8"),
-        ("random batches, 1 thread", "torch.save, file each", ">= 8"),
-        ("random batches, 1 thread", "safetensors, file each", ">= 3"),
-        ("random batches, 1 thread", "safetensors, shards of 256", ">= 1.5"),
-        ("puts one by one", "torch.save, file each", ">= 3"),
-        ("puts one by one", "safetensors, file each", ">= 2.5"),
-        ("puts one by one", "raw pwritev, plain mmap", ">= 0.6"),
-        ("puts of two processes into one set", "one process", "> 1"),
-        ("cold random batches, 1 thread", "plain mmap, cold", ">= 4"),
-        ("open, 2,000 small entries", "", "< 50 ms"),
-    ]
-    assert [row for row in wanted if row not in rows] == []
-    assert all(row["holds"] is not None for row in printed["rows"] if row["aim"])
     assert list(tmp_path.iterdir()) == []
+    return done.stdout
+
+
+def test_the_benchmark_of_artifacts_prints_every_row(tmp_path: Path) -> None:
+    """But for opening, which starts processes that import torch."""
+    printed = json.loads(run(tmp_path, "--json", *(f"--only={part}" for part in QUICK)))
+    rows: list[dict[str, Any]] = printed["rows"]
+    with_lmdb = find_spec("lmdb") is not None
+    assert with_lmdb or "Left out: LMDB; pip install lmdb" in printed["notes"]
+    wanted = [row if with_lmdb or "LMDB" not in row[1] else (row[0], "", "") for row in ROWS]
+    assert [(row["job"], row["peer"].partition(":")[0], row["aim"]) for row in rows] == wanted
+    assert all((row["holds"] is not None) == bool(row["aim"]) for row in rows)
 
 
 @pytest.mark.soak
-def test_the_benchmark_of_artifacts_runs_only_what_is_asked_for(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--rounds", "1", "--dir", str(tmp_path)]
-    command += ["--samples", "40", "--only", "smartcache", "--only", "memcpy"]
+def test_the_benchmark_of_artifacts_measures_opening(tmp_path: Path) -> None:
+    rows = json.loads(run(tmp_path, "--json", "--only", "open", "--only", "entries"))["rows"]
+    jobs = [row["job"] for row in rows]
+    assert "open and first sample" in jobs
+    assert "open and first of 600 entries" in jobs
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_artifacts_traces_calls(tmp_path: Path) -> None:
+    lines = run(tmp_path, "--trace").splitlines()[2:]
+    calls = {line.split(" | ")[0].strip("| "): line for line in lines}
+    assert {"put", "get_batch of 32, first", "get_batch of 32, second"} <= calls.keys()
+    assert {"get_or_compute, miss", "get_or_compute, hit"} <= calls.keys()
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_artifacts_refuses_a_disk_without_room(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--samples", "1000000000", "--dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")] == [
-        "job", "random batches, 1 thread", "store", "smartcache", "memcpy",
-    ]  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
+    assert done.returncode == 1
+    assert "Give another folder with --dir, or fewer --samples and --entries." in done.stderr

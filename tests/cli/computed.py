@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.api import ArtifactSet, SmartCache
 
@@ -34,6 +38,15 @@ def put(latents: ArtifactSet, numbers: range, *, ttl: float | None = None) -> No
             "caption": f"a cat, take {number}",
         }
         latents.put(f"key-{number}", value, metadata={"file": f"{number}.png"}, ttl=ttl)
+
+
+@contextmanager
+def days_ago(days: float) -> Iterator[None]:
+    """Let what is put and used in a block be so many days old."""
+    real = time.time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() - days * 86_400)
+        yield
 
 
 def keys(home: Path, id_: str) -> set[str]:

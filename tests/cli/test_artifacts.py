@@ -13,29 +13,18 @@ import numpy as np
 import pytest
 
 from tests.api import SmartCache
-from tests.cli.computed import SHAPE, fill, keys
+from tests.cli.computed import SHAPE, days_ago, fill, keys
 from tests.cli.running import ROOT, Here, Smartcache
 
 
 @pytest.fixture
 def two(sc: Here, home: Path) -> tuple[str, str]:
     """Two sets of one name, and one of another; the ids of the two, the last used first."""
-    old = fill(home, count=3, size=512, vae={"digest": "ab", "scale": 0.5})
+    with days_ago(40):
+        old = fill(home, count=3, size=512, vae={"digest": "ab", "scale": 0.5})
     fill(home, "captions", count=1)
     new = fill(home, count=10, size=1024, vae={"digest": "ab", "scale": 0.25})
-    age_set(home, old)
     return new, old
-
-
-def age_set(home: Path, id_: str, days: int = 40) -> None:
-    """Let all artifacts of a set be last used so many days ago."""
-    import sqlite3
-
-    (path,) = (home / "sets").glob(f"*/{id_}/index.sqlite3")
-    index = sqlite3.connect(path)
-    with index:
-        index.execute("UPDATE artifacts SET used_at = used_at - ?", (days * 86_400,))
-    index.close()
 
 
 class TestLs:
@@ -112,11 +101,11 @@ class TestLs:
     def test_a_set_that_cannot_be_read_is_listed_with_its_problem(
         self, sc: Here, two: tuple[str, str], home: Path
     ) -> None:
-        (home / "sets/latents" / two[0] / "index.sqlite3").write_bytes(b"no database" * 1000)
+        (home / "sets/latents" / two[0] / "set.json").write_text("{}")
         done = sc("artifacts", "ls")
         assert re.search(rf"^latents +{two[0][:12]} +\? +\? ", done.stdout, re.MULTILINE)
         assert f"Warning: latents/{two[0][:12]}: " in done.stderr
-        assert "verify --rebuild" in done.stderr
+        assert "remove the set: 'smartcache artifacts rm'" in done.stderr
         assert len(sc("artifacts", "ls", "-q").ids) == 3
 
     def test_without_any_there_is_nothing_and_nothing_is_made(self, sc: Here, home: Path) -> None:
@@ -130,10 +119,10 @@ class TestLs:
         assert "There is no set 'nothing'" in done.error
         assert "artifacts ls" in done.hint
 
-    def test_needs_no_numpy(self, home: Path) -> None:
-        """Listing is asked for often; loading numpy takes longer than all of it."""
+    def test_needs_no_torch(self, home: Path) -> None:
+        """Listing is asked for often; loading torch takes longer than all of it."""
         fill(home)
-        code = "import sys; sys.modules['numpy'] = None; from smartcache.cli import main; main()"
+        code = "import sys; sys.modules['torch'] = None; from smartcache.cli import main; main()"
         command = [sys.executable, "-c", code, "artifacts", "ls", "-q"]
         done = subprocess.run(
             command, capture_output=True, text=True, check=False,
@@ -141,6 +130,24 @@ class TestLs:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("latents/")
+
+    def test_a_set_of_the_format_before_is_refused_in_one_line(
+        self, sc: Here, two: tuple[str, str], home: Path
+    ) -> None:
+        about = home / "sets/latents" / two[0] / "set.json"
+        about.write_text(about.read_text().replace('"format": 2', '"format": 1'))
+        done = sc("artifacts", "show", two[0], code=1)
+        assert done.error.endswith(f"{two[0]} was made by an older smartcache (format 1)")
+        words = done.hint.split("'")[1].split()[1:]
+        sc(*words, "-y")
+        assert f"latents/{two[0]}" not in sc("artifacts", "ls", "-q").ids
+
+    def test_clears_what_a_killed_rm_has_left(self, sc: Here, home: Path) -> None:
+        id_ = fill(home)
+        left = home / "sets/latents" / f".removed-{id_}-0123abcd"
+        (home / "sets/latents" / id_).rename(left)
+        assert sc("artifacts", "ls", "-q").ids == []
+        assert os.listdir(home / "sets") == []
 
 
 class TestShow:
@@ -214,7 +221,8 @@ class TestShow:
 
     def test_showing_is_no_use(self, sc: Here, home: Path) -> None:
         """What is due to be evicted stays so."""
-        age_set(home, fill(home, count=1))
+        with days_ago(40):
+            fill(home, count=1)
         sc("artifacts", "show", "latents", "key-0")
         document = sc("artifacts", "show", "latents", "key-0", "--json").json
         used = datetime.fromisoformat(document["used_at"])
@@ -231,10 +239,23 @@ class TestShow:
         done = sc("artifacts", "show", "x", "ab12", code=1)
         assert "Several artifacts of x have keys that begin with ab12" in done.error
         assert "Write more of it" in done.hint
-        assert "no artifact pic" in sc("artifacts", "show", "x", "pic", code=1).error
+        done = sc("artifacts", "show", "x", "pic", code=1)
+        assert "no artifact pic" in done.error
+        assert "at least 4 characters" in done.hint
         done = sc("artifacts", "show", "x", "nothing", code=1)
         assert "x has no artifact nothing" in done.error
         assert "-q" in done.hint
+
+    def test_a_beginning_is_a_beginning_of_the_text(self, sc: Here, home: Path) -> None:
+        """Whatever the keys around it are, and in which form they are stored."""
+        names = [*(f"img_{number}" for number in (*range(10, 14), 25)), "0" * 64, "0" * 31 + "1"]
+        with SmartCache(home) as cache, cache.artifacts("x", fingerprint={}) as some:
+            for name in names:
+                some.put(name, name)
+        for given, name in (("img_2", "img_25"), ("img_10", "img_10"), ("0" * 32, "0" * 64)):
+            assert sc("artifacts", "show", "x", given, "-q").ids == [name]
+        assert "Several artifacts" in sc("artifacts", "show", "x", "img_1", code=1).error
+        assert sc("artifacts", "rm", "x", "img_2", "-y", "-q").ids == ["img_25"]
 
     def test_values_of_all_kinds_can_be_shown(self, sc: Here, home: Path) -> None:
         value = {
@@ -253,6 +274,29 @@ class TestShow:
         deep = next(part["value"] for part in parts if part["name"] == "[(1, 'a')]")
         assert deep == {"deep": [{"kind": "numpy", "dtype": "<f8", "shape": [1000]}]}
         assert sc("artifacts", "show", "x", "--json").json["structures"]
+
+    def test_small_tensors_are_shown_as_tensors_and_counted(self, sc: Here, home: Path) -> None:
+        with SmartCache(home) as cache, cache.artifacts("x", fingerprint={}) as some:
+            some.put("bare", np.zeros(3, np.float32))
+            some.put("one", 1)
+            some.put("two", "two")
+        document = sc("artifacts", "show", "x", "bare", "--json").json
+        assert (document["parts"][0]["shape"], document["size"] > 0) == ([3], True)
+        assert len(sc("artifacts", "show", "x", "--json").json["structures"]) == 2
+        assert "numpy float32  [3]" in sc("artifacts", "show", "x").stdout
+
+    def test_another_set_does_not_stand_in_the_way(self, sc: Here, home: Path) -> None:
+        with SmartCache(home) as cache:
+            paths = []
+            for name in ("x", "y"):
+                with cache.artifacts(name, fingerprint={}) as some:
+                    some.put("k", np.zeros(1000))
+                    paths.append(some.path)
+        (pack,) = paths[0].glob("*.pack")
+        (paths[1] / pack.name).write_bytes(pack.read_bytes())
+        (paths[1] / pack.name).chmod(0o600)
+        assert "another set" not in sc("artifacts", "show", "x").stderr
+        assert sc("artifacts", "show", "y").stderr.count("is a pack of another set") == 1
 
     def test_what_needs_a_codec_is_said_and_no_obstacle(self, sc: Here, home: Path) -> None:
         code = f"""
@@ -422,7 +466,7 @@ class TestWhatCannotBeUsed:
     @pytest.mark.parametrize("name", ["set.json", "index.sqlite3", "lock"])
     def test_a_fifo_is_named_and_not_waited_for(self, name: str, sc: Here, home: Path) -> None:
         file = home / "sets/latents" / fill(home) / name
-        file.unlink()
+        file.unlink(missing_ok=True)
         os.mkfifo(file)
         for words in (*self.WORDS, ["rm", "latents", "key-1", "-y"]):
             code = {"ls": 0, "verify": 3}.get(words[0], 1)
@@ -431,32 +475,17 @@ class TestWhatCannotBeUsed:
         assert "Remove it: smartcache did not make it." in sc("artifacts", "ls").stderr
         assert "Remove it: smartcache did not make it." in sc("artifacts", "verify", code=3).stderr
 
-    def test_a_flipped_byte_of_the_tables_is_damage_that_can_be_mended(
-        self, sc: Here, home: Path
+    @pytest.mark.parametrize("content", [b"no database" * 1000, None])
+    def test_no_artifact_is_lost_with_the_index(
+        self, content: bytes | None, sc: Here, home: Path
     ) -> None:
-        """Whatever the byte is: SQLite quotes the schema in its messages, as text or not."""
+        """It has what is remembered of failures and uses, and begins anew."""
         id_ = fill(home)
         index = home / "sets/latents" / id_ / "index.sqlite3"
-        data = index.read_bytes()
-        text = data.index(b"CREATE TABLE artifacts") + 13
-        for at, byte in ((47, 0xE6), (text, 0xE6), (text, ord("b")), (text + 30, 0xB9)):
-            index.write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])
-            for words in self.WORDS[:3]:
-                code = {"show": 1, "verify": 3}.get(words[0], 0)
-                done = sc("artifacts", *words, code=code)
-                assert "fault in smartcache" not in done.stderr
-                assert "damaged" in done.stdout + done.stderr
-                assert "'smartcache artifacts verify --rebuild'" in done.stderr
-            sc("artifacts", "verify", "--rebuild", "-y")
-            assert len(keys(home, id_)) == 10
-
-    def test_an_index_that_calls_itself_read_only_is_damaged(self, sc: Here, home: Path) -> None:
-        id_ = fill(home)
-        index = home / "sets/latents" / id_ / "index.sqlite3"
-        data = index.read_bytes()
-        index.write_bytes(data[:18] + b"\3" + data[19:])
-        done = sc("artifacts", "rm", "latents", "key-1", "-y", code=1)
-        assert "is damaged" in done.error
-        assert "verify --rebuild" in done.hint
-        sc("artifacts", "verify", "--rebuild", "-y")
-        assert len(keys(home, id_)) == 9  # its deletion was in the pack
+        for words in (["ls"], ["show", "latents"], ["verify"], ["rm", "latents", "key-1", "-y"]):
+            index.unlink(missing_ok=True)
+            if content is not None:
+                index.write_bytes(content)
+            done = sc("artifacts", *words)
+            assert ("no artifact is lost" in done.stderr) == (content is not None)
+        assert len(keys(home, id_)) == 9

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.api import BlobInUseError, SmartCache, Store
-from tests.cli.computed import fill, flip, keys, latent, put
+from tests.cli.computed import days_ago, fill, flip, keys, latent, put
 from tests.cli.running import ROOT, Here, Smartcache
 from tests.store.files import OTHER, digest_of
 
@@ -32,6 +32,14 @@ def worn(sc: Here, home: Path) -> str:
 
 
 LIVE = {f"key-{number}" for number in range(10)}
+
+
+def use(home: Path, numbers: range, age: Callable[[int], float]) -> None:
+    """Use artifacts, each so many days ago."""
+    with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={}) as latents:
+        for number in numbers:
+            with days_ago(age(number)):
+                latents.touch(f"key-{number}")
 
 
 def on_disk(home: Path) -> int:
@@ -71,7 +79,7 @@ class TestDf:
         assert sc("df", "--json").json["stores"][0]["artifact_sets"] == []
 
     def test_a_set_that_cannot_be_read_is_named(self, sc: Here, worn: str, home: Path) -> None:
-        (home / "sets/latents" / worn / "index.sqlite3").write_bytes(b"no database" * 1000)
+        (home / "sets/latents" / worn / "set.json").write_text("{}")
         done = sc("df")
         assert f"Warning: latents/{worn[:12]}: " in done.stderr
         assert "artifact sets" in done.stdout
@@ -136,15 +144,9 @@ class TestPrune:
 
 class TestArtifactsPrune:
     def test_evicts_the_least_recently_used_until_it_fits(self, sc: Here, home: Path) -> None:
-        id_ = fill(home)
-        (path,) = (home / "sets").glob(f"*/{id_}/index.sqlite3")
-        index = sqlite3.connect(path)
-        with index:
-            for number in range(10):
-                used = int(time.time()) - 86_400 * (number + 1)
-                key = b"\x02" + f"key-{number}".encode()
-                index.execute("UPDATE artifacts SET used_at = ? WHERE key = ?", (used, key))
-        index.close()
+        with days_ago(20):
+            id_ = fill(home)
+        use(home, range(10), lambda number: number + 1)
         done = sc("artifacts", "prune", "-y", "--max-size", "24KB", "--json").json
         (victim, *_) = done["victims"]
         assert victim["reason"] == "over size"
@@ -153,15 +155,10 @@ class TestArtifactsPrune:
         assert on_disk(home) < 30_000
 
     def test_unused_for_evicts_by_age(self, sc: Here, home: Path) -> None:
-        fill(home)
-        assert "Nothing to prune" in sc("artifacts", "prune", "-y", "--unused-for", "1d").stdout
-        (path,) = (home / "sets").glob("*/*/index.sqlite3")
-        index = sqlite3.connect(path)
-        with index:
-            index.execute(
-                "UPDATE artifacts SET used_at = used_at - 90000 WHERE key < x'026b65792d35'"
-            )
-        index.close()
+        with days_ago(2):
+            fill(home)
+        assert "Nothing to prune" in sc("artifacts", "prune", "-y", "--unused-for", "3d").stdout
+        use(home, range(5), lambda _: 0.5)
         done = sc("artifacts", "prune", "-n", "--unused-for", "1d")
         assert "not used for long" in done.stdout
         assert "Would remove 5 artifacts" in done.stdout
@@ -213,7 +210,7 @@ class TestCompact:
 
     def test_a_broken_set_is_told(self, sc: Here, home: Path) -> None:
         id_ = fill(home)
-        (home / "sets/latents" / id_ / "index.sqlite3").write_bytes(b"no database" * 1000)
+        (home / "sets/latents" / id_ / "set.json").write_text("{}")
         done = sc("artifacts", "compact", code=1)
         assert "cannot be compacted" in done.stderr
 
@@ -252,40 +249,38 @@ class TestVerify:
         assert part["damaged"][0].startswith("key-")
 
     @pytest.mark.parametrize(
-        ("damage", "words"),
+        ("is_replaced", "words", "cure"),
         [
-            (lambda pack: pack.unlink(), "is missing"),
-            (lambda pack: os.truncate(pack, 1000), "bytes too short"),
-            (lambda pack: pack.write_bytes(b"x" * pack.stat().st_size), "begin like a pack"),
+            (True, "is not a pack of this set", "remove it"),
+            (False, "the footer of ", "--rebuild"),
         ],
     )
     def test_the_quick_look_sees_packs(
-        self, damage: object, words: str, sc: Here, home: Path
+        self, is_replaced: bool, words: str, cure: str, sc: Here, home: Path
     ) -> None:
         id_ = fill(home)
         (pack,) = (home / "sets/latents" / id_).glob("*.pack")
-        damage(pack)  # type: ignore[operator]
+        data = bytearray(pack.read_bytes())
+        data[-100] ^= 1
+        pack.write_bytes(bytes(len(data)) if is_replaced else data)
         done = sc("verify", code=3)
         assert words in done.stdout
+        assert cure in done.stderr
         assert sc("verify", "-q", code=3).ids == [f"latents/{id_}"]
 
-    @pytest.mark.parametrize("content", [b"no database" * 1000, b"", None])
-    def test_rebuild_makes_an_index_that_is_damaged_or_gone(
-        self, content: bytes | None, sc: Here, home: Path
-    ) -> None:
+    @pytest.mark.parametrize("damage", ["flipped", "cut off"])
+    def test_rebuild_makes_footers_again(self, damage: str, sc: Here, home: Path) -> None:
         id_ = fill(home)
-        for file in (home / "sets/latents" / id_).glob("index.sqlite3*"):
-            file.unlink()
-        path = home / "sets/latents" / id_ / "index.sqlite3"
-        if content is not None:
-            path.write_bytes(content)
-        if content:
-            done = sc("verify", code=3)
-            assert "verify --rebuild" in done.stderr
-            assert "verify --rebuild" in sc("artifacts", "verify", code=3).stderr
+        (pack,) = (home / "sets/latents" / id_).glob("*.pack")
+        data = bytearray(pack.read_bytes())
+        data[-100] ^= 1
+        pack.write_bytes(data if damage == "flipped" else data[:-100])
         done = sc("artifacts", "verify", "latents", "--rebuild", "-y")
-        assert "made its index again, 10 artifacts in 1 pack" in done.stdout
+        assert "made 1 footer again, 1 pack read." in done.stdout
+        assert "No damage was found." in done.stdout
         assert len(keys(home, id_)) == 10
+        done = sc("artifacts", "verify", "latents", "--rebuild", "-y")
+        assert "every pack has its footer, 1 pack read." in done.stdout
 
     def test_rebuild_brings_nothing_back(self, sc: Here, worn: str, home: Path) -> None:
         before = keys(home, worn)
@@ -296,9 +291,8 @@ class TestVerify:
     def test_rebuild_asks_and_can_be_tried(self, sc: Here, home: Path) -> None:
         fill(home)
         assert "not a terminal" in sc("artifacts", "verify", "--rebuild", code=1).error
-        assert (
-            "Would make the index of 1 set" in sc("artifacts", "verify", "--rebuild", "-n").stdout
-        )
+        tried = sc("artifacts", "verify", "--rebuild", "-n").stdout
+        assert re.fullmatch(r"Would read \S+ KB of 1 set, and make footers again\.\n", tried)
         sc("artifacts", "verify", "-n", code=2)
 
     def test_without_sets(self, sc: Here, models: Path) -> None:
@@ -418,8 +412,31 @@ class TestMove:
         sc("mv", elsewhere / "new", "-y")
         assert len(keys(elsewhere / "new", latents.id)) == 10
 
+    def test_what_a_killed_writer_has_put_comes_along(
+        self, sc: Here, home: Path, target: Path
+    ) -> None:
+        """Its pack has no footer, and the next writer goes on with it at the new place."""
+        code = f"""
+import os, signal
+from pathlib import Path
+from tests.cli.computed import SmartCache, put
+latents = SmartCache({str(home)!r}).artifacts("latents", fingerprint={{}})
+put(latents, range(5))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+        assert done.returncode == -signal.SIGKILL
+        sc("mv", target, "-y")
+        with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={}) as latents:
+            assert (latents.get("key-3")["latent"] == latent(3)).all()
+            put(latents, range(5, 10))
+            assert latents.get_or_compute("key-10", lambda: 10) == 10
+        assert len(keys(target, latents.id)) == 11
+        assert len(list(latents.path.resolve().glob("*.pack"))) == 1
+        assert "No damage" in sc("artifacts", "verify").stdout
+
     @pytest.mark.timeout(30)
-    @pytest.mark.parametrize("name", ["lock", "00000001.pack", "notes"])
+    @pytest.mark.parametrize("name", ["lock", "0123456789abcdef.pack", "notes"])
     def test_a_fifo_in_a_set_is_named_and_not_waited_for(
         self, name: str, sc: Here, home: Path, elsewhere: Path
     ) -> None:
@@ -432,7 +449,7 @@ class TestMove:
         self, sc: Here, home: Path, elsewhere: Path
     ) -> None:
         id_ = fill(home)
-        left = elsewhere / "new/sets/latents" / id_ / "00000009.pack"
+        left = elsewhere / "new/sets/latents" / id_ / "0123456789abcdef.pack"
         left.parent.mkdir(parents=True)
         left.write_bytes(b"half a pack")
         (elsewhere / "new/.moving").write_bytes(b"")

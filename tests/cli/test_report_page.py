@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.api import Part, format_size, printable
+from tests.api import format_size, printable
 from tests.api import report_html as html
 from tests.cli.running import Here
 from tests.folders.trees import Machine, safetensors, write
-from tests.report.values import COMFYUI, HOSTILE, PLAIN, report, seen
+from tests.report.values import COMFYUI, HOSTILE, PLAIN, report, seen, set_info
 
 pytestmark = pytest.mark.browser
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -68,7 +68,7 @@ def page_of(*sizes: int, **parts: object) -> str:
         for n, size in enumerate(sizes)
     )
     made = report(folders=(COMFYUI, PLAIN), files=files, **parts)
-    return html.render(html.document(made, html.Beside(created={}), clean=printable))
+    return html.render(html.document(made, html.Beside(), clean=printable))
 
 
 def boxes(page: Any) -> dict[str, tuple[float, float, bool]]:  # noqa: ANN401
@@ -172,8 +172,8 @@ class TestTables:
         assert page.locator(".dim").count() == 0
 
     def test_sets_show_size_and_age(self, opened: Open) -> None:
-        part = Part(name="latents/ab", items=3, live=4000, on_disk=5000, reclaimable=1000)
-        page = opened(page_of(*WEIGHTS, artifact_sets=(part,)))
+        info = set_info("latents/ab", artifacts=3, live=4000, on_disk=5000)
+        page = opened(page_of(*WEIGHTS, artifact_sets=((info, 1000),)))
         (row,) = page.locator("#tensors tbody tr").all_inner_texts()
         assert row.split("\t") == ["latents/ab", "3", "5 KB", "4 KB", "1 KB", "never", "never"]
 

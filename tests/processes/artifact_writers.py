@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from tests.api import ArtifactSet, ArtifactSets
-from tests.artifacts.opening import open_set
+from tests.artifacts.opening import engine_of, open_set
+from tests.artifacts.packreader import newest_of, packs_of
 
 SMALL_PACK = 64 << 10
 KEYS = 24
@@ -177,7 +178,7 @@ def check_all(root: Path, writers: list[Writer]) -> None:
     """Check a set that nobody writes to: its values, its records, and what its packs tell."""
     sets = ArtifactSets(root)
     copy = root.with_name(f"{root.name} copied")
-    # Before anybody opens it: what a kill has left, without the index.
+    # As a kill has left it, before anybody opens it, and without the index.
     shutil.copytree(root, copy)
     for index in copy.glob("*/*/index.sqlite3*"):
         index.unlink()
@@ -187,14 +188,18 @@ def check_all(root: Path, writers: list[Writer]) -> None:
         expected = {key for writer in writers for key, number in writer.state.items() if number}
         assert set(opened) == expected
         assert len(opened) == len(expected)
+        path, instance = opened.path, engine_of(opened).folder.instance
         report = opened.verify()
-        assert not report.has_damage, report
+        assert not report.damage, report
         info = opened.describe()
     with open_set(ArtifactSets(copy)) as alone:
         for writer in writers:
             writer.check(alone)
         assert set(alone) == expected
     shutil.rmtree(copy)
+    # Read without the package, too: every record and footer, and which of them is the newest.
+    found = newest_of(packs_of(path), bytes.fromhex(instance))
+    assert {key[1:].decode() for key in found} == expected
     sets.rebuild(info)
     with open_set(sets) as opened:
         for writer in writers:

@@ -15,6 +15,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
@@ -130,3 +132,20 @@ def folder_of(user: int | None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def talking(work: Callable[[T, Connection], None], given: T) -> Iterator[Callable[..., object]]:
+    """Have a child that answers what it is told, one message at a time, until it is told "end"."""
+    mine, theirs = Pipe()
+
+    def tell(*words: object) -> object:
+        mine.send(words)
+        return mine.recv()
+
+    with Child(lambda: work(given, theirs)) as child:
+        theirs.close()
+        yield tell
+        tell("end")
+        child.result()
+    mine.close()

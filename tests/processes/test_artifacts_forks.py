@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-if sys.platform == "win32":
-    pytest.skip("fork", allow_module_level=True)
 
 from tests.api import (
     ArtifactGoneError,
@@ -65,7 +65,7 @@ def test_a_fork_while_another_thread_writes(root: Path) -> None:
         for number in range(1, last[0] + 1):
             key = f"parent {number}"
             assert number_in(key, opened.get(key)) == number
-        assert not opened.verify().has_damage
+        assert not opened.verify().damage
 
 
 def _in_child(opened: ArtifactSet, turn: int, before: int) -> None:
@@ -77,6 +77,48 @@ def _in_child(opened: ArtifactSet, turn: int, before: int) -> None:
     assert number_in(key, opened.get(key)) == turn + 1
     assert not engine_of(opened).readers
     opened.flush()
+
+
+def test_a_fork_that_ctrl_c_interrupts_leaves_both_processes_able_to_write(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python goes on with the fork: the child must not write to the pack of its parent."""
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with open_set(ArtifactSets(root)) as opened:
+        change(opened, "before", 1)
+        gate = engine_of(opened).catalog.gate
+        is_held, is_over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with gate:
+                is_held.set()
+                is_over.wait(30)
+
+        holding = threading.Thread(target=hold)
+        holding.start()
+        is_held.wait(30)
+        me = threading.get_ident()
+        interrupt = threading.Timer(0.2, signal.pthread_kill, [me, signal.SIGINT])
+        interrupt.start()
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                change(opened, "child", 2)
+                os._exit(0)
+            os._exit(1)
+        is_over.set()
+        for thread in (holding, interrupt):
+            thread.join()
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(told) == 1  # else the fork was not interrupted
+        writing = threading.Thread(target=change, args=(opened, "parent", 3), daemon=True)
+        writing.start()
+        writing.join(10)
+        assert not writing.is_alive()
+        found = [number_in(key, opened.get(key)) for key in ("before", "child", "parent")]
+        assert found == [1, 2, 3]
+        assert not opened.verify().damage
 
 
 def test_a_child_knows_what_another_process_changed_around_the_fork(root: Path) -> None:

@@ -13,12 +13,23 @@ from typing import Any
 
 import pytest
 
-from tests.api import ModelFolder, Part, Report, Store, Sums, make_report, printable, scan
+from tests.api import ModelFolder, Report, Store, Sums, make_report, printable, scan
 from tests.api import report_html as html
 from tests.folders.trees import SIZE, hf_repo, safetensors, write
-from tests.report.values import COMFYUI, GB, HOSTILE, PLAIN, copy, group, report, seen, unread
+from tests.report.values import (
+    COMFYUI,
+    GB,
+    HOSTILE,
+    PLAIN,
+    copy,
+    group,
+    report,
+    seen,
+    set_info,
+    unread,
+)
 
-NOTHING = html.Beside(created={})
+NOTHING = html.Beside()
 
 
 def document(made: Report, beside: html.Beside = NOTHING, **words: list[str]) -> Any:  # noqa: ANN401
@@ -82,9 +93,9 @@ class TestMap:
         }  # fmt: skip
 
     def test_tensors_and_what_only_smartcache_holds_take_room_too(self) -> None:
-        part = Part(name=f"latents/{'ab' * 16}", items=3, live=40, on_disk=50, reclaimable=10)
-        beside = html.Beside(created={}, only_smartcache=70, reclaimable=60)
-        made = document(report(artifact_sets=(part,)), beside)
+        info = set_info(f"latents/{'ab' * 16}", on_disk=50)
+        beside = html.Beside(only_smartcache=70, reclaimable=60)
+        made = document(report(artifact_sets=((info, 10),)), beside)
         assert [(leaf["name"], leaf["bytes"]) for leaf in leaves(made["map"])] == [
             ("latents/abababababab", 50), ("Held only by smartcache", 70),
         ]  # fmt: skip
@@ -183,6 +194,5 @@ class TestFigures:
 
 def test_sets_have_their_age() -> None:
     then = datetime(2025, 1, 1, tzinfo=UTC)
-    part = Part(name="a/b", items=1, live=2, on_disk=3, reclaimable=0, used_at=then)
-    (row,) = document(report(artifact_sets=(part,)), html.Beside(created={"a/b": then}))["sets"]
+    (row,) = document(report(artifact_sets=((set_info("a/b", at=then), 0),)))["sets"]
     assert (row["created"], row["used"]) == ("2025-01-01T00:00:00+00:00",) * 2

@@ -3,8 +3,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.api import Across, Left, OldFile, Part, Report, Section, SharedFile, Sums, sections
-from tests.report.values import GB, report, unread
+from tests.api import Across, Left, OldFile, Report, Section, SharedFile, Sums, sections
+from tests.report.values import GB, report, set_info, unread
 
 
 def section(made: Report, title: str) -> Section:
@@ -118,11 +118,11 @@ class TestUnread:
 
 def test_sets_of_artifacts_are_the_last_part() -> None:
     parts = [
-        Part(name=f"latents/{number:032x}", items=1000, live=GB, on_disk=2 * GB, reclaimable=GB)
+        (set_info(f"latents/{number:032x}", artifacts=1000, live=GB, on_disk=2 * GB), GB)
         for number in range(25)
     ]
-    broken = Part(name="x/" + "a" * 32, items=0, live=0, on_disk=5, reclaimable=0, problem="lost")
-    made = report(artifact_sets=(broken, *parts))
+    broken = set_info("x/" + "a" * 32, artifacts=0, live=0, on_disk=5, problem="lost")
+    made = report(artifact_sets=((broken, 0), *parts))
     assert titles(made)[-1] == "Computed tensors"
     found = section(made, "Computed")
     assert found.columns == ("ARTIFACTS", "LIVE", "ON DISK", "CAN BE FREED", "SET")

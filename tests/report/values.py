@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tests.api import Copy, ModelFolder, Name, Report, Seen, Sums, Unread
+from tests.api import Copy, ModelFolder, Name, Options, Report, Seen, SetInfo, Sums, Unread
 from tests.api import records_Group as Group
 from tests.folders.counting import Unhindered
 
@@ -105,3 +105,21 @@ def seen(
         filesystem="uuid:1",
         inode=inode,
     )
+
+
+def set_info(
+    name: str,
+    *,
+    artifacts: int = 1,
+    live: int = 2,
+    on_disk: int = 3,
+    problem: str = "",
+    at: datetime | None = None,
+) -> SetInfo:
+    """A set of tensors, made and used at one time."""
+    label, _, id_ = name.partition("/")
+    return SetInfo(
+        name=label, id=id_, fingerprint=None, path=Path("/store/sets", name), created_at=at,
+        used_at=at, options=Options(), artifacts=artifacts, live=live, on_disk=on_disk,
+        problem=problem,
+    )  # fmt: skip

@@ -1,0 +1,266 @@
+"""Read everything of a set again, and make footers again where they are missing or wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from smartcache.artifacts.engine import read, write
+from smartcache.artifacts.engine.catalog import Pack
+from smartcache.artifacts.engine.engine import Engine
+from smartcache.artifacts.engine.packs import (
+    SUFFIX,
+    LocalPack,
+    pack_names,
+    read_state,
+    taken_over,
+)
+from smartcache.artifacts.engine.records import ARTIFACT, END, PACK_HEADER_BYTES, scan
+from smartcache.artifacts.keys import key_text
+from smartcache.artifacts.setfolder import make_private
+from smartcache.errors import (
+    DamagedArtifactError,
+    LayoutError,
+    SetFormatError,
+)
+from smartcache.progress import Progress, silent
+from smartcache.store.faults import reached
+from smartcache.store.kernel import sync_directory
+from smartcache.store.locks import lock
+
+_log = logging.getLogger(__name__)
+COMPUTE = "What is damaged counts as missing and is computed again when needed."
+FOREIGN = "A file that is not a pack is never touched: remove it if it is of no use to you."
+REBUILD = (
+    "What is missing is computed again when needed. 'smartcache artifacts verify --rebuild' makes"
+    " footers again from the records, and forgets packs that are gone."
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class SetVerifyReport:
+    """What verifying a set has found."""
+
+    name: str
+    id: str
+    artifacts: int = 0
+    packs: int = 0
+    read_size: int = 0
+    damaged: list[str] = field(default_factory=list)
+    """Keys of artifacts that are not what was put; they are gone, and can be computed again."""
+    damaged_records: int = 0
+    """Places in packs that are not whole, also those that nobody wants any more."""
+    bad_packs: list[str] = field(default_factory=list)
+    """Files that are no packs of this set."""
+    footless: list[str] = field(default_factory=list)
+    """Packs whose footer is damaged."""
+    lost_packs: list[str] = field(default_factory=list)
+    """Packs that are not there any more; what was in them counts as missing."""
+    short_packs: list[str] = field(default_factory=list)
+    """Packs that somebody has cut off."""
+    problem: str = ""
+    """Why nothing could be read at all."""
+    cure: str = ""
+    """What helps."""
+
+    @property
+    def damage(self) -> list[str]:
+        """A phrase for each thing that is not as it was put."""
+        found = [self.problem] if self.problem else []
+        found += [f"{name}{SUFFIX} is not a pack of this set" for name in self.bad_packs]
+        found += [f"{name}{SUFFIX} is gone, with all that was in it" for name in self.lost_packs]
+        found += [f"{name}{SUFFIX} was cut off" for name in self.short_packs]
+        found += [f"the footer of {name}{SUFFIX} is damaged" for name in self.footless]
+        if self.damaged:
+            some = "artifact is" if len(self.damaged) == 1 else "artifacts are"
+            found.append(f"{len(self.damaged):,} {some} damaged")
+        return found
+
+
+def verify(engine: Engine, *, full: bool = True, progress: Progress = silent) -> SetVerifyReport:
+    """Read every artifact; those that are damaged are deleted, so that they are computed anew.
+
+    Without `full`, only the packs, their footers and their lengths are looked at.
+    """
+    catalog = engine.catalog
+    report = SetVerifyReport(name=engine.name, id=engine.folder.id)
+    table = catalog.snapshot()
+    report.bad_packs = catalog.bad
+    packs = catalog.known_packs()
+    report.packs = len(packs)
+    for pack in packs:
+        with suppress(FileNotFoundError, SetFormatError):
+            if _is_footer_damaged(engine, pack, catalog.files[pack.name]):
+                report.footless.append(pack.name)
+    rows = np.flatnonzero(table.kind == ARTIFACT)
+    report.artifacts = len(rows)
+    rows = rows[np.argsort(table.place[rows])]
+    total = int(table.size[rows].astype(np.int64).sum()) << 6
+    with progress("Verifying", total, "bytes") as job:
+        for row, key in catalog.keys_of(table, rows.tolist()) if full else ():
+            size = int(table.size[row]) << 6
+            if _is_lost(engine, key, int(table.seq[row])):
+                report.damaged.append(key_text(key))
+            report.read_size += size
+            job.advance(size)
+    report.lost_packs, report.short_packs = _losses(engine)
+    if report.footless or report.lost_packs or report.short_packs:
+        report.cure = REBUILD
+    elif report.bad_packs:
+        report.cure = FOREIGN
+    elif report.damaged:
+        report.cure = COMPUTE
+    return report
+
+
+def _losses(engine: Engine) -> tuple[list[str], list[str]]:
+    """Return the packs that are gone, and those that have become shorter, since they were left."""
+    if not engine.has_index:
+        return [], []
+    noted = engine.index.packs()
+    gone, short = [], []
+    for name, (size, _) in noted.items():
+        try:
+            if engine.catalog.files[name].size < size:
+                short.append(name)
+        except FileNotFoundError:
+            gone.append(name)
+        except SetFormatError:
+            continue  # told as such
+    still = engine.index.packs() if gone else {}  # else it was compacted in this moment
+    return [name for name in gone if name in still], short
+
+
+def _is_lost(engine: Engine, key: bytes, seq: int) -> bool:
+    """Read an artifact; say whether it is damaged, and let it then count as missing."""
+    found = engine.look(key)
+    if found is None or found[0].seq != seq:
+        return False  # it was deleted or replaced meanwhile
+    place, source = found
+    for attempt in (0, 1):
+        try:
+            layout = engine.catalog.layout(place.pack, place.layout)
+            read.read_through(read.Held(key, place, source, layout))
+        except (DamagedArtifactError, LayoutError, SetFormatError) as error:
+            if attempt:
+                read.settle(engine, key, place, error)
+                return True
+        else:
+            return False
+    return False
+
+
+def _is_footer_damaged(engine: Engine, pack: Pack, source: LocalPack) -> bool:
+    """Say whether a pack has an `end`, but no footer that can be read."""
+    size = source.size
+    state = read_state(source, pack.name, engine.catalog.set_id)
+    if pack.is_own or state.footers or size <= PACK_HEADER_BYTES:
+        return False
+    found = scan(source, pack.nonce, engine.catalog.seed, PACK_HEADER_BYTES, size)
+    last = next(iter(deque(found, 1)), None)
+    # Behind an `end` may be what a killed writer has torn: then nothing is wrong with the footer.
+    # One that has grown meanwhile is being written.
+    head = None if last is None or last.end < size else last.head
+    return head is not None and head.kind == END and source.size == size
+
+
+@dataclass(slots=True, kw_only=True)
+class Rebuilt:
+    """What a rebuild has done."""
+
+    artifacts: int = 0
+    packs: int = 0
+    footers: int = 0
+    """Footers that were made."""
+    damaged: int = 0
+    """Places in packs that are not whole."""
+    unreadable: list[str] = field(default_factory=list)
+    """Files that are no packs of this set."""
+
+
+def rebuild(engine: Engine, *, progress: Progress = silent) -> Rebuilt:
+    """Scan all packs; those that nobody writes and that have no footer get one."""
+    engine.refuse_read_only()
+    catalog = engine.catalog
+    result = Rebuilt()
+    with engine.mutex:
+        engine.leave_pack(sealed=False)
+        catalog.refresh()
+        packs = catalog.known_packs()
+        result.unreadable = catalog.bad
+        with progress("Reading packs", len(packs)) as job:
+            for pack in packs:
+                with suppress(FileNotFoundError, SetFormatError):
+                    source = catalog.files[pack.name]
+                    for found in scan(
+                        source, pack.nonce, catalog.seed, PACK_HEADER_BYTES, source.size, tail=False
+                    ):
+                        result.damaged += found.head is None or (
+                            found.entry is not None and not found.entry.kind
+                        )
+                    state = read_state(source, pack.name, catalog.set_id)
+                    if not state.footers and not pack.is_foreign:
+                        writer = taken_over(engine.path, pack.name, catalog.set_id, catalog.seed)
+                        if writer is not None:
+                            writer.close(sealed=writer.end >= engine.pack_bytes)
+                            result.footers += 1
+                job.advance()
+        catalog.refresh()
+        _note_packs(engine)
+        table = catalog.snapshot()
+        result.artifacts = int((table.kind == ARTIFACT).sum())
+        result.packs = len(catalog.known_packs())
+    return result
+
+
+def _note_packs(engine: Engine) -> None:
+    """Take the packs as they are for what should be there; under the lock, so that none goes."""
+    catalog = engine.catalog
+    name = f"the set {engine.name}"
+    with lock(engine.path / "lock", exclusive=True, what="rebuilding", name=name):
+        there = set(pack_names(engine.path))
+        engine.index.drop_packs(engine.index.packs().keys() - there)
+        for pack in catalog.known_packs():
+            with suppress(FileNotFoundError, SetFormatError):
+                state = read_state(catalog.files[pack.name], pack.name, catalog.set_id)
+                if state.footers and pack.name in there:
+                    records = sum(len(footer.rows.hash) for footer in state.footers)
+                    engine.index.add_pack(pack.name, state.records_end, records)
+
+
+def take_in(engine: Engine, path: Path) -> int:
+    """Copy a sealed pack of this set from another folder; its records count as put now."""
+    engine.refuse_read_only()
+    catalog = engine.catalog
+    source = LocalPack(path)
+    name = path.name.removesuffix(SUFFIX)
+    state = read_state(source, name, catalog.set_id)
+    if not state.footers:
+        message = f"{path} is not finished: it has no footer"
+        raise SetFormatError(message, hint="Close the set that writes it first.", path=path)
+    target = catalog.folder / f"{state.header.nonce:016x}{SUFFIX}"
+    if not target.exists():
+        temporary = target.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        try:
+            make_private(temporary)
+            with open(path, "rb") as reading, open(temporary, "r+b") as writing:
+                shutil.copyfileobj(reading, writing, 8 << 20)
+                writing.flush()
+                os.fsync(writing.fileno())
+            reached("take in: copied")
+            temporary.rename(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(catalog.folder)
+    records = sum(len(footer.rows.hash) for footer in state.footers)
+    write.take_in(engine, state.header.nonce, records)
+    engine.sync_all()
+    return records
