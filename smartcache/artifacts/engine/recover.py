@@ -56,14 +56,12 @@ class SetVerifyReport:
     read_size: int = 0
     damaged: list[str] = field(default_factory=list)
     """Keys of artifacts that are not what was put; they are gone, and can be computed again."""
-    damaged_records: int = 0
-    """Places in packs that are not whole, also those that nobody wants any more."""
     bad_packs: list[str] = field(default_factory=list)
     """Files that are no packs of this set."""
     footless: list[str] = field(default_factory=list)
     """Packs whose footer is damaged."""
-    lost_packs: list[str] = field(default_factory=list)
-    """Packs that are not there any more; what was in them counts as missing."""
+    lost_packs: dict[str, int] = field(default_factory=dict)
+    """Packs that are not there any more, and how many records they had: these are missing."""
     short_packs: list[str] = field(default_factory=list)
     """Packs that somebody has cut off."""
     problem: str = ""
@@ -76,7 +74,9 @@ class SetVerifyReport:
         """A phrase for each thing that is not as it was put."""
         found = [self.problem] if self.problem else []
         found += [f"{name}{SUFFIX} is not a pack of this set" for name in self.bad_packs]
-        found += [f"{name}{SUFFIX} is gone, with all that was in it" for name in self.lost_packs]
+        for name, count in self.lost_packs.items():
+            records = "1 record" if count == 1 else f"{count:,} records"
+            found.append(f"{name}{SUFFIX} is gone; it had {records}")
         found += [f"{name}{SUFFIX} was cut off" for name in self.short_packs]
         found += [f"the footer of {name}{SUFFIX} is damaged" for name in self.footless]
         if self.damaged:
@@ -121,10 +121,10 @@ def verify(engine: Engine, *, full: bool = True, progress: Progress = silent) ->
     return report
 
 
-def _losses(engine: Engine) -> tuple[list[str], list[str]]:
+def _losses(engine: Engine) -> tuple[dict[str, int], list[str]]:
     """Return the packs that are gone, and those that have become shorter, since they were left."""
     if not engine.has_index:
-        return [], []
+        return {}, []
     noted = engine.index.packs()
     gone, short = [], []
     for name, (size, _) in noted.items():
@@ -136,7 +136,7 @@ def _losses(engine: Engine) -> tuple[list[str], list[str]]:
         except SetFormatError:
             continue  # told as such
     still = engine.index.packs() if gone else {}  # else it was compacted in this moment
-    return [name for name in gone if name in still], short
+    return {name: still[name][1] for name in gone if name in still}, short
 
 
 def _is_lost(engine: Engine, key: bytes, seq: int) -> bool:
