@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from tests.api import (
     BadKeyError,
     BatchShapeError,
     DamagedArtifactError,
+    LayoutError,
     artifacts_read,
     check_key,
+    register_codec,
 )
-from tests.artifacts.exact import exactly
+from tests.artifacts.exact import exactly, forget_codecs
 from tests.artifacts.opening import array, engine_of, open_set, packs_of
 
 if TYPE_CHECKING:
@@ -251,3 +253,40 @@ def test_what_is_replaced_between_the_look_up_and_the_read_is_read_as_it_was(
     again = latents.get_batch(["k0", "k1", "k2"])
     assert exactly(again["x"]) == exactly(np.stack([array(10 + n, 3000) for n in range(3)]))
     assert latents.stats().damaged == 0
+
+
+class TestCodecThatFails:
+    @pytest.fixture(autouse=True)
+    def _codecs(self) -> Iterator[None]:
+        yield
+        forget_codecs()
+
+    @pytest.mark.parametrize("is_verified", [False, True])
+    def test_deletes_nothing(self, latents: ArtifactSet, is_verified: bool) -> None:
+        """The fault is in the program that reads, not in what is kept."""
+
+        class Box:
+            is_broken = False
+
+            def __init__(self, number: int) -> None:
+                if self.is_broken:
+                    raise ValueError("a fault of the decoder")
+                self.number = number
+
+        register_codec("box", Box, lambda box: box.number, Box)
+        latents.put_many({f"k{n}": {"x": array(n), "box": Box(n)} for n in range(3)})
+        if is_verified:
+            latents.get_batch(["k0", "k1"])
+        Box.is_broken = True
+        reads: list[Callable[[], object]] = [
+            lambda: latents.get_batch(["k0", "k1"]),
+            lambda: latents.get("k0"),
+            lambda: latents["k0"]["box"],
+            lambda: latents.select(["k0", "k1"]).read([0, 1]),
+            lambda: latents.select(["k0"]).column("box"),
+        ]
+        for read in reads:
+            with pytest.raises(LayoutError, match="a fault of the decoder"):
+                read()
+        Box.is_broken = False
+        assert [box.number for box in latents.get_batch(["k0", "k1", "k2"])["box"]] == [0, 1, 2]

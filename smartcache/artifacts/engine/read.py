@@ -401,7 +401,7 @@ class _Batch:
                 continue
             try:
                 plan.keep(index, inline_of(memory[start:at].tobytes(), key))
-            except (DamagedArtifactError, LayoutError) as error:
+            except DamagedArtifactError as error:
                 raise _DamagedInBatchError(self.held[index], str(error)) from error
             plan.indices.append(index)
             for size, room, add in plan.slots:
@@ -556,8 +556,9 @@ def read_batch(
         elif engine.probes and not batch.unread:
             engine.probes -= 1
     except _DamagedInBatchError as error:
-        if is_second or is_damaged(error.held):
-            raise settle(engine, error.held.key, error.held.place, error) from error
+        is_lost = is_damaged(error.held)
+        if is_lost or is_second:
+            raise settle(engine, error.held.key, error.held.place, error, delete=is_lost) from error
         return read_batch(
             engine, held, out=out, pinned=pinned, threads=1, ragged=ragged, is_second=True
         )
