@@ -6,6 +6,7 @@ one object. A layer is imported when it is first used.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
+    from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
 
 
 class SmartCache:
@@ -170,6 +172,39 @@ class SmartCache:
             name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable,
             read_only=read_only,
         )  # fmt: skip
+
+    def dataset(
+        self,
+        name: str,
+        sources: Sources | str | Path,
+        *,
+        validate: Validate | None = None,
+        miss: Miss = "raise",
+        **outputs: Encoder,
+    ) -> Dataset:
+        """Open the dataset of a name: sources, and what encoders make of them, by output.
+
+        Nothing is read or encoded yet: `plan` and `build` look at the sources. `validate="trust"`
+        takes it that they are as they were (also by `SMARTCACHE_SKIP_VALIDATION`); `miss` is what
+        reading does with what is missing: "raise" an error, or "encode" it.
+        """
+        from smartcache.training import open_dataset
+
+        trusts: Validate = "trust" if self.settings.skip_validation else "full"
+        return open_dataset(
+            self.sets, name, sources, outputs, validate=validate or trusts, miss=miss,
+            threads=self.settings.threads,
+        )  # fmt: skip
+
+    def open_dataset(self, path_or_name: str | Path) -> Dataset:
+        """Open a dataset without its sources and encoders: an export, or one of this store."""
+        from smartcache.training import dataset_folder, exported_dataset, stored_dataset
+
+        threads = self.settings.threads
+        folder = dataset_folder(self.sets.root, str(path_or_name))
+        if os.sep not in str(path_or_name) and folder.is_dir():
+            return stored_dataset(folder, self.sets, threads=threads)
+        return exported_dataset(Path(path_or_name), threads=threads)
 
     def artifact_sets(self, name: str | None = None) -> list[SetInfo]:
         """List all sets of artifacts, or those of one name."""

@@ -47,6 +47,7 @@ class Settings:
     everywhere: bool = False
     artifacts_max_size: int | None = None
     artifacts_ttl: float | None = None
+    skip_validation: bool = False
     shared_stores: tuple[Path, ...] = ()
     """Stores that others have published, to take bytes from."""
     shared_store_owners: tuple[int, ...] = ()
@@ -64,6 +65,7 @@ class Overrides(TypedDict, total=False):
     everywhere: bool | str | None
     artifacts_max_size: int | str | None
     artifacts_ttl: float | str | None
+    skip_validation: bool | str | None
     shared_stores: Sequence[str | Path] | str | None
     shared_store_owners: Sequence[str | int] | str | None
 
@@ -481,6 +483,10 @@ SETTINGS: Mapping[str, Setting] = {
     "artifacts_ttl": Setting(
         _lifetime, "SMARTCACHE_ARTIFACTS_TTL",
         "How long a computed tensor is kept at most.",
+    ),
+    "skip_validation": Setting(
+        _flag, "SMARTCACHE_SKIP_VALIDATION",
+        "Take it that the sources of datasets are as they were, and do not look.",
     ),
     "shared_stores": Setting(
         _paths, "SMARTCACHE_SHARED_STORES",

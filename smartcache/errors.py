@@ -13,6 +13,11 @@
     │   ├── BatchShapeError(ValueError)     artifacts that do not fit into one batch, or a buffer
     │   ├── RememberedFailureError(RuntimeError)  computing it failed before; not tried again yet
     │   └── SetFormatError                  a set of another format, or none
+    ├── DatasetError
+    │   ├── SourcesVanishedError(FileNotFoundError)  a folder of sources is gone, or empty now
+    │   ├── OutputMissingError(LookupError)  an item whose output was not encoded, or is damaged
+    │   ├── DatasetChangedError(RuntimeError)  the sources are not those that were meant any more
+    │   └── EncoderError(RuntimeError)      an encoder returned what cannot be kept
     ├── ConfigError(ValueError)             a setting, size, age or filter that cannot be read
     ├── HubError
     │   ├── UnsafeNameError(ValueError)     the name of a file of a repo leads outside its folder
@@ -180,6 +185,39 @@ class SetFormatError(ArtifactError):
     """The folder holds a set of another format, or none at all."""
 
     default_hint = "Update smartcache, or remove the set: 'smartcache artifacts rm'."
+
+
+class DatasetError(SmartcacheError):
+    """Something about a dataset or its sources."""
+
+    items: tuple[str, ...] = ()
+    """The names of the items it is about."""
+
+
+class SourcesVanishedError(DatasetError, FileNotFoundError):
+    """A folder of sources that had files is gone, or empty now; nothing was forgotten."""
+
+    default_hint = (
+        "Is a drive not mounted? To go on without the sources: validate='trust'. If they are"
+        " removed for good, open the dataset with other sources."
+    )
+    default_errno = _errno.ENOENT
+
+
+class OutputMissingError(DatasetError, LookupError):
+    """An item has no such output: it was not encoded, or is damaged."""
+
+    default_hint = "Build it: dataset.build(). With dataset.miss = 'encode', reading does so."
+
+
+class DatasetChangedError(DatasetError, RuntimeError):
+    """The dataset is not the one that was meant any more."""
+
+    default_hint = "Open it again."
+
+
+class EncoderError(DatasetError, RuntimeError):
+    """An encoder returned something that cannot be its output."""
 
 
 class HubError(SmartcacheError):

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
         ArtifactSet as ArtifactSet,
     )
     from smartcache.artifacts.artifactset import (
+        Claim as Claim,
+    )
+    from smartcache.artifacts.artifactset import (
         Computed as Computed,
     )
     from smartcache.artifacts.artifactset import (
@@ -39,12 +42,15 @@ if TYPE_CHECKING:
     )
     from smartcache.artifacts.inspect import ArtifactInfo as ArtifactInfo
     from smartcache.artifacts.inspect import Shown as Shown
+    from smartcache.artifacts.keys import Digests as Digests
     from smartcache.artifacts.keys import compute_key as compute_key
     from smartcache.artifacts.keys import register_key_rule as register_key_rule
+    from smartcache.artifacts.modules import remember_module as remember_module
     from smartcache.artifacts.sample import Handle as Handle
     from smartcache.artifacts.sample import Sample as Sample
     from smartcache.artifacts.setfolder import Difference as Difference
     from smartcache.artifacts.setfolder import Fingerprint as Fingerprint
+    from smartcache.artifacts.setfolder import check_name as check_name
     from smartcache.artifacts.sets import (
         ArtifactSets as ArtifactSets,
     )
@@ -65,6 +71,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "artifactset": (
         "ArtifactSet",
+        "Claim",
         "Computed",
         "Failure",
         "Retry",
@@ -75,9 +82,10 @@ _HOMES = {
     "engine.packs": ("PackSource",),
     "engine.recover": ("Rebuilt", "SetVerifyReport"),
     "inspect": ("ArtifactInfo", "Shown"),
-    "keys": ("compute_key", "register_key_rule"),
+    "keys": ("Digests", "compute_key", "register_key_rule"),
+    "modules": ("remember_module",),
     "sample": ("Handle", "Sample"),
-    "setfolder": ("Difference", "Fingerprint"),
+    "setfolder": ("Difference", "Fingerprint", "check_name"),
     "sets": ("ArtifactSets", "SetPlan", "SetResult", "SetVictim"),
     "values.encode": ("register_codec",),
     "values.refusals": ("path_text", "shown"),

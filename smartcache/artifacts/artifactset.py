@@ -29,7 +29,7 @@ from smartcache.artifacts.engine.compact import CompactResult, Eviction
 from smartcache.artifacts.engine.engine import Engine, open_engine
 from smartcache.artifacts.engine.records import ARTIFACT
 from smartcache.artifacts.engine.recover import SetVerifyReport
-from smartcache.artifacts.keys import check_key, check_keys, key_text
+from smartcache.artifacts.keys import Digests, check_key, check_keys, key_text
 from smartcache.artifacts.sample import Sample
 from smartcache.artifacts.setfolder import Fingerprint, Options, SetFolder, check_option
 from smartcache.artifacts.values.refusals import with_article
@@ -38,6 +38,7 @@ from smartcache.errors import (
     ArtifactNotFoundError,
     ConfigError,
     DamagedArtifactError,
+    LeaseTimeoutError,
     RememberedFailureError,
     SmartcacheError,
 )
@@ -96,6 +97,28 @@ class Computed:
     """Could not be computed, and why."""
     busy: list[str] = field(default_factory=list)
     """Are being computed by others; only without `wait`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Claim:
+    """Keys that this process computes until it is closed, by whichever thread: see `claim`."""
+
+    keys: list[str]
+    present: list[str]
+    """Were computed by others meanwhile."""
+    busy: list[str]
+    """Are being computed by others."""
+    _stack: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        """Let others have the keys."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,6 +522,36 @@ class ArtifactSet:
         found = self._engine.catalog.find_many(stored)
         return {key for key, place in zip(keys, found, strict=True) if place is not None}
 
+    def claim(self, keys: Sequence[str]) -> Claim:
+        """Be the one who computes those of some keys that are missing and that nobody computes.
+
+        It never waits. Put what was computed, or remember a failure, before the claim is closed:
+        then others who want it look, and go on from there.
+        """
+        self._engine.refuse_read_only()
+        stack = ExitStack()
+        try:
+            held = set(self._engine.leases.try_hold(keys, stack, what="computing"))
+            # Between the look and the lease another one may have computed it.
+            present = self._present([key for key in keys if key in held]) if held else set()
+        except BaseException:
+            stack.close()
+            raise
+        return Claim(
+            keys=[key for key in keys if key in held and key not in present],
+            present=[key for key in keys if key in present],
+            busy=[key for key in keys if key not in held],
+            _stack=stack,
+        )  # fmt: skip
+
+    def wait_for(self, key: str, timeout: float) -> bool:
+        """Wait until nobody computes a key any more, or so many seconds; say whether it is so."""
+        try:
+            with self._engine.leases.hold(key, what="waiting", timeout=timeout):
+                return True
+        except LeaseTimeoutError:
+            return False
+
     def _compute_some(
         self,
         keys: list[str],
@@ -510,15 +563,9 @@ class ArtifactSet:
         is_first: bool,
     ) -> list[str]:
         """Compute those of some keys whose leases are free; return the others."""
-        with ExitStack() as stack:
-            got = set(self._engine.leases.try_hold(keys, stack, what="computing"))
-            mine = [key for key in keys if key in got]
-            # Between the look and the lease another one may have computed it.
-            present = self._present(mine) if mine else set()
-            for key in mine:
-                if key in present:
-                    (result.found if is_first else result.waited).append(key)
-            mine = [key for key in mine if key not in present]
+        with self.claim(keys) as claim:
+            (result.found if is_first else result.waited).extend(claim.present)
+            mine = claim.keys
             if mine:
                 values = _values_of(fn(list(mine)), mine)
                 for key, value in zip(mine, values, strict=True):
@@ -532,7 +579,7 @@ class ArtifactSet:
                 self._engine.index.drop_failures(
                     check_key(key) for key in mine if key not in result.failed
                 )
-        return [key for key in keys if key not in got]
+        return claim.busy
 
     def _is_refused(self, key: str, rule: Retry, result: Computed) -> bool:
         reason = self._refusal(check_key(key), rule)
@@ -554,19 +601,25 @@ class ArtifactSet:
         return RememberedFailureError(message, key=key_text(key), reason=reason, count=count)
 
     def _remember(self, key: bytes, error: BaseException) -> None:
-        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-        self._engine.index.add_failure(key, reason, int(time.time()))
+        self.remember_failure(key_text(key), f"{type(error).__name__}: {error}")
+
+    def remember_failure(self, key: str, reason: str) -> None:
+        """Remember that an artifact cannot be computed, and why."""
+        now = int(time.time())
+        self._engine.index.add_failure(check_key(key), reason[:_LONGEST_REASON], now)
 
     def failures(self) -> list[Failure]:
         """Return the computations that failed and are remembered."""
+        if not self._engine.has_index:
+            return []
         return [
             Failure(key=key_text(key), reason=reason, count=count, failed_at=failed_at)
             for key, reason, count, failed_at in self._engine.index.failures()
         ]
 
-    def forget_failure(self, key: str) -> bool:
-        """Let a computation be tried again; False: none had failed."""
-        return bool(self._engine.index.drop_failures([check_key(key)]))
+    def forget_failure(self, *keys: str) -> bool:
+        """Let computations be tried again; False: none had failed."""
+        return bool(self._engine.index.drop_failures(check_keys(keys)))
 
     # looking after it
 
@@ -642,7 +695,7 @@ class Selection(read.Selection):
 
     def __init__(self, opened: ArtifactSet, keys: Sequence[str]) -> None:
         self._set = opened
-        stored = check_keys(keys)
+        stored = keys.stored if isinstance(keys, Digests) else check_keys(keys)
         super().__init__(opened._engine, keys, stored, opened._threads)  # noqa: SLF001
 
     def __repr__(self) -> str:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast, overload
 
 from blake3 import blake3
 
@@ -49,8 +49,10 @@ LONGEST_KEY: Final = 1024
 MAX_DEPTH: Final = 100
 """Containers inside each other in a config."""
 _DIGEST_LENGTH: Final = 64
+_RAW_LENGTH: Final = 32
 _DOMAIN: Final = b"smartcache artifact key 1\0"
 _HINT: Final = "compute_key(...) makes a key of anything."
+_WORTH_THREADS: Final = 8 << 20
 _SIZE: Final = struct.Struct("<Q")
 _FLOAT: Final = struct.Struct("<d")
 
@@ -62,10 +64,10 @@ def compute_key(config: object, *, content: object = None, prefix: str = "") -> 
     """Return the key of a config, 64 hexadecimal characters, and of the content it applies to.
 
     `config`: builtin values, nested; paths (by their text); arrays, tensors and numpy scalars (by
-    kind, dtype, shape and bytes); torch dtypes, devices and sizes; other objects by the rule of
-    their type. `content`: bytes, an array or tensor, a path (the bytes of the file), or a list of
-    these, in order. With `prefix` the key reads "prefix-<hex>". BadKeyError names the path to what
-    no key can be made of.
+    kind, dtype, shape and bytes); torch dtypes, devices and sizes; a torch module (by its class,
+    config and weights); other objects by the rule of their type. `content`: bytes, an array or
+    tensor, a path (the bytes of the file), or a list of these, in order. With `prefix` the key
+    reads "prefix-<hex>". BadKeyError names the path to what no key can be made of.
     """
     out = [_DOMAIN]
     try:
@@ -141,6 +143,62 @@ def key_text(stored: bytes) -> str:
         except UnicodeDecodeError:
             pass
     raise BadKeyError(f"no stored key: {stored[:40]!r}")
+
+
+class Digests(Sequence[str]):
+    """Many keys of 64 hexadecimal characters in 32 bytes each: a million of them in 32 MB."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data) // _RAW_LENGTH
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        """Return a key, or several."""
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return self.stored[number][1:].hex()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Digests, (self.data,)
+
+    @property
+    def stored(self) -> Sequence[bytes]:
+        """The same keys as they are stored."""
+        return _StoredDigests(self.data)
+
+
+class _StoredDigests(Sequence[bytes]):
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data) // _RAW_LENGTH
+
+    def __getitem__(self, number: Any) -> Any:  # noqa: ANN401 - no slices are asked for
+        start = _RAW_LENGTH * range(len(self))[number]
+        return b"\x01" + self._data[start : start + _RAW_LENGTH]
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self._data
+        for start in range(0, len(data), _RAW_LENGTH):
+            yield b"\x01" + data[start : start + _RAW_LENGTH]
+
+
+def canonical(value: object, depth: int = MAX_DEPTH) -> bytes:
+    """Return the canonical bytes of a value; RefusedError for a type that has none."""
+    out: list[bytes] = []
+    _write(value, out, depth)
+    return b"".join(out)
 
 
 def _write_content(content: object, out: list[bytes]) -> None:
@@ -255,24 +313,20 @@ def _dict(value: dict[object, object], out: list[bytes], depth: int) -> None:
 
 
 def _item(value: object, step: object, depth: int) -> bytes:
-    inner: list[bytes] = []
     try:
-        _write(value, inner, depth)
+        return canonical(value, depth)
     except RefusedError as refused:
         refused.within(step)
         raise
-    return b"".join(inner)
 
 
 def _key(key: object, depth: int) -> bytes:
-    inner: list[bytes] = []
     try:
-        _write(key, inner, depth)
+        return canonical(key, depth)
     except RefusedError as refused:
         refused.is_key = True
         refused.within(key)
         raise
-    return b"".join(inner)
 
 
 def _too_deep() -> NoReturn:
@@ -294,6 +348,8 @@ def _find(cls: type) -> Write:
             torch.device: _of_torch,
             torch.Size: _sequence(b"Z"),
         }
+        if hasattr(torch, "nn") and issubclass(cls, torch.nn.Module):
+            known[cls] = _module
         if cls in known:
             return known[cls]
     if numpy is not None and cls is numpy.ndarray:
@@ -324,13 +380,30 @@ def _of_torch(value: object, out: list[bytes], _depth: int) -> None:
     out.append(_sized(b"t", f"{type(value).__name__} {value}".encode()))
 
 
-def _array_part(kind: Kind, dtype: str, shape: tuple[int, ...], data: memoryview) -> bytes:
+def _module(value: torch.nn.Module, out: list[bytes], depth: int) -> None:
+    from smartcache.artifacts.modules import module_value
+
+    if not depth:
+        _too_deep()
+    out.append(_sized(b"m", canonical(module_value(value), depth - 1)))
+
+
+def _array_part(
+    kind: Kind, dtype: str, shape: tuple[int, ...], data: memoryview, threads: int = 1
+) -> bytes:
     """Return a tensor or array: by kind, dtype, shape and the digest of its bytes."""
     head = f"{kind} {dtype} {','.join(map(str, shape))}".encode()
-    return _sized(b"A", head) + blake3(data).digest()
+    # Each hash with threads of its own: those of blake3.AUTO hang in a process forked afterwards.
+    most = threads if data.nbytes >= _WORTH_THREADS else 1
+    return _sized(b"A", head) + blake3(data, max_threads=most).digest()
 
 
 def _tensor(value: torch.Tensor, out: list[bytes], _depth: int) -> None:
+    out.append(tensor_part(value))
+
+
+def tensor_part(value: torch.Tensor, *, threads: int = 1) -> bytes:
+    """Return the canonical bytes of a tensor, hashed by several threads if it is large."""
     name = torch_name(value.dtype)
     if name is None:
         raise RefusedError(f"no key can be made of a tensor of {value.dtype}")
@@ -339,7 +412,7 @@ def _tensor(value: torch.Tensor, out: list[bytes], _depth: int) -> None:
     except TypeError as error:
         raise RefusedError(f"no key can be made of {error}") from None
     data = array_bytes(torch_array(plain, name))
-    out.append(_array_part("torch", name, tuple(plain.shape), data))
+    return _array_part("torch", name, tuple(plain.shape), data, threads)
 
 
 def _numpy(value: Array, out: list[bytes], _depth: int) -> None:

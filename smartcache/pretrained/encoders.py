@@ -67,6 +67,7 @@ class Encoders:
         self.dtype = next(map(fingerprints.dtype_of, self._modules().values()), None)
         """The dtype of the first model; None if there are tokenizers only."""
         self._fingerprint = self._describe()
+        self._remember()
 
     @property
     def pipeline(self) -> object | None:
@@ -150,6 +151,14 @@ class Encoders:
                 quantised = fingerprints.quantisation_of(module)
                 described[name] |= {"quantisation": quantised} if quantised else {}
         return described
+
+    def _remember(self) -> None:
+        """Let the fingerprint stand for the models in keys, so that no weights are read for one."""
+        from smartcache.artifacts import remember_module
+
+        for name, module in self._modules().items():
+            if name in self._fingerprint:
+                remember_module(module, self._fingerprint[name])
 
     def _names(self) -> str:
         return ", ".join(self._components)

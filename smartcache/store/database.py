@@ -27,6 +27,7 @@ from smartcache.store.schema import (
     FAILURES,
     SPELL_SECONDS,
     connect,
+    connect_read_only,
     make_or_connect,
     translated,
     writer_of,
@@ -65,9 +66,11 @@ class Database:
     migrations: ClassVar[tuple[str, ...] | None] = None
     """What makes the tables, version by version; None: those of the store's index."""
 
-    def __init__(self, path: Path, *, wal: bool) -> None:
+    def __init__(self, path: Path, *, wal: bool, read_only: bool = False) -> None:
+        """Open it, made if it is not there. With `read_only` nobody may write it meanwhile."""
         self.path = path
         self._wal = wal
+        self._is_read_only = read_only
         self._gate = threading.RLock()
         self._depth = 0
         self._is_open = True
@@ -77,9 +80,12 @@ class Database:
         self._waits = True
         self.on_wait: OnWait | None = None
         self._connection: sqlite3.Connection | None
-        self._connection, self.is_new = make_or_connect(
-            path, wal=wal, create=True, migrations=self.migrations
-        )
+        if read_only:
+            self._connection, self.is_new = connect_read_only(path), False
+        else:
+            self._connection, self.is_new = make_or_connect(
+                path, wal=wal, create=True, migrations=self.migrations
+            )
         self._streams: set[sqlite3.Connection] = set()
         _databases.add(self)
 
@@ -208,6 +214,8 @@ class Database:
         self._gate.release()
 
     def _connect(self) -> sqlite3.Connection:
+        if self._is_read_only:
+            return connect_read_only(self.path)
         return connect(self.path, wal=self._wal, create=False, migrations=self.migrations)
 
     def _connected(self) -> sqlite3.Connection:

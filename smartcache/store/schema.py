@@ -213,6 +213,15 @@ def connect(
     return make_or_connect(path, wal=wal, create=create, migrations=migrations)[0]
 
 
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open a database that nobody writes, also on a filesystem that cannot be written."""
+    uri = f"file:{quote_from_bytes(os.fsencode(path))}?mode=ro&immutable=1"
+    try:
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    except FAILURES as error:
+        raise translated(error, path) from error
+
+
 def make_or_connect(
     path: Path, *, wal: bool, create: bool, migrations: tuple[str, ...] | None = None
 ) -> tuple[sqlite3.Connection, bool]:

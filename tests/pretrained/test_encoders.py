@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from tests.api import MissingWeightsError, PretrainedError, UnknownClassError, load_encoders
+from smartcache.artifacts import remember_module
+from tests.api import (
+    BadKeyError,
+    MissingWeightsError,
+    PretrainedError,
+    UnknownClassError,
+    compute_key,
+    load_encoders,
+)
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
 
@@ -233,6 +241,80 @@ class TestFingerprint:
             with pytest.raises(PretrainedError, match=r"vae of .* was passed in"):
                 _ = encoders.fingerprint
         assert vae.device.type == "cpu"
+
+
+class TestKeys:
+    def test_the_key_of_an_encoder_is_that_of_its_fingerprint_until_it_changes(
+        self, first: str, models: Models
+    ) -> None:
+        import torch
+
+        with load(first) as encoders, load(models.second) as others:
+            for name in ("text_encoder", "vae"):
+                stand_in = torch.nn.ReLU()
+                remember_module(stand_in, encoders.fingerprint[name])
+                key = compute_key({"encoder": encoders[name]})
+                assert key == compute_key({"encoder": others[name]})
+                assert key == compute_key({"encoder": stand_in})
+                encoders[name]._apply(lambda each: each.clone())  # noqa: SLF001 - as `to` does it
+                assert compute_key({"encoder": encoders[name]}) == key
+                next(encoders[name].parameters()).data.mul_(1.01)
+                assert compute_key({"encoder": encoders[name]}) != key
+                others[name].to(torch.bfloat16)
+                assert compute_key({"encoder": others[name]}) != key
+
+    def test_it_has_none_when_the_memory_is_free(self, models: Models) -> None:
+        with load(models.first, parts="vae") as encoders:
+            vae = encoders.vae
+        with pytest.raises(BadKeyError, match="weights are not in memory"):
+            compute_key(vae)
+
+    def test_a_component_of_the_callers_counts_by_its_weights(self, models: Models) -> None:
+        from diffusers import AutoencoderKL
+
+        vae = AutoencoderKL.from_pretrained(models.first, subfolder="vae")
+        key = compute_key(AutoencoderKL.from_pretrained(models.second, subfolder="vae"))
+        with load(models.first, vae=vae), load(models.first) as encoders:
+            assert compute_key(vae) == key != compute_key(encoders.vae)
+
+    def test_a_saved_model_of_diffusers_has_the_key_of_the_one_that_was_made(
+        self, tmp_path: Path
+    ) -> None:
+        import torch
+        from diffusers import AutoencoderKL
+
+        made = AutoencoderKL(
+            block_out_channels=(8,), down_block_types=("DownEncoderBlock2D",),
+            up_block_types=("UpDecoderBlock2D",), norm_num_groups=8,
+        )  # fmt: skip
+        made.save_pretrained(tmp_path)
+        loaded = AutoencoderKL.from_pretrained(tmp_path)
+        assert compute_key(loaded) == compute_key(made)
+        half = AutoencoderKL.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+        assert compute_key(half) == compute_key(made.to(torch.bfloat16)) != compute_key(loaded)
+        key = compute_key(loaded)
+        loaded.register_to_config(scaling_factor=2.0)
+        assert compute_key(loaded) != key
+
+    def test_a_saved_model_of_transformers_has_the_key_of_the_one_that_was_made(
+        self, tmp_path: Path
+    ) -> None:
+        import torch
+        from transformers import CLIPTextConfig, CLIPTextModel
+
+        config = CLIPTextConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, bos_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        made = CLIPTextModel(config)
+        key = compute_key(made)
+        made.save_pretrained(tmp_path)
+        loaded = CLIPTextModel.from_pretrained(tmp_path, attn_implementation="eager")
+        assert compute_key(loaded) == compute_key(made) == key
+        half = CLIPTextModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        assert compute_key(half) == compute_key(made.to(torch.bfloat16)) != key
+        loaded.config.hidden_act = "gelu"
+        assert compute_key(loaded) != key
 
 
 class TestRelease:

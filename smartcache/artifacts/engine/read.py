@@ -655,7 +655,7 @@ class Selection:
     """
 
     def __init__(
-        self, engine: Engine, keys: Sequence[str], stored: list[bytes], threads: int
+        self, engine: Engine, keys: Sequence[str], stored: Sequence[bytes], threads: int
     ) -> None:
         self._engine = engine
         self._keys = keys

@@ -1,0 +1,58 @@
+"""From files to batches: sources, their encoders, and datasets that are encoded once.
+
+Names are loaded when they are first used: `import smartcache.training` loads no numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smartcache.training.build import BuildPlan as BuildPlan
+    from smartcache.training.build import BuildReport as BuildReport
+    from smartcache.training.build import Failed as Failed
+    from smartcache.training.dataset import Dataset as Dataset
+    from smartcache.training.dataset import Miss as Miss
+    from smartcache.training.dataset import Validate as Validate
+    from smartcache.training.dataset import dataset_folder as dataset_folder
+    from smartcache.training.dataset import dataset_folders as dataset_folders
+    from smartcache.training.dataset import exported_dataset as exported_dataset
+    from smartcache.training.dataset import open_dataset as open_dataset
+    from smartcache.training.dataset import stored_dataset as stored_dataset
+    from smartcache.training.encoder import Buckets as Buckets
+    from smartcache.training.encoder import Encoder as Encoder
+    from smartcache.training.encoder import Item as Item
+    from smartcache.training.sources import Source as Source
+    from smartcache.training.sources import Sources as Sources
+    from smartcache.training.upkeep import CleanPlan as CleanPlan
+    from smartcache.training.upkeep import copy_dataset as copy_dataset
+
+_HOMES = {
+    "build": ("BuildPlan", "BuildReport", "Failed"),
+    "dataset": (
+        "Dataset",
+        "Miss",
+        "Validate",
+        "dataset_folder",
+        "dataset_folders",
+        "exported_dataset",
+        "open_dataset",
+        "stored_dataset",
+    ),
+    "encoder": ("Buckets", "Encoder", "Item"),
+    "sources": ("Source", "Sources"),
+    "upkeep": ("CleanPlan", "copy_dataset"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the table above is the list
+
+
+if not TYPE_CHECKING:  # A type checker that saw it would believe in any name.
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        globals()[name] = found
+        return found

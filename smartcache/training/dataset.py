@@ -1,0 +1,737 @@
+"""Datasets: sources and the outputs of their encoders, each encoded once.
+
+    photos = cache.dataset("photos", Sources("photos"), latent=Encoder(encode, reads="file", ...))
+    photos.build()
+    photos.batch([3, 5])["latent"]
+
+What a dataset has on the disk lies beside the sets of artifacts, and moves with them:
+
+    sets/<name>/dataset/
+      dataset.json       sources, and of each output its set and how its keys are made
+      index.sqlite3      the table of sources (sources.py)
+      lock               flock: who reads sources
+    sets/<name>.<output>/<id>/   the outputs of one encoder, artifacts by the keys of encoder.py
+
+A dataset knows its sources as columns: the keys of all outputs, 32 bytes each, and what the disk
+has of them. Items that cannot be read or encoded are left out, and named; the others are numbered
+from 0. To another process it travels as its folder, and is opened there from the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, Self, cast
+
+import numpy as np
+from blake3 import blake3
+
+from smartcache.artifacts import (
+    ArtifactSet,
+    ArtifactSets,
+    Digests,
+    Selection,
+    check_name,
+)
+from smartcache.errors import (
+    ArtifactNotFoundError,
+    ConfigError,
+    DamagedArtifactError,
+    DatasetChangedError,
+    DatasetError,
+    OutputMissingError,
+    SourcesVanishedError,
+)
+from smartcache.progress import Progress, silent
+from smartcache.store.filesystems import is_network
+from smartcache.store.kernel import sync_directory
+from smartcache.store.safety import create_own, make_own
+from smartcache.training.build import (
+    Build,
+    BuildPlan,
+    BuildReport,
+    Failed,
+    OnError,
+    OnNan,
+    missing,
+    reasons_of,
+)
+from smartcache.training.encoder import SIDE, SINGLE, Encoder, Item, Keys, pad
+from smartcache.training.look import Column, Listing, look
+from smartcache.training.sources import FILE, Sources
+from smartcache.training.table import SourceTable
+from smartcache.training.upkeep import CleanPlan, copy_dataset, plan_clean, refuse_missing
+
+FORMAT: Final = 1
+_FILE: Final = "dataset.json"
+_TABLE: Final = "index.sqlite3"
+_FOLDER: Final = "dataset"
+_TAKEN: Final = frozenset(("name", "path"))
+_NAMED: Final = 3
+Validate = Literal["full", "trust"]
+Miss = Literal["raise", "encode"]
+
+
+class Output:
+    """One output of a dataset: its set, the keys of all items, and what is there of them."""
+
+    def __init__(self, name: str, spec: dict[str, Any], opened: ArtifactSet) -> None:
+        self.name = name
+        self.spec = spec
+        self.set = opened
+        self.encoder: Encoder | None = None
+        self.variations = int(spec["variations"])
+        self.keys = Keys(b"", np.zeros((0, 2), np.int32))
+        self.failures: dict[int, str] = {}
+        """Items that cannot be encoded, and why."""
+        self._selection: Selection | None = None
+
+    def find(self, listing: Listing) -> None:
+        """Compute the keys of all items, and look for them."""
+        self.keys = Keys.of(listing, self.spec)
+        self.look()
+
+    def look(self) -> None:
+        """Look again at what is there, and what has failed."""
+        self._selection = None
+        self.failures = {}
+        failed = {bytes.fromhex(each.key): each.reason for each in self.set.failures()}
+        exported: dict[str, str] = self.spec.get("failed", {})
+        failed |= {bytes.fromhex(key): reason for key, reason in exported.items()}
+        if failed and self.keys.data:
+            numbers = np.frombuffer(self.keys.data, "<u8")[::4]
+            wanted = np.array([int.from_bytes(key[:8], "little") for key in failed], np.uint64)
+            for number in np.flatnonzero(np.isin(numbers, wanted)).tolist():
+                reason = failed.get(self.keys.data[32 * number : 32 * number + 32])
+                if reason is not None:
+                    self.failures.setdefault(number // self.variations, reason)
+
+    @property
+    def selection(self) -> Selection:
+        """What is there, by number: of each item, one for each variation."""
+        if self._selection is None:
+            self._selection = self.set.select(Digests(self.keys.data))
+        return self._selection
+
+    def item(self, listing: Listing, number: int, used: set[tuple[str, str]]) -> Item:
+        """Return an item on its way into the encoder."""
+        at = number // self.variations
+        width, height = self.keys.bucket[at].tolist()
+        return Item(
+            listing, at, bucket=(width, height) if width else None,
+            variation=number % self.variations,
+            key=self.keys.data[32 * number : 32 * number + 32], used=used,
+        )  # fmt: skip
+
+    def about(self, listing: Listing, number: int, item: Item) -> dict[str, object]:
+        """Return what is kept with an output: what it was made of."""
+        made: dict[str, object] = {
+            "name": item.name,
+            "content": [
+                listing.reads[read][number // self.variations].tobytes().hex()
+                for read in self.spec["reads"]
+            ],
+            "variation": item.variation,
+        }
+        if item.size is not None:
+            made["original_size"] = list(item.size)
+        if item.bucket is not None:
+            made["bucket"] = list(item.bucket)
+        if item.crop is not None:
+            made["crop"] = list(item.crop)
+        return made
+
+
+class Dataset:
+    """Sources and their outputs: made by `SmartCache.dataset`, read by index, built by `build`."""
+
+    def __init__(  # noqa: PLR0913 - made by the functions below
+        self,
+        folder: Path,
+        sets: ArtifactSets,
+        document: dict[str, Any],
+        *,
+        sources: Sources,
+        encoders: Mapping[str, Encoder] | None = None,
+        trust: bool = False,
+        miss: Miss = "raise",
+        threads: int = 2,
+        read_only: bool = False,
+        signature: str | None = None,
+    ) -> None:
+        self.path = folder
+        self.name: str = document["name"]
+        self.sources = sources
+        self.trust = trust
+        self.miss: Miss = miss
+        """What reading does with what is missing: "raise" an error, or "encode" it."""
+        self.threads = threads
+        self.before: Callable[[], object] | None = None
+        """Called before reading encodes something that is missing."""
+        self._sets = sets
+        self.document = document
+        """What dataset.json says."""
+        self._read_only = read_only
+        self._expected = signature
+        self._listing: Listing | None = None
+        self._usable: Column = np.zeros(0, np.int64)
+        self._is_good: Column = np.zeros(0, bool)
+        self._problems: dict[int, str] = {}
+        self._release = ExitStack()
+        self.outputs: dict[str, Output] = {}
+        try:
+            self.table = _open_table(folder, read_only=read_only)
+            self._release.callback(self.table.close)
+            for name, spec in document["outputs"].items():
+                opened = sets.open(
+                    spec["set"], spec["fingerprint"], read_only=read_only,
+                    evictable=None if read_only else False,
+                )  # fmt: skip
+                self._release.callback(opened.close)
+                output = self.outputs[name] = Output(name, spec, opened)
+                output.encoder = (encoders or {}).get(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the table and the sets."""
+        self._release.close()
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(self.outputs)
+        count = "" if self._listing is None else f": {len(self._usable):,} items"
+        return f"<Dataset {self.name} ({outputs}){count}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Go to another process as a folder, and a digest of what is meant."""
+        spec = {name: self.document[name] for name in ("name", "sources", "outputs")}
+        signature = self.signature if self._listing is not None else None
+        return _reopened, (
+            self.path, self._sets, spec, self.threads, self._read_only, signature
+        )  # fmt: skip
+
+    # what there is
+
+    @property
+    def listing(self) -> Listing:
+        """The sources, as they were when they were last looked at."""
+        if self._listing is None:
+            self.refresh()
+        return cast("Listing", self._listing)
+
+    @property
+    def numbers(self) -> Column:
+        """Of each item its number among all sources, those that are left out included."""
+        return self._all()
+
+    @property
+    def is_good(self) -> Column:
+        """Say of each source whether it can be read and encoded."""
+        return self._is_good
+
+    def refresh(self, progress: Progress = silent) -> None:
+        """Look at the sources again: new and changed files are read, and nothing is encoded."""
+        reads = dict.fromkeys(
+            read for output in self.outputs.values() for read in output.spec["reads"]
+        )
+        has_buckets = any(output.spec["buckets"] for output in self.outputs.values())
+        listing = look(
+            self.table, self.sources, reads, sizes=has_buckets,
+            trust=self.trust or self._read_only, threads=self.threads, progress=progress,
+        )  # fmt: skip
+        self._problems = {
+            number: f"unreadable: {reason}" for number, reason in listing.problems.items()
+        }
+        for output in self.outputs.values():
+            output.find(listing)
+            if output.spec["buckets"]:
+                for number in np.flatnonzero(output.keys.bucket[:, 0] == 0).tolist():
+                    self._problems.setdefault(number, "unreadable: no image size in its header")
+        self._listing = listing
+        self._sort_out()
+        if self._expected is not None and self._expected != self.signature:
+            message = f"The dataset {self.name} has changed since it was sent to this process"
+            raise DatasetChangedError(message)
+
+    def _sort_out(self) -> None:
+        """Number the items that are not left out."""
+        self._is_good = np.ones(len(self.listing), bool)
+        for number in self._problems:
+            self._is_good[number] = False
+        for output in self.outputs.values():
+            for number in output.failures:
+                self._is_good[number] = False
+        self._usable = np.flatnonzero(self._is_good)
+
+    @property
+    def signature(self) -> str:
+        """A digest of all items and keys: equal where every number means the same."""
+        made = blake3(self._all().tobytes())
+        for name, output in self.outputs.items():
+            made.update(name.encode() + b"\0" + bytes([output.variations & 255]))
+            made.update(output.keys.data)
+        return made.hexdigest()[:32]
+
+    def _all(self) -> Column:
+        if self._listing is None:
+            self.refresh()
+        return self._usable
+
+    def __len__(self) -> int:
+        """Count the items that are not left out."""
+        return len(self._all())
+
+    @property
+    def failed(self) -> list[Failed]:
+        """The items that are left out, and why."""
+        listing = self.listing
+        found = [
+            Failed(listing.name(number), "", reason) for number, reason in self._problems.items()
+        ]
+        for output in self.outputs.values():
+            found += [
+                Failed(listing.name(number), output.name, reason)
+                for number, reason in output.failures.items()
+                if number not in self._problems
+            ]
+        return found
+
+    def record(self, index: int) -> dict[str, Any]:
+        """Return what is known of an item: name, path, size, buckets, texts and metadata."""
+        number = self._number(index)
+        listing = self.listing
+        path = listing.path(number)
+        width, height = listing.size[number].tolist()
+        made: dict[str, Any] = {
+            **listing.values(number),
+            "name": listing.name(number),
+            "path": None if path is None else str(path),
+            "size": (width, height) if width and height else None,
+            "repeats": float(listing.parts[listing.part[number]].repeats),
+        }
+        for read in listing.reads:
+            if read != FILE and listing.has(number, read):
+                is_file = listing.is_file(number, read)
+                made[read] = str(listing.path(number, read)) if is_file else listing.value(
+                    number, read
+                )  # fmt: skip
+        buckets = {
+            output.name: tuple(output.keys.bucket[number].tolist())
+            for output in self.outputs.values()
+            if output.spec["buckets"]
+        }
+        return made | ({"bucket": buckets} if buckets else {})
+
+    def _number(self, index: int) -> int:
+        usable = self._all()
+        if not -len(usable) <= index < len(usable):
+            raise IndexError(f"{self.name} has {len(usable):,} items, and no item {index}")
+        return int(usable[index])
+
+    # building
+
+    def plan(self, progress: Progress = silent) -> BuildPlan:
+        """Say what `build` would encode, and why. Looks at the sources; known ones are not read."""
+        self.refresh(progress)
+        listing = self.listing
+        is_ready = self._is_good.copy()
+        encode: dict[str, dict[str, int]] = {}
+        for output in self.outputs.values():
+            is_ready[output.selection.missing // output.variations] = False
+            numbers = missing(output, self._is_good)
+            encode[output.name] = reasons_of(self, output, numbers, self.document.get("built", {}))
+        return BuildPlan(
+            items=len(listing), ready=int(is_ready.sum()), encode=encode,
+            failed=tuple(self.failed), changes=dict(listing.changes),
+            warnings=tuple(listing.warnings), _execute=self._build,
+        )  # fmt: skip
+
+    def build(
+        self,
+        *,
+        on_error: OnError = "record",
+        nan: OnNan = "record",
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
+        stop: Callable[[], object] | None = None,
+        retry: bool = False,
+        progress: Progress = silent,
+        threads: int | None = None,
+    ) -> BuildReport:
+        """Encode what is missing, and nothing else.
+
+        `before` is called once, and only if something is really encoded (it moves the model to the
+        GPU), `after` at the end of that. `stop` is asked again and again; when it says yes, what is
+        done is kept. An item that cannot be read or encoded, or whose output has a NaN, is left out
+        and named in the report; with "raise" it is an error. `retry` tries those again that failed
+        before. Several processes may build at once: they share the work.
+        """
+        self.refresh(progress)
+        return self._build(
+            on_error=on_error, nan=nan, before=before, after=after, stop=stop, retry=retry,
+            progress=progress, threads=threads,
+        )  # fmt: skip
+
+    def _build(self, *, retry: bool = False, **options: Any) -> BuildReport:  # noqa: ANN401
+        if retry:
+            for output in self.outputs.values():
+                output.set.forget_failure(*(each.key for each in output.set.failures()))
+                output.look()
+            self._sort_out()
+        if self.before is not None and options.get("before") is None:
+            options["before"] = self.before
+        work = Build(self, **options)
+        try:
+            work.run()
+        finally:
+            for output in self.outputs.values():
+                output.look()
+            self._sort_out()
+        report = work.report
+        # Those that changed while they were encoded are not remembered; the others are.
+        known = {(each.item, each.output) for each in self.failed}
+        report.failed = self.failed + [
+            each for each in report.failed if (each.item, each.output) not in known
+        ]
+        if not report.is_stopped:
+            built = {
+                name: {each: output.spec[each] for each in ("id", "buckets", "variations")}
+                for name, output in self.outputs.items()
+            }
+            if self.document.get("built") != built:
+                self.document["built"] = built
+                write_document(self.path, self.document)
+        return report
+
+    # reading
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return an item: its outputs by name, its name and its metadata."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return items, read all at once: what PyTorch's DataLoader asks for."""
+        batch = self.batch(indices, ragged="list")
+        return [
+            {name: _row(each, at) for name, each in batch.items()} for at in range(len(indices))
+        ]
+
+    def batch(
+        self,
+        indices: Sequence[int] | np.ndarray[Any, Any],
+        *,
+        variations: int | Sequence[int] | np.ndarray[Any, Any] = 0,
+        outputs: Iterable[str] | None = None,
+        out: Mapping[str, Any] | None = None,
+        pinned: bool = False,
+        ragged: Literal["raise", "list"] = "raise",
+    ) -> dict[str, Any]:
+        """Return items stacked: {output: tensor, or dict of tensors}, their names and metadata.
+
+        `variations` says which variation of each; of an output that has fewer, they begin anew.
+        `out` gives an earlier batch whose memory is reused.
+        """
+        usable = self._all()
+        try:
+            numbers = usable[np.asarray(indices, np.int64)]
+        except IndexError:
+            bad = next(each for each in indices if not -len(usable) <= each < len(usable))
+            self._number(int(bad))
+            raise
+        chosen = np.broadcast_to(np.asarray(variations, np.int64), numbers.shape)
+        made: dict[str, Any] = {}
+        for name in self.outputs if outputs is None else outputs:
+            output = self._output(name)
+            into = None if out is None else out.get(name)
+            made[name] = self.read(
+                output, numbers * output.variations + chosen % output.variations,
+                out=into if into is None or isinstance(into, dict) else {SINGLE: into},
+                pinned=pinned, ragged=ragged,
+            )  # fmt: skip
+        listing = self.listing
+        values = [listing.values(number) for number in numbers.tolist()] if self._has_values else []
+        for name in dict.fromkeys(name for each in values for name in each):
+            made.setdefault(name, [each.get(name) for each in values])
+        made["name"] = [listing.name(number) for number in numbers.tolist()]
+        return made
+
+    @property
+    def _has_values(self) -> bool:
+        return any(part.is_list or part.metadata != {} for part in self.sources.parts)
+
+    def _output(self, name: str) -> Output:
+        if name not in self.outputs:
+            raise ConfigError(
+                f"{self.name} has no output {name!r}", hint=f"It has: {', '.join(self.outputs)}."
+            )
+        return self.outputs[name]
+
+    def read(
+        self,
+        output: Output,
+        numbers: np.ndarray[Any, Any],
+        *,
+        out: Mapping[Any, object] | None = None,
+        pinned: bool = False,
+        ragged: Literal["raise", "list"] = "raise",
+    ) -> Any:  # noqa: ANN401 - a tensor, or a dict of tensors
+        """Return one output, by the numbers of items and variations in its selection."""
+        trim = output.spec["trim"] is not None
+        for is_second in (False, True):
+            try:
+                found = output.selection.read(
+                    numbers, out, pinned=pinned, ragged="list" if trim else ragged
+                )
+                break
+            except (ArtifactNotFoundError, DamagedArtifactError) as error:
+                output.look()
+                lost = self._lost(output, numbers)
+                if is_second or not lost:
+                    raise
+                names = [self.listing.name(number // output.variations) for number in lost]
+                if self.miss != "encode" or output.encoder is None:
+                    message = f"{self.name} has no {output.name} of some items"
+                    raise missing_error(message, names) from error
+                work = Build(self, on_error="raise", before=self.before)
+                work.run(only={output.name: lost})
+                output.look()
+        if trim:
+            if ragged == "list":
+                found.pop(SIDE)
+            else:
+                found = pad(found)
+        return found.get(SINGLE, found)
+
+    def _lost(self, output: Output, numbers: np.ndarray[Any, Any]) -> list[int]:
+        lost = np.isin(numbers, output.selection.missing)
+        return list(dict.fromkeys(np.asarray(numbers)[lost].tolist()))
+
+    # looking after it
+
+    def wanted(self) -> dict[str, bytes]:
+        """Return the keys that are wanted of each set, by its full name."""
+        self._all()
+        found: dict[str, bytes] = {}
+        for output in self.outputs.values():
+            name = f"{output.spec['set']}/{output.spec['id']}"
+            found[name] = found.get(name, b"") + output.keys.data + Keys.of_empty(output.spec)
+        return found
+
+    def clean(self, *, force: bool = False, progress: Progress = silent) -> CleanPlan:
+        """Plan to remove outputs that no source wants any more; what other datasets use stays.
+
+        Refused while a folder that had sources is gone as a whole: a drive may not be mounted.
+        `force` takes it that it was removed on purpose.
+        """
+        self.refresh(progress)
+        gone = self.table.gone()
+        if gone and not force:
+            path, count = next(iter(gone.items()))
+            raise SourcesVanishedError(
+                f"{os.fsdecode(path)} is gone, with {count:,} files",
+                hint="Is a drive not mounted? If it was removed on purpose, use force (--force).",
+                path=os.fsdecode(path),
+            )
+        return plan_clean(self, self._sets)
+
+    def export(self, path: str | os.PathLike[str], progress: Progress = silent) -> int:
+        """Write the outputs of all items, and what is known of them, to a folder of their own.
+
+        `cache.open_dataset(path)` reads it, on any machine, without the sources. Returns how many
+        artifacts were written; run again, it goes on where it stopped. OutputMissingError if not
+        everything was encoded.
+        """
+        refuse_missing(self)
+        return copy_dataset(self, Path(path), progress)
+
+    def forget_old(self) -> None:
+        """Take it that what `clean` has removed is not there any more."""
+        self.table.forget_gone()
+        now = sorted(self.wanted())
+        if self.document.get("sets") != now:
+            self.document["sets"] = now
+            write_document(self.path, self.document)
+
+
+def missing_error(message: str, names: Sequence[str]) -> OutputMissingError:
+    """Return the error for items that are not encoded."""
+    some = ", ".join(names[:_NAMED]) + (" ..." if names[_NAMED:] else "")
+    return OutputMissingError(f"{message}: {some}", items=tuple(names))
+
+
+def _row(value: Any, at: int) -> Any:  # noqa: ANN401 - of whatever a batch is made of
+    if isinstance(value, dict):
+        return {name: each[at] for name, each in value.items()}
+    return value[at]
+
+
+# opening
+
+
+def open_dataset(
+    sets: ArtifactSets,
+    name: str,
+    sources: Sources | str | os.PathLike[str],
+    encoders: Mapping[str, Encoder],
+    *,
+    validate: Validate = "full",
+    miss: Miss = "raise",
+    threads: int = 2,
+) -> Dataset:
+    """Open the dataset of a name with these sources and outputs; it is made if it is not there."""
+    check_name(name)
+    if validate not in ("full", "trust"):
+        raise ConfigError(f'validate is "full" or "trust", not {validate!r}')
+    if miss not in ("raise", "encode"):
+        raise ConfigError(f'miss is "raise" or "encode", not {miss!r}')
+    if not encoders:
+        hint = "Name at least one: latent=Encoder(function, reads='file', depends_on=vae)."
+        raise ConfigError(f"The dataset {name} has no outputs", hint=hint)
+    given = sources if isinstance(sources, Sources) else Sources(sources)
+    outputs: dict[str, dict[str, Any]] = {}
+    for output, encoder in encoders.items():
+        if not isinstance(encoder, Encoder):
+            hint = "Write latent=Encoder(function, reads='file', depends_on=vae)."
+            raise ConfigError(f"The output {output} is no Encoder", hint=hint)
+        if output in _TAKEN:
+            raise ConfigError(f"An output cannot be called {output!r}")
+        if encoder.buckets is not None:
+            _need_imagesize()
+        fingerprint = encoder.fingerprint()
+        where = check_name(encoder.shared or f"{name}.{output}")
+        with sets.open(where, fingerprint, evictable=False) as opened:
+            number = opened.id
+        outputs[output] = {
+            "set": where, "id": number, "fingerprint": fingerprint, **encoder.to_json(),
+        }  # fmt: skip
+    folder = dataset_folder(sets.root, name)
+    make_own(folder.parent)
+    make_own(folder)
+    before = read_document(folder, must_exist=False)
+    document = {
+        "format": FORMAT,
+        "name": name,
+        "created_at": before.get("created_at") or datetime.now(UTC).isoformat(timespec="seconds"),
+        "sources": given.to_json(),
+        "outputs": outputs,
+        "built": before.get("built", {}),
+        "sets": sorted(
+            {*before.get("sets", ()), *(f"{each['set']}/{each['id']}" for each in outputs.values())}
+        ),
+    }
+    if document != before:
+        write_document(folder, document)
+    return Dataset(
+        folder, sets, document, sources=given, encoders=encoders, miss=miss, threads=threads,
+        trust=validate == "trust" and "sources" in before,
+    )  # fmt: skip
+
+
+def stored_dataset(
+    folder: Path, sets: ArtifactSets, *, trust: bool = True, read_only: bool = False,
+    threads: int = 2,
+) -> Dataset:  # fmt: skip
+    """Open a dataset that is there, without its encoders."""
+    document = read_document(folder)
+    return Dataset(
+        folder, sets, document, sources=Sources.from_json(document["sources"]), trust=trust,
+        threads=threads, read_only=read_only,
+    )  # fmt: skip
+
+
+def exported_dataset(path: Path, *, threads: int = 2) -> Dataset:
+    """Open a dataset that was exported to a folder."""
+    folders = dataset_folders(path)
+    if len(folders) != 1:
+        what = "no dataset" if not folders else f"{len(folders)} datasets"
+        hint = "Name a folder that was made by dataset.export or 'smartcache datasets export'."
+        raise DatasetError(f"{path} holds {what}", hint=hint, path=path)
+    return stored_dataset(folders[0], ArtifactSets(path, threads=threads), read_only=True)
+
+
+def dataset_folder(root: Path, name: str) -> Path:
+    """Return where the dataset of a name is among sets."""
+    return root / name / _FOLDER
+
+
+def dataset_folders(root: Path) -> list[Path]:
+    """Return the folders of all datasets among sets."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = (root / name / _FOLDER for name in sorted(os.listdir(root)))
+        return [folder for folder in found if (folder / _FILE).is_file()]
+    return []
+
+
+def _reopened(
+    path: Path,
+    sets: ArtifactSets,
+    document: dict[str, Any],
+    threads: int,
+    read_only: bool,  # noqa: FBT001
+    signature: str | None,
+) -> Dataset:
+    return Dataset(
+        path, sets, document, sources=Sources.from_json(document["sources"]), trust=True,
+        threads=threads, read_only=read_only, signature=signature,
+    )  # fmt: skip
+
+
+def _open_table(folder: Path, *, read_only: bool) -> SourceTable:
+    path = folder / _TABLE
+    if read_only:
+        return SourceTable(path, wal=False, read_only=True)
+    return SourceTable(path, wal=not is_network(folder))
+
+
+def _need_imagesize() -> None:
+    try:
+        import imagesize  # noqa: F401
+    except ImportError as error:
+        hint = "Install it: pip install 'smartcache[training]'."
+        raise ConfigError(
+            "Buckets need imagesize, to read the sizes of images", hint=hint
+        ) from error
+
+
+def read_document(folder: Path, *, must_exist: bool = True) -> dict[str, Any]:
+    """Read dataset.json; DatasetError if it makes no sense."""
+    path = folder / _FILE
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        if document["format"] != FORMAT:
+            message = f"{path} has format {document['format']!r}; this smartcache reads {FORMAT}"
+            raise DatasetError(message, hint="Update smartcache.", path=path)
+        if not all(name in document for name in ("name", "sources", "outputs")):
+            raise DatasetError(f"{path} is damaged: something is missing", path=path)
+        return cast("dict[str, Any]", document)
+    except FileNotFoundError as error:
+        if not must_exist:
+            return {}
+        raise DatasetError(f"There is no dataset in {folder}", path=folder) from error
+    except (ValueError, TypeError, KeyError) as error:
+        hint = "Remove the file and open the dataset again: nothing that was encoded is lost."
+        raise DatasetError(f"{path} is damaged: {error!r}", hint=hint, path=path) from error
+
+
+def write_document(folder: Path, document: Mapping[str, Any]) -> None:
+    """Write dataset.json, in one step."""
+    temporary = folder / f".{_FILE}-{secrets.token_hex(4)}"
+    with open(create_own(temporary), "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / _FILE)
+    sync_directory(folder)

@@ -1,0 +1,359 @@
+"""Where the items of a dataset come from: folders, patterns, lists of files, rows.
+
+    Sources("photos", sidecars={"caption": (".txt", ".json:prompt"), "mask": "-mask.png"})
+
+A *source* is a file or a row. What encoders can read of it has names: "file" is the file itself,
+the names of `sidecars` are files beside it, and of a row every field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError
+
+Sidecars = Mapping[str, str | Sequence[str]]
+FILE: Final = "file"
+"""What a source itself is called among what encoders read."""
+IMAGES: Final = (
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpg", ".jxl", ".png", ".tif",
+    ".tiff", ".webp",
+)  # fmt: skip
+_MAGIC: Final = frozenset("*?[")
+_MOST_REPEATS: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file as the function given as `metadata` sees it."""
+
+    path: Path
+    name: str
+    """Its path below the folder of the sources."""
+    size: tuple[int, int] | None
+    """Width and height of an image."""
+
+
+Row = Mapping[str, object]
+Metadata = Mapping[str, object] | Callable[[Source], Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One folder, pattern or list of sources."""
+
+    root: str = ""
+    """The folder, absolute; of rows, what their paths are relative to."""
+    pattern: str = ""
+    """Which paths below the root are meant; "": all."""
+    rows: Sequence[Row] | None = None
+    jsonl: str = ""
+    """The file that the rows are read from."""
+    is_list: bool = False
+    """Its sources are rows."""
+    suffixes: tuple[str, ...] = ()
+    sidecars: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    """Name, and endings with the field of a JSON file, or ""."""
+    metadata: Metadata | None = field(default_factory=dict)
+    """None: what a function said, which is not at hand here; it is in the table."""
+    repeats: float = 1.0
+
+    def to_json(self) -> dict[str, object]:
+        """Return what is kept of it in dataset.json; its rows are in the table."""
+        return {
+            "root": self.root, "pattern": self.pattern, "jsonl": self.jsonl,
+            "is_list": self.is_list, "suffixes": list(self.suffixes),
+            "sidecars": [[name, [list(each) for each in found]] for name, found in self.sidecars],
+            "metadata": None if callable(self.metadata) else self.metadata,
+            "repeats": self.repeats,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return what `to_json` was given."""
+        return cls(
+            root=data["root"], pattern=data["pattern"], jsonl=data["jsonl"],
+            is_list=data["is_list"], suffixes=tuple(data["suffixes"]),
+            sidecars=tuple(
+                (name, tuple((end, field_) for end, field_ in found))
+                for name, found in data["sidecars"]
+            ),
+            metadata=data["metadata"], repeats=data["repeats"],
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """What users know it by."""
+        return self.jsonl or os.path.join(self.root, self.pattern) or "the rows"
+
+    @property
+    def reads(self) -> dict[str, list[bytes]]:
+        """What encoders can read of its sources, and the endings of sidecars; of rows, more."""
+        return {FILE: []} | {
+            name: [
+                os.fsencode(ending) + (b":" + name_.encode() if name_ else b"")
+                for ending, name_ in endings
+            ]
+            for name, endings in self.sidecars
+        }
+
+    @property
+    def relevant(self) -> dict[bytes, tuple[bytes, ...]]:
+        """The suffixes of files that matter, and which fields of such a file are asked for."""
+        found: dict[bytes, tuple[bytes, ...]] = {
+            os.fsencode(each): (b"",) for each in self.suffixes
+        }
+        for endings in self.reads.values():
+            for ending in endings:
+                name, _, field_ = (b"x" + ending).partition(b":")
+                suffix = os.path.splitext(name)[1].lower()
+                part = b":" + field_ if field_ else b""
+                known = found.get(suffix, ())
+                found[suffix] = known if part in known else (*known, part)
+        return found
+
+    def items(self, folder: bytes, names: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Return which files of a folder are items, in order, and sidecars that belong to none.
+
+        Items have the right suffix, fit the pattern, and do not end like a sidecar.
+        """
+        suffixes = {os.fsencode(each) for each in self.suffixes}
+        chosen = [name for name in names if name[name.rfind(b".") :].lower() in suffixes]
+        ends = tuple(
+            end
+            for ends in self.reads.values()
+            for end in ends
+            if os.path.splitext(b"x" + end)[1].lower() in suffixes
+        )
+        orphans: list[bytes] = []
+        if ends:
+            stems = {name[: name.rfind(b".")] for name in chosen}
+            sidecars = [name for name in chosen if name.endswith(ends)]
+            chosen = [name for name in chosen if not name.endswith(ends)]
+            orphans = [
+                name
+                for name in sidecars
+                if not any(name.endswith(end) and name[: -len(end)] in stems for end in ends)
+            ]
+        if self.pattern:
+            fits = _matcher(self.pattern)
+            below = os.path.relpath(os.fsdecode(folder), self.root)
+            chosen = [
+                name
+                for name in chosen
+                if fits(os.path.normpath(os.path.join(below, os.fsdecode(name))))
+            ]
+        chosen.sort()
+        return chosen, orphans
+
+    def file_of(self, row: Row) -> bytes | None:
+        """Return the path of the file that a row names."""
+        path = row.get(FILE, row.get("file_name"))
+        if path is None:
+            return None
+        if not isinstance(path, str):
+            raise ConfigError(f'"file" of a row of {self.label} is not a path: {path!r}')
+        return os.fsencode(os.path.normpath(os.path.join(self.root, path)))
+
+    def read_rows(self) -> list[Row]:
+        """Return the rows that were given, or read them from their file."""
+        if self.rows is not None:
+            return list(self.rows)
+        rows: list[Row] = []
+        try:
+            with open(self.jsonl, encoding="utf-8-sig") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        row = json.loads(line)
+                    except json.JSONDecodeError as error:
+                        message = f"{self.jsonl}:{number} is not JSON: {error}"
+                        raise DatasetError(message, path=self.jsonl) from error
+                    if not isinstance(row, dict):
+                        raise DatasetError(f"{self.jsonl}:{number} is not a JSON object")
+                    rows.append(row)
+        except FileNotFoundError as error:
+            raise SourcesVanishedError(f"There is no file {self.jsonl}", path=self.jsonl) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatasetError(f"{self.jsonl} cannot be read: {error}", path=self.jsonl) from error
+        return rows
+
+
+class Sources:
+    """The sources of a dataset. Several are added with `+`.
+
+    `where` is a folder (with all below it), a pattern (`photos/*.png`, `photos/**/*.jpg`), or a
+    list of files. `suffixes` are those of the files that are items; images by default. `sidecars`
+    names files beside them by how they end: `.txt` is cat.txt beside cat.png, `-mask.png` is
+    cat-mask.png, `.json:prompt` the field "prompt" of cat.json; of several, the first that exists.
+    What ends like a sidecar is never an item. `metadata` is what items are given on their way into
+    batches: values for all, or a function of a `Source`. `repeats` is how often each item comes
+    in an epoch; 2.5 is twice, and every second time a third time.
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        suffixes: str | Iterable[str] = IMAGES,
+        sidecars: Sidecars | None = None,
+        metadata: Metadata | None = None,
+        repeats: float = 1.0,
+    ) -> None:
+        common: dict[str, Any] = {
+            "suffixes": _checked_suffixes(suffixes),
+            "sidecars": _checked_sidecars(sidecars or {}),
+            "metadata": _checked_metadata(metadata),
+            "repeats": _checked_repeats(repeats),
+        }
+        if not isinstance(where, (str, os.PathLike)):
+            files = [{FILE: os.path.abspath(os.fspath(each))} for each in where]
+            self.parts: tuple[Part, ...] = (Part(is_list=True, rows=files, **common),)
+            return
+        path = os.path.abspath(os.fspath(where))
+        root, pattern = path, ""
+        if _MAGIC & set(path) and not os.path.exists(path):
+            steps = path.split(os.sep)
+            first = next(number for number, step in enumerate(steps) if _MAGIC & set(step))
+            root, pattern = os.sep.join(steps[:first]) or os.sep, os.sep.join(steps[first:])
+        self.parts = (Part(root=root, pattern=pattern, **common),)
+
+    @classmethod
+    def jsonl(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        sidecars: Sidecars | None = None,
+        metadata: Mapping[str, object] | None = None,
+        repeats: float = 1.0,
+    ) -> Self:
+        """Take the rows of a file with one JSON object in every line.
+
+        Encoders can read every field. "file" (or "file_name") is the path of a file, relative to
+        the folder that the list is in.
+        """
+        name = os.path.abspath(os.fspath(path))
+        return cls._of(
+            Part(
+                root=os.path.dirname(name), jsonl=name, is_list=True,
+                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
+                repeats=_checked_repeats(repeats),
+            )
+        )  # fmt: skip
+
+    @classmethod
+    def table(
+        cls,
+        rows: Iterable[Row],
+        *,
+        root: str | os.PathLike[str] = "",
+        sidecars: Sidecars | None = None,
+        metadata: Mapping[str, object] | None = None,
+        repeats: float = 1.0,
+    ) -> Self:
+        """Take rows of plain values: encoders can read every field.
+
+        "file" (or "file_name") is the path of a file, relative to `root`.
+        """
+        given = []
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                hint = 'Give a dict for each: {"file": "cat.png", "caption": "a cat"}.'
+                raise ConfigError(f"Row {number} is {type(row).__name__}, not a dict", hint=hint)
+            given.append(dict(row))
+        return cls._of(
+            Part(
+                root=os.path.abspath(os.fspath(root)), rows=given, is_list=True,
+                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
+                repeats=_checked_repeats(repeats),
+            )
+        )  # fmt: skip
+
+    @classmethod
+    def _of(cls, *parts: Part) -> Self:
+        made = cls.__new__(cls)
+        made.parts = parts
+        return made
+
+    def __add__(self, other: object) -> Sources:
+        """Return both; the items of the first come first."""
+        if not isinstance(other, Sources):
+            return NotImplemented
+        return Sources._of(*self.parts, *other.parts)
+
+    def __repr__(self) -> str:
+        return f"<Sources {' + '.join(part.label for part in self.parts)}>"
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Return what is kept of them in dataset.json."""
+        return [part.to_json() for part in self.parts]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Mapping[str, Any]]) -> Self:
+        """Return the sources that `to_json` was given; rows are those in the table."""
+        return cls._of(*map(Part.from_json, data))
+
+
+def _checked_suffixes(suffixes: str | Iterable[str]) -> tuple[str, ...]:
+    found = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
+    for each in found:
+        if not each.startswith(".") or each.count(".") != 1:
+            raise ConfigError(f"{each!r} is not a suffix", hint='Write it as ".png".')
+    return tuple(each.lower() for each in found)
+
+
+def _checked_sidecars(sidecars: Sidecars) -> tuple[Any, ...]:
+    found = []
+    for name, given in sidecars.items():
+        if name == FILE:
+            raise ConfigError('A sidecar cannot be called "file": that is the source itself')
+        endings = []
+        for text in (given,) if isinstance(given, str) else given:
+            ending, _, field_ = text.partition(":")
+            suffix = os.path.splitext(f"x{ending}")[1]
+            if not suffix or os.sep in ending or (field_ and suffix.lower() != ".json"):
+                hint = 'Write how its name ends: ".txt", "-mask.png", or ".json:prompt".'
+                raise ConfigError(f"{text!r} cannot be a sidecar", hint=hint)
+            endings.append((ending, field_))
+        found.append((name, tuple(endings)))
+    return tuple(found)
+
+
+def _checked_metadata(metadata: Metadata | None) -> Metadata:
+    if callable(metadata):
+        return metadata
+    plain: dict[str, object] = json.loads(plain_text(dict(metadata or {}), "metadata"))
+    return plain
+
+
+def _checked_repeats(repeats: float) -> float:
+    if type(repeats) not in (int, float) or not 0 <= repeats < _MOST_REPEATS:
+        raise ConfigError(f"repeats is a number from 0 on, not {repeats!r}")
+    return float(repeats)
+
+
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """Return what says whether a path fits a pattern: ** stands for folders, * stops at one."""
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    text = "".join(
+        words.get(piece) or (piece.replace("[!", "[^") if piece[:1] == "[" else re.escape(piece))
+        for piece in pieces
+    )
+    return re.compile(text, re.DOTALL).fullmatch
+
+
+def plain_text(value: object, what: str) -> str:
+    """Return plain values as JSON; ConfigError if they are not plain."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        hint = "Only texts, numbers, True, False, None, and lists and dicts of these are kept."
+        raise ConfigError(f"The {what} cannot be kept: {error}", hint=hint) from error
