@@ -1,8 +1,8 @@
 """What smartcache does with the folders of programs, downloads and computed tensors.
 
-Run by scripts/demo; `--full` shows pipelines of diffusers too. Everything lies in one temporary
-folder. Folders in it play the home directory, so that smartcache finds what is there and nothing
-else; the Hub of the tests plays the Hub.
+Run by scripts/demo; `--full` shows pipelines of diffusers and a dataset too. Everything lies in one
+temporary folder. Folders in it play the home directory, so that smartcache finds what is there and
+nothing else; the Hub of the tests plays the Hub.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ State = dict[str, tuple[object, ...]]
 
 
 def main() -> None:
-    """Show the folders of programs, downloads, computed tensors and pipelines; clean up."""
+    """Show folders of programs, downloads, computed tensors, pipelines, a dataset; clean up."""
     room = Path(tempfile.mkdtemp(prefix="smartcache-demo-"))
     try:
         show_folders(room / "folders")
@@ -141,13 +141,17 @@ def show_log(hub: Hub, name: str) -> None:
 
 
 def show_pipelines(room: Path) -> None:
-    """Load two pipelines of diffusers; in a process of its own, because the libraries are large."""
+    """Load pipelines and encode a dataset; in a process of its own: the libraries are large."""
     home = room / "home"
     home.mkdir(parents=True)
     environment = environment_of(home, room / "store") | {"TMPDIR": str(room)}
     say("Two tiny pipelines of diffusers share a text encoder and a VAE. In Python:")
     script = ROOT / "scripts" / "_demo_pipelines.py"
     subprocess.run([sys.executable, str(script)], check=True, env=environment, cwd=home)
+    if (home / "photos").exists():
+        print(flush=True)
+        say("What is known of the dataset, without a look at its files:")
+        run(environment, "datasets", "ls")
 
 
 LATENTS = """\

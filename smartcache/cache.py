@@ -194,6 +194,7 @@ class SmartCache:
         return open_dataset(
             self.sets, name, sources, outputs, validate=validate or trusts, miss=miss,
             threads=self.settings.threads,
+            digest_of=lambda path: self.store.digest_of(path.resolve()).digest,
         )  # fmt: skip
 
     def open_dataset(self, path_or_name: str | Path) -> Dataset:

@@ -80,6 +80,17 @@ def make_files(directory: Path) -> None:
         os.utime(path, (then, then))
 
 
+def make_photos(directory: Path) -> None:
+    """What the examples may train on: images of two proportions, and captions."""
+    from PIL import Image
+
+    directory.mkdir()
+    for number, name in enumerate(("cat", "dog", "fox", "hen", "owl", "pig")):
+        size = (48, 32) if number % 2 else (32, 32)
+        Image.new("RGB", size, (40 * number, 90, 10)).save(directory / f"{name}.png")
+        (directory / f"{name}.txt").write_text(f"a {name}")
+
+
 def make_repos(hub: Hub) -> None:
     """What the examples may download."""
     encoder, *unets = (random.Random(seed).randbytes(150_000) for seed in range(3))
@@ -100,7 +111,7 @@ def make_models_repos(hub: Hub, models: Models) -> None:
 
 def loads_models(page: Path) -> bool:
     """Whether diffusers or transformers have something to do on a page."""
-    return "from_pretrained" in python_of(page)
+    return "from_pretrained" in python_of(page) or "load_encoders" in python_of(page)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +130,8 @@ def test_the_python_of_a_page_runs(
     "org/pipeline" and "org/other-pipeline" have the same text encoder.
     """
     make_files(tmp_path)
+    if page.name == "training.md":
+        make_photos(tmp_path / "photos")
     if loads_models(page):
         make_models_repos(hub, request.getfixturevalue("models"))
     else:
@@ -165,6 +178,18 @@ def test_the_demo_loads_two_pipelines_that_share_what_is_equal(demo_output: str)
     sent = [line.rpartition(":")[2] for line in lines if "the Hub sent" in line]
     assert sent == [" text_encoder, unet, vae", " unet"]
     assert "(True, True, False)" in lines
+
+
+@needs_cli
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="no diffusers here")
+def test_the_demo_encodes_one_text_and_no_latent_after_the_edit_of_a_caption(
+    demo_output: str,
+) -> None:
+    _, first, second = demo_output.split(">>> print(photos.build())\n")
+    assert first.startswith("encoded 8 latent, 7 text; shared 1 text\n")
+    assert "8 items: 7 ready; 1 text to encode (edited)\n" in first
+    assert second.startswith("encoded 1 text; reused 8 latent, 7 text\n")
+    assert re.search(r"^photos +8 +8 +latent, text ", second, re.MULTILINE)
 
 
 @needs_cli

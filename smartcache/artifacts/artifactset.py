@@ -38,7 +38,6 @@ from smartcache.errors import (
     ArtifactNotFoundError,
     ConfigError,
     DamagedArtifactError,
-    LeaseTimeoutError,
     RememberedFailureError,
     SmartcacheError,
 )
@@ -546,11 +545,7 @@ class ArtifactSet:
 
     def wait_for(self, key: str, timeout: float) -> bool:
         """Wait until nobody computes a key any more, or so many seconds; say whether it is so."""
-        try:
-            with self._engine.leases.hold(key, what="waiting", timeout=timeout):
-                return True
-        except LeaseTimeoutError:
-            return False
+        return self._engine.leases.wait(key, timeout)
 
     def _compute_some(
         self,
@@ -616,6 +611,12 @@ class ArtifactSet:
             Failure(key=key_text(key), reason=reason, count=count, failed_at=failed_at)
             for key, reason, count, failed_at in self._engine.index.failures()
         ]
+
+    def failed(self, keys: Sequence[str]) -> set[str]:
+        """Return those of some keys whose failures are remembered."""
+        if not self._engine.has_index:
+            return set()
+        return set(map(key_text, self._engine.index.failed(check_keys(keys))))
 
     def forget_failure(self, *keys: str) -> bool:
         """Let computations be tried again; False: none had failed."""

@@ -33,6 +33,7 @@ _SECTIONS = {
     },
     "Computed tensors": {
         "artifacts": ("artifacts", "Look after computed tensors, set by set."),
+        "datasets": ("datasets", "Look after datasets: sources, and what was encoded of them."),
     },
     "Store": {
         "df": ("df", "Show what is on the disk, links counted once."),

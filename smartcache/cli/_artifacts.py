@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         SetResult,
         SetVerifyReport,
         SetVictim,
+        Shown,
+        TensorSpec,
     )
 
 MORE = "More is freed once more of a pack is dead: 'artifacts compact --force' does not wait."
@@ -144,6 +146,45 @@ def warn_of_problems(infos: Iterable[SetInfo]) -> None:
         out.warn(f"{label(info)}: {info.problem}")
     for cure in dict.fromkeys(info.cure for info in unread if info.cure):
         out.talk(cure)
+
+
+# what they hold
+
+
+class Field(NamedTuple):
+    """A field that artifacts of a set have."""
+
+    name: str
+    kind: str
+    shapes: list[str]
+    """Of a tensor: all that there are."""
+
+
+def fields_of(kinds: Iterable[tuple[Shown, ...]]) -> list[Field]:
+    """Return the fields that artifacts have."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for part in (part for parts in kinds for part in parts):
+        spec = part.tensor
+        what = part.problem or ("values" if spec is None else f"{spec.kind} {dtype_of(spec)}")
+        shapes = found.setdefault((part.name, what), {})
+        if spec is not None:
+            shapes[shape_of(spec)] = None
+    return [Field(name, what, list(shapes)) for (name, what), shapes in found.items()]
+
+
+def dtype_of(spec: TensorSpec) -> str:
+    """Return the name of a dtype as people write it."""
+    if spec.kind == "torch":
+        return spec.dtype
+    import numpy as np
+
+    dtype = np.dtype(spec.dtype)
+    return dtype.name if dtype.isnative else spec.dtype
+
+
+def shape_of(spec: TensorSpec) -> str:
+    """Return a shape as people write it."""
+    return f"[{', '.join(map(str, spec.shape))}]"
 
 
 # what they take

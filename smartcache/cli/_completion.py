@@ -1,4 +1,4 @@
-"""What a shell offers after Tab: repos, ids of undo, programs, sets, settings.
+"""What a shell offers after Tab: repos, ids of undo, programs, sets, datasets, settings.
 
 Each answer is read straight from the disk: no store is opened or made, nothing is waited for, and
 whatever goes wrong is no answer, for there is nobody to tell.
@@ -75,11 +75,30 @@ def undo_ids(ctx: click.Context) -> Offered:
 @_offering
 def sets(ctx: click.Context) -> Offered:
     """Offer the names of artifact sets."""
+    from smartcache.store.setfolders import DATASET
+
+    for name, inner in _sets_and_datasets(ctx):
+        if any(each != DATASET for each in inner):
+            yield name, ""
+
+
+@_offering
+def datasets(ctx: click.Context) -> Offered:
+    """Offer the names of datasets."""
+    from smartcache.store.setfolders import DATASET
+
+    for name, inner in _sets_and_datasets(ctx):
+        if DATASET in inner:
+            yield name, ""
+
+
+def _sets_and_datasets(ctx: click.Context) -> Iterator[tuple[str, list[str]]]:
+    """Go through the folders of sets and datasets of one name, and what is in them."""
     from smartcache.store.layout import Layout
 
     for entry in sorted(os.scandir(Layout(_root(ctx)).sets), key=lambda each: each.name):
         if entry.is_dir() and not entry.name.startswith("."):
-            yield entry.name, ""
+            yield entry.name, os.listdir(entry)
 
 
 @_offering

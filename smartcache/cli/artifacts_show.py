@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import click
 
 from smartcache.cli import _completion
-from smartcache.cli._artifacts import all_sets, entry, label, one, readable
+from smartcache.cli._artifacts import (
+    all_sets,
+    dtype_of,
+    entry,
+    fields_of,
+    label,
+    one,
+    readable,
+    shape_of,
+)
 from smartcache.cli._command import command
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
@@ -25,7 +34,6 @@ if TYPE_CHECKING:
         SetInfo,
         SetStats,
         Shown,
-        TensorSpec,
     )
 
 _MOST_SHAPES = 4
@@ -146,32 +154,9 @@ def _figures(stats: SetStats) -> Iterator[list[str]]:
 
 
 def _fields(kinds: Iterable[tuple[Shown, ...]]) -> Iterator[list[str]]:
-    """Go through the fields that artifacts have: name, dtype, the shapes there are."""
-    found: dict[tuple[str, str], dict[str, None]] = {}
-    for part in (part for parts in kinds for part in parts):
-        spec = part.tensor
-        what = part.problem or ("values" if spec is None else f"{spec.kind} {_dtype(spec)}")
-        shapes = found.setdefault((part.name, what), {})
-        if spec is not None:
-            shapes[_shape(spec)] = None
-    for (name, what), shapes in found.items():
-        names = list(shapes)
-        more = f" and {len(names) - _MOST_SHAPES} more" if names[_MOST_SHAPES:] else ""
-        yield [f"  {name or '(the value)'}", what, ", ".join(names[:_MOST_SHAPES]) + more]
-
-
-def _dtype(spec: TensorSpec) -> str:
-    """Return the name of a dtype as people write it."""
-    if spec.kind == "torch":
-        return spec.dtype
-    import numpy as np
-
-    dtype = np.dtype(spec.dtype)
-    return dtype.name if dtype.isnative else spec.dtype
-
-
-def _shape(spec: TensorSpec) -> str:
-    return f"[{', '.join(map(str, spec.shape))}]"
+    for name, what, shapes in fields_of(kinds):
+        more = f" and {len(shapes) - _MOST_SHAPES} more" if shapes[_MOST_SHAPES:] else ""
+        yield [f"  {name or '(the value)'}", what, ", ".join(shapes[:_MOST_SHAPES]) + more]
 
 
 def _show_artifact(info: SetInfo, found: ArtifactInfo) -> None:
@@ -226,7 +211,7 @@ def _text(part: Shown) -> str:
 
     spec = part.tensor
     if spec is not None:
-        return f"{spec.kind} {_dtype(spec)} {_shape(spec)}, {format_size(spec.nbytes)}"
+        return f"{spec.kind} {dtype_of(spec)} {shape_of(spec)}, {format_size(spec.nbytes)}"
     return f"? {part.problem}" if part.problem else shown(part.value)
 
 

@@ -131,10 +131,19 @@ def _plan_lines(plan: EjectPlan) -> list[str]:
     if plan.pinned_only:
         lines.append(f"  {counted(len(plan.pinned_only), 'pinned blob')} only in the store")
     if plan.sets:
-        sets, size = counted(len(plan.sets), "artifact set"), format_size(plan.sets_size)
+        sets, datasets = _sets_and_datasets(plan)
+        kinds = ((sets, "artifact set"), (datasets, "dataset"))
+        what = " and ".join(counted(len(each), noun) for each, noun in kinds if each)
         verb = "are lost" if plan.drop_sets else "would be lost: --drop-artifacts allows it"
-        lines.append(f"  {sets} ({size}) {verb}")
+        lines.append(f"  {what} ({format_size(plan.sets_size)}) {verb}")
     return lines
+
+
+def _sets_and_datasets(plan: EjectPlan) -> tuple[list[Path], list[Path]]:
+    from smartcache.store.setfolders import DATASET
+
+    datasets = [path for path in plan.sets if path.name == DATASET]
+    return [path for path in plan.sets if path.name != DATASET], datasets
 
 
 def _say_plans(plans: list[EjectPlan], *, as_talk: bool) -> None:
@@ -180,6 +189,7 @@ def _say_ejected(plans: list[EjectPlan], results: list[Undone]) -> None:
 
 
 def _ejection(plan: EjectPlan) -> dict[str, object]:
+    sets, datasets = _sets_and_datasets(plan)
     return {
         "root": plan.root,
         "files": [change.path for change in plan.changes] + [link.path for link in plan.links],
@@ -187,7 +197,8 @@ def _ejection(plan: EjectPlan) -> dict[str, object]:
         "free_size": plan.free_size,
         "freed_size": plan.freed_size,
         "pinned_only": plan.pinned_only,
-        "artifact_sets": plan.sets,
+        "artifact_sets": sets,
+        "datasets": datasets,
         "artifact_sets_size": plan.sets_size,
         "warnings": plan.warnings,
     }

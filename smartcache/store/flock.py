@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import struct
 import sys
 import threading
 import time
@@ -100,6 +101,7 @@ if sys.platform == "win32":
     import msvcrt
 
     CAN_BLOCK = False
+    CAN_LOCK_BYTES = False
 
     def try_lock(fd: int, *, exclusive: bool) -> bool:  # noqa: ARG001 - msvcrt has no shared locks
         """Lock without waiting; False: another descriptor holds it."""
@@ -120,12 +122,28 @@ if sys.platform == "win32":
     def _block(fd: int, *, exclusive: bool) -> None:
         raise NotImplementedError
 
+    def try_lock_byte(fd: int, offset: int) -> bool:
+        """Lock one byte of a file without waiting; False: another descriptor holds it."""
+        raise NotImplementedError
+
+    def unlock_bytes(fd: int, offset: int = 0, length: int = 0) -> None:
+        """Give back the locks of bytes: of all, unless it is said of which."""
+        raise NotImplementedError
+
+    def is_byte_locked(fd: int, offset: int) -> bool:
+        """Say whether another descriptor holds a byte."""
+        raise NotImplementedError
+
 else:
     import fcntl
 
     CAN_BLOCK = True
+    CAN_LOCK_BYTES = sys.platform == "linux"
+    """Only Linux gives such locks to the open file, as `flock` does, and not to the process."""
     _SHARED_NOW = fcntl.LOCK_SH | fcntl.LOCK_NB
     _ALONE_NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
+    _FLOCK = struct.Struct("@hhqqi0q")
+    """The kernel's `struct flock`: kind, from where, start, length, process."""
     _UNSUPPORTED = frozenset(
         {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
     )
@@ -156,6 +174,26 @@ else:
         except OSError as error:
             _explain(fd, error)
             raise
+
+    def try_lock_byte(fd: int, offset: int) -> bool:
+        """Lock one byte of a file without waiting; False: another descriptor holds it."""
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            _explain(fd, error)
+            raise
+        return True
+
+    def unlock_bytes(fd: int, offset: int = 0, length: int = 0) -> None:
+        """Give back the locks of bytes: of all, unless it is said of which."""
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, length, 0))
+
+    def is_byte_locked(fd: int, offset: int) -> bool:
+        """Say whether another descriptor holds a byte."""
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
+        return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))[0] != fcntl.F_UNLCK)
 
     def _explain(fd: int, error: OSError) -> None:
         """Raise a StoreError if this filesystem has no locks."""

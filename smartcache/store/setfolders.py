@@ -4,6 +4,9 @@ A set is a folder `sets/<name>/<id>/` with packs and a lock, and an index that m
 writes to a pack keeps it locked, and begins one, or goes on with one that was left, under the lock
 of the set: a set whose lock is held, with no pack locked, gets nothing more. All that was ever
 acknowledged is in its packs, whether they have a footer or not.
+
+A dataset is a folder `sets/<name>/dataset/` among them, with an index and the lock of who reads its
+sources, and no packs. It moves with the sets that have its outputs.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from smartcache.store.locks import OnWait, is_free, lock
 from smartcache.store.safety import check_own, open_own
 from smartcache.store.statkey import allocated_bytes
 
+DATASET = "dataset"
+"""What the folder of a dataset is called, which is no id of a set."""
 _INDEX = "index.sqlite3"
 _LEFT_BEHIND = frozenset({"lock", "lock.turn", f"{_INDEX}-wal", f"{_INDEX}-shm"})
 _PIECE = 8 << 20
 
 
 def set_folders(layout: Layout) -> list[Path]:
-    """Return the folders of all sets."""
+    """Return the folders of all sets, and of datasets."""
     return [
         Path(inner.path)
         for outer in _directories(layout.sets)
@@ -38,7 +43,7 @@ def set_folders(layout: Layout) -> list[Path]:
 
 
 def has_sets(layout: Layout) -> bool:
-    """Say whether there is any set; quick."""
+    """Say whether there is any set, or a dataset; quick."""
     return any(True for outer in _directories(layout.sets) for _ in _directories(outer.path))
 
 
@@ -58,7 +63,8 @@ def held_still(
     with ExitStack() as stack:
         for folder in set_folders(layout):
             _refuse_what_is_no_file(folder)
-            name = f"the set {folder.parent.name}"
+            kind = "dataset" if folder.name == DATASET else "set"
+            name = f"the {kind} {folder.parent.name}"
             held = lock(
                 folder / "lock", exclusive=True, timeout=timeout, what="moving", on_wait=on_wait,
                 name=name,

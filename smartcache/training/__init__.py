@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smartcache.training.batches import Batches as Batches
+    from smartcache.training.batches import Plan as Plan
     from smartcache.training.build import BuildPlan as BuildPlan
     from smartcache.training.build import BuildReport as BuildReport
     from smartcache.training.build import Failed as Failed
     from smartcache.training.dataset import Dataset as Dataset
     from smartcache.training.dataset import Miss as Miss
+    from smartcache.training.dataset import Output as Output
     from smartcache.training.dataset import Validate as Validate
     from smartcache.training.dataset import dataset_folder as dataset_folder
     from smartcache.training.dataset import dataset_folders as dataset_folders
@@ -23,16 +26,20 @@ if TYPE_CHECKING:
     from smartcache.training.encoder import Buckets as Buckets
     from smartcache.training.encoder import Encoder as Encoder
     from smartcache.training.encoder import Item as Item
+    from smartcache.training.prefetch import Prefetcher as Prefetcher
+    from smartcache.training.prefetch import PrefetchStats as PrefetchStats
     from smartcache.training.sources import Source as Source
     from smartcache.training.sources import Sources as Sources
     from smartcache.training.upkeep import CleanPlan as CleanPlan
     from smartcache.training.upkeep import copy_dataset as copy_dataset
 
 _HOMES = {
+    "batches": ("Batches", "Plan"),
     "build": ("BuildPlan", "BuildReport", "Failed"),
     "dataset": (
         "Dataset",
         "Miss",
+        "Output",
         "Validate",
         "dataset_folder",
         "dataset_folders",
@@ -41,6 +48,7 @@ _HOMES = {
         "stored_dataset",
     ),
     "encoder": ("Buckets", "Encoder", "Item"),
+    "prefetch": ("PrefetchStats", "Prefetcher"),
     "sources": ("Source", "Sources"),
     "upkeep": ("CleanPlan", "copy_dataset"),
 }

@@ -6,9 +6,10 @@ the next ones, and at the end waits for what others have claimed. A process that
 nothing any more, and what it had written is there. Nobody waits in a barrier.
 
 A failure belongs to an item if the item cannot be read, if its output has a NaN, or if the encoder
-fails on it alone where it did not fail on others. It is remembered by what the item contains, and
-tried again when that changes. Whatever else an encoder raises ends the build: it is not the item's
-fault, and nothing is remembered.
+fails on it alone where it does not fail on others: an encoder that has done nothing yet is tried
+with some of these first. It is remembered by what the item contains, and tried again when that
+changes. Whatever else an encoder raises ends the build: it is not the item's fault, and nothing is
+remembered.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -45,6 +47,9 @@ _PATIENCE = 1.0
 _ALIVE = 60.0
 """Seconds after which a process that waits says so."""
 _SHOWN = 3
+_CHANGED = "it changed while it was encoded"
+_TRIED = 3
+"""Items that an encoder is tried with which fails on those that are to be encoded."""
 
 
 class Failed(NamedTuple):
@@ -133,13 +138,18 @@ def _s(count: int) -> str:
 
 def missing(output: Output, good: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return what is to be encoded, as numbers of items and variations: each key once."""
-    numbers = output.selection.missing
+    numbers = output.missing
     numbers = numbers[good[numbers // output.variations]]
+    return np.array(_first_of_each(output, numbers.tolist()), np.int64)
+
+
+def _first_of_each(output: Output, numbers: Iterable[int]) -> list[int]:
+    """Return numbers without those whose key another one before has."""
     data = output.keys.data
     first: dict[bytes, int] = {}
-    for number in numbers.tolist():
+    for number in numbers:
         first.setdefault(data[32 * number : 32 * number + 32], number)
-    return np.array(list(first.values()), np.int64)
+    return list(first.values())
 
 
 def reasons_of(
@@ -203,21 +213,23 @@ class Build:
         """`before` was called."""
 
     def run(self, only: Mapping[str, Iterable[int]] | None = None) -> BuildReport:
-        """Encode what is missing; `only` some of it."""
+        """Encode what is missing; or `only` some outputs, by their numbers."""
         began = time.monotonic()
         dataset, report = self.dataset, self.report
         good = dataset.is_good
         todo: list[tuple[Output, list[int]]] = []
         for output in dataset.outputs.values():
-            every = output.selection.missing
-            every = every[good[every // output.variations]]
-            numbers = missing(output, good).tolist()
-            if only is not None:
-                numbers = sorted(set(only.get(output.name, ())))
-            total = int(good.sum()) * output.variations
-            report.reused[output.name] = total - len(every)
-            report.shared[output.name] = len(every) - len(numbers) if only is None else 0
+            report.reused[output.name] = report.shared[output.name] = 0
             report.encoded[output.name] = report.elsewhere[output.name] = 0
+            if only is None:
+                every = output.missing
+                every = every[good[every // output.variations]]
+                numbers = _first_of_each(output, every.tolist())
+                total = int(good.sum()) * output.variations
+                report.reused[output.name] = total - len(every)
+                report.shared[output.name] = len(every) - len(numbers)
+            else:
+                numbers = _first_of_each(output, sorted(only.get(output.name, ())))
             if numbers:
                 todo.append((output, numbers))
         try:
@@ -249,7 +261,8 @@ class Build:
             hint = "Open it with cache.dataset(...) and its encoders to encode something."
             message = f"{self.dataset.name} was opened without the encoder of {output.name}"
             raise EncoderError(message, hint=hint)
-        if output.encoder.fingerprint() != output.spec["fingerprint"]:
+        now = output.encoder.fingerprint(self.dataset.digest_of)
+        if now != output.spec["fingerprint"]:
             message = f"What {output.name} depends on has changed since the dataset was opened"
             raise DatasetChangedError(message)
 
@@ -276,7 +289,7 @@ class _Encoding:
         self.listing = build.dataset.listing
         self.used: set[tuple[str, str]] = set()
         self.has_encoded = False
-        self.failures = {each.key for each in output.set.failures()}
+        """The encoder works: so what fails is the fault of an item."""
         self.job: Job = silent("")
 
     def run(self, numbers: list[int]) -> None:
@@ -290,7 +303,7 @@ class _Encoding:
                 while left and not self.build.must_stop():
                     busy = self._encode(left)
                     if len(busy) == len(left):
-                        self.output.set.wait_for(self._key(busy[0]), _PATIENCE)
+                        self.output.set.wait_for(self.output.key(busy[0]), _PATIENCE)
                         self.job.describe(f"waiting for other processes: {len(busy):,} left")
                         if time.monotonic() - spoke > _ALIVE:
                             spoke = time.monotonic()
@@ -300,9 +313,6 @@ class _Encoding:
             self.readers.shutdown(wait=False, cancel_futures=True)
             self.writer.shutdown()
 
-    def _key(self, number: int) -> str:
-        return self.output.keys.data[32 * number : 32 * number + 32].hex()
-
     def _still_missing(self, numbers: list[int]) -> list[int]:
         """Leave out what others have encoded, or have failed to encode, meanwhile."""
         if not numbers:
@@ -311,10 +321,10 @@ class _Encoding:
         keys = Digests(b"".join(data[32 * each : 32 * each + 32] for each in numbers))
         with self.output.set.select(keys) as chosen:
             left = [numbers[at] for at in chosen.missing.tolist()]
-        self.failures = {each.key for each in self.output.set.failures()}
-        kept = [number for number in left if self._key(number) not in self.failures]
-        self._count_others(len(numbers) - len(kept))
-        return kept
+        self._count_others(len(numbers) - len(left))
+        failed = self.output.set.failed([self.output.key(number) for number in left])
+        self.job.advance(len(failed))
+        return [number for number in left if self.output.key(number) not in failed]
 
     def _count_others(self, count: int) -> None:
         self.build.report.elsewhere[self.name] += count
@@ -368,22 +378,23 @@ class _Encoding:
         return busy
 
     def _claim(self, numbers: list[int], busy: list[int]) -> _Batch | None:
-        by_key = {self._key(number): number for number in numbers}
+        by_key = {self.output.key(number): number for number in numbers}
         claim = self.output.set.claim(list(by_key))
-        busy += [by_key[key] for key in claim.busy]
-        self._count_others(len(claim.present))
-        mine = [key for key in claim.keys if key not in self.failures]
-        if mine:
+        try:
+            busy += [by_key[key] for key in claim.busy]
+            self._count_others(len(claim.present))
             # Who had it before may have failed: that is remembered before the claim is given up.
-            known = {each.key for each in self.output.set.failures()}
-            self._count_others(len([key for key in mine if key in known]))
-            mine = [key for key in mine if key not in known]
-        if not mine:
+            failed = self.output.set.failed(claim.keys) if claim.keys else set()
+            self.job.advance(len(failed))
+            chosen = [by_key[key] for key in claim.keys if key not in failed]
+            items = [self.output.item(self.listing, number, self.used) for number in chosen]
+            ahead = [self.readers.submit(item.read_ahead) for item in items] if self.used else []
+        except BaseException:
+            claim.close()
+            raise
+        if not chosen:
             claim.close()
             return None
-        chosen = [by_key[key] for key in mine]
-        items = [self.output.item(self.listing, number, self.used) for number in chosen]
-        ahead = [self.readers.submit(item.read_ahead) for item in items] if self.used else []
         return _Batch(claim, chosen, items, ahead)
 
     def _call(self, items: list[Item]) -> list[object]:
@@ -395,7 +406,7 @@ class _Encoding:
         while len(faults) < len(items):
             good = [item for at, item in enumerate(items) if at not in faults]
             try:
-                values = iter(split(self.encoder.function(good), len(good), self.name))
+                values = iter(self._encoded(good))
                 return [faults[at] if at in faults else next(values) for at in range(len(items))]
             except (ConfigError, EncoderError, MemoryError):
                 raise
@@ -405,12 +416,17 @@ class _Encoding:
                 if set(guilty) - faults.keys():
                     faults |= dict.fromkeys(guilty, fault or error)
                     continue
-                if _is_out_of_memory(error) or (len(good) == 1 and not self.has_encoded):
+                if _is_out_of_memory(error) or (len(good) == 1 and not self._works(items)):
                     raise
                 if len(good) == 1:
                     return [faults.get(at, error) for at in range(len(items))]
                 return self._call_each(items, faults)
         return [faults[at] for at in range(len(items))]
+
+    def _encoded(self, items: list[Item]) -> list[object]:
+        for item in items:
+            item.rewind()
+        return split(self.encoder.function(items), len(items), self.name)
 
     def _call_each(self, items: list[Item], faults: dict[int, BaseException]) -> list[object]:
         """Find out who is to blame: the items that fail alone, or, if all do, the encoder."""
@@ -418,46 +434,76 @@ class _Encoding:
         for at, item in enumerate(items):
             try:
                 known = faults.get(at)
-                values += [known] if known else split(self.encoder.function([item]), 1, self.name)
+                values += [known] if known else self._encoded([item])
             except (ConfigError, EncoderError, MemoryError):
                 raise
             except Exception as error:
                 if _is_out_of_memory(error):
                     raise
                 values.append(_fault_in(error) or error)
-        if not self.has_encoded and not any(map(_is_value, values)):
+        if not any(map(_is_value, values)) and not self._works(items):
             for each in values:
                 if isinstance(each, BaseException) and not isinstance(each, ItemError):
                     raise each
         return values
 
+    def _works(self, items: list[Item]) -> bool:
+        """Say whether the encoder works at all: that is tried with others, if it never did yet."""
+        good = np.repeat(self.build.dataset.is_good, self.output.variations)
+        numbers = np.flatnonzero(good)
+        is_missing = np.isin(numbers, self.output.missing)
+        # What was encoded before, in another build, tells most.
+        numbers = np.concatenate((numbers[~is_missing], numbers[is_missing]))
+        names = {item.name for item in items}
+        for number in numbers[: len(items) + _TRIED].tolist():
+            if self.has_encoded:
+                break
+            other = self.output.item(self.listing, number, set())
+            if other.name not in names:
+                with suppress(Exception):
+                    self.has_encoded = any(map(_is_value, self._encoded([other])))
+        return self.has_encoded
+
     def _write(self, batch: _Batch, values: list[object]) -> None:
         """Keep the outputs of a batch; in the thread that writes."""
-        report, put = self.build.report, self.output.set.put
+        report = self.build.report
+        error: EncoderError | None = None
         try:
             for number, item, value in zip(batch.numbers, batch.items, values, strict=True):
-                key = self._key(number)
-                if isinstance(value, BaseException):
-                    self._fail(item, key, value)
-                    continue
-                kept = as_kept(value, self.encoder.trim, self.name)
-                field_ = None if self.build.nan == "keep" else nan_in(kept)
-                if item.has_changed():
-                    self._fail(item, key, ChangedError("it changed while it was encoded"))
-                elif field_ is not None:
-                    what = f"NaN in {self.name}{f'[{field_!r}]' if field_ else ''}"
-                    self._fail(item, key, EncoderError(what), must_raise=self.build.nan == "raise")
-                else:
-                    put(key, kept, metadata=self.output.about(self.listing, number, item))
-                    report.encoded[self.name] += 1
+                try:
+                    self._keep(number, item, value)
+                except EncoderError as each:  # of one: the others are kept all the same
+                    error = error or each
         finally:
             batch.claim.close()
+        if error is not None:
+            raise error
         self.job.advance(len(values))
         counts = {
             name: getattr(report, name).get(self.name, 0)
             for name in ("encoded", "reused", "shared")
         } | {"failed": len(report.failed)}
         self.job.describe(", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
+
+    def _keep(self, number: int, item: Item, value: object) -> None:
+        """Keep one output, or the reason why there is none."""
+        key = self.output.key(number)
+        if isinstance(value, BaseException):
+            # An encoder that opens files by itself has another word for a drive that is gone.
+            is_changed = not isinstance(value, ItemError) and item.has_changed()
+            self._fail(item, key, ChangedError(_CHANGED) if is_changed else value)
+            return
+        kept = as_kept(value, self.encoder.trim, self.name)
+        field_ = None if self.build.nan == "keep" else nan_in(kept)
+        if item.has_changed():
+            self._fail(item, key, ChangedError(_CHANGED))
+        elif field_ is not None:
+            what = f"NaN in {self.name}{f'[{field_!r}]' if field_ else ''}"
+            self._fail(item, key, EncoderError(what), must_raise=self.build.nan == "raise")
+        else:
+            about = self.output.about(self.listing, number, item)
+            self.output.set.put(key, kept, metadata=about)
+            self.build.report.encoded[self.name] += 1
 
     def _fail(
         self, item: Item, key: str, error: BaseException, *, must_raise: bool | None = None

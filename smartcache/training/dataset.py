@@ -9,7 +9,8 @@ What a dataset has on the disk lies beside the sets of artifacts, and moves with
     sets/<name>/dataset/
       dataset.json       sources, and of each output its set and how its keys are made
       index.sqlite3      the table of sources (sources.py)
-      lock               flock: who reads sources
+      lock               flock: who reads sources, or removes outputs that none wants
+      dataset.json.lock  flock: who changes dataset.json
     sets/<name>.<output>/<id>/   the outputs of one encoder, artifacts by the keys of encoder.py
 
 A dataset knows its sources as columns: the keys of all outputs, 32 bytes each, and what the disk
@@ -23,10 +24,10 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
 import numpy as np
 from blake3 import blake3
@@ -35,6 +36,7 @@ from smartcache.artifacts import (
     ArtifactSet,
     ArtifactSets,
     Digests,
+    Fingerprint,
     Selection,
     check_name,
 )
@@ -44,12 +46,16 @@ from smartcache.errors import (
     DamagedArtifactError,
     DatasetChangedError,
     DatasetError,
+    DestinationExistsError,
+    IndexDamagedError,
     OutputMissingError,
-    SourcesVanishedError,
+    SmartcacheError,
 )
 from smartcache.progress import Progress, silent
+from smartcache.store.digest import hash_file
 from smartcache.store.filesystems import is_network
 from smartcache.store.kernel import sync_directory
+from smartcache.store.locks import lock
 from smartcache.store.safety import create_own, make_own
 from smartcache.training.build import (
     Build,
@@ -61,20 +67,31 @@ from smartcache.training.build import (
     missing,
     reasons_of,
 )
-from smartcache.training.encoder import SIDE, SINGLE, Encoder, Item, Keys, pad
+from smartcache.training.encoder import SIDE, SINGLE, DigestOf, Encoder, Item, Keys, pad
 from smartcache.training.look import Column, Listing, look
 from smartcache.training.sources import FILE, Sources
 from smartcache.training.table import SourceTable
-from smartcache.training.upkeep import CleanPlan, copy_dataset, plan_clean, refuse_missing
+from smartcache.training.upkeep import CleanPlan, copy_dataset, plan_clean
+
+if TYPE_CHECKING:
+    from smartcache.training.batches import Batches
+    from smartcache.training.window import Window
 
 FORMAT: Final = 1
 _FILE: Final = "dataset.json"
 _TABLE: Final = "index.sqlite3"
 _FOLDER: Final = "dataset"
+_SPEC: Final = ("set", "id", "fingerprint", "reads", "buckets", "variations", "trim")
+"""What dataset.json says of each output."""
 _TAKEN: Final = frozenset(("name", "path"))
 _NAMED: Final = 3
 Validate = Literal["full", "trust"]
 Miss = Literal["raise", "encode"]
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a file, read anew."""
+    return hash_file(path)[0].digest
 
 
 class Output:
@@ -89,7 +106,19 @@ class Output:
         self.keys = Keys(b"", np.zeros((0, 2), np.int32))
         self.failures: dict[int, str] = {}
         """Items that cannot be encoded, and why."""
+        self.is_windowed = False
+        """Its artifacts come and go (window.py): they are looked up for every batch."""
         self._selection: Selection | None = None
+
+    @property
+    def empty(self) -> int:
+        """The number of the output of the empty text, behind those of all items."""
+        return len(self.keys.data) // 32
+
+    def key(self, number: int) -> str:
+        """Return a key by its number."""
+        data = self.keys.data[32 * number : 32 * number + 32]
+        return (data or Keys.of_empty(self.spec)).hex()
 
     def find(self, listing: Listing) -> None:
         """Compute the keys of all items, and look for them."""
@@ -113,10 +142,31 @@ class Output:
 
     @property
     def selection(self) -> Selection:
-        """What is there, by number: of each item, one for each variation."""
+        """What is there, by number: of each item, one for each variation; last the empty text."""
         if self._selection is None:
-            self._selection = self.set.select(Digests(self.keys.data))
+            empty = Keys.of_empty(self.spec)
+            self._selection = self.set.select(Digests(self.keys.data + empty))
         return self._selection
+
+    @property
+    def missing(self) -> Column:
+        """The numbers that have no output."""
+        found: Column = self.selection.missing
+        return found[found < self.empty]
+
+    def read(
+        self,
+        numbers: Column,
+        out: Mapping[Any, object] | None,
+        *,
+        pinned: bool,
+        ragged: Literal["raise", "list"],
+    ) -> dict[Any, Any]:
+        """Read outputs by their numbers."""
+        if self.is_windowed:
+            keys = [self.key(number) for number in numbers.tolist()]
+            return self.set.get_batch(keys, out=out, pinned=pinned, ragged=ragged)
+        return self.selection.read(numbers, out, pinned=pinned, ragged=ragged)
 
     def item(self, listing: Listing, number: int, used: set[tuple[str, str]]) -> Item:
         """Return an item on its way into the encoder."""
@@ -126,6 +176,7 @@ class Output:
             listing, at, bucket=(width, height) if width else None,
             variation=number % self.variations,
             key=self.keys.data[32 * number : 32 * number + 32], used=used,
+            reads=self.spec["reads"],
         )  # fmt: skip
 
     def about(self, listing: Listing, number: int, item: Item) -> dict[str, object]:
@@ -163,6 +214,7 @@ class Dataset:
         threads: int = 2,
         read_only: bool = False,
         signature: str | None = None,
+        digest_of: DigestOf = file_digest,
     ) -> None:
         self.path = folder
         self.name: str = document["name"]
@@ -171,6 +223,7 @@ class Dataset:
         self.miss: Miss = miss
         """What reading does with what is missing: "raise" an error, or "encode" it."""
         self.threads = threads
+        self.digest_of = digest_of
         self.before: Callable[[], object] | None = None
         """Called before reading encodes something that is missing."""
         self._sets = sets
@@ -185,7 +238,7 @@ class Dataset:
         self._release = ExitStack()
         self.outputs: dict[str, Output] = {}
         try:
-            self.table = _open_table(folder, read_only=read_only)
+            self.table = open_table(folder, read_only=read_only)
             self._release.callback(self.table.close)
             for name, spec in document["outputs"].items():
                 opened = sets.open(
@@ -239,6 +292,7 @@ class Dataset:
     @property
     def is_good(self) -> Column:
         """Say of each source whether it can be read and encoded."""
+        self._all()
         return self._is_good
 
     def refresh(self, progress: Progress = silent) -> None:
@@ -264,6 +318,12 @@ class Dataset:
         if self._expected is not None and self._expected != self.signature:
             message = f"The dataset {self.name} has changed since it was sent to this process"
             raise DatasetChangedError(message)
+
+    def look(self) -> None:
+        """Look again at what is encoded, and what has failed; the sources are not looked at."""
+        for output in self.outputs.values():
+            output.look()
+        self._sort_out()
 
     def _sort_out(self) -> None:
         """Number the items that are not left out."""
@@ -349,7 +409,7 @@ class Dataset:
         is_ready = self._is_good.copy()
         encode: dict[str, dict[str, int]] = {}
         for output in self.outputs.values():
-            is_ready[output.selection.missing // output.variations] = False
+            is_ready[output.missing // output.variations] = False
             numbers = missing(output, self._is_good)
             encode[output.name] = reasons_of(self, output, numbers, self.document.get("built", {}))
         return BuildPlan(
@@ -388,31 +448,27 @@ class Dataset:
         if retry:
             for output in self.outputs.values():
                 output.set.forget_failure(*(each.key for each in output.set.failures()))
-                output.look()
-            self._sort_out()
+            self.look()
         if self.before is not None and options.get("before") is None:
             options["before"] = self.before
         work = Build(self, **options)
         try:
             work.run()
         finally:
-            for output in self.outputs.values():
-                output.look()
-            self._sort_out()
+            self.look()
         report = work.report
         # Those that changed while they were encoded are not remembered; the others are.
         known = {(each.item, each.output) for each in self.failed}
         report.failed = self.failed + [
             each for each in report.failed if (each.item, each.output) not in known
         ]
-        if not report.is_stopped:
+        if not report.is_stopped and not self._read_only:
             built = {
                 name: {each: output.spec[each] for each in ("id", "buckets", "variations")}
                 for name, output in self.outputs.items()
             }
             if self.document.get("built") != built:
-                self.document["built"] = built
-                write_document(self.path, self.document)
+                self.change_document(lambda known: known | {"built": built})
         return report
 
     # reading
@@ -433,6 +489,7 @@ class Dataset:
         indices: Sequence[int] | np.ndarray[Any, Any],
         *,
         variations: int | Sequence[int] | np.ndarray[Any, Any] = 0,
+        drop: Mapping[str, Column] | None = None,
         outputs: Iterable[str] | None = None,
         out: Mapping[str, Any] | None = None,
         pinned: bool = False,
@@ -441,6 +498,7 @@ class Dataset:
         """Return items stacked: {output: tensor, or dict of tensors}, their names and metadata.
 
         `variations` says which variation of each; of an output that has fewer, they begin anew.
+        `drop` says, by output, whose texts are left out: these get the output of the empty text.
         `out` gives an earlier batch whose memory is reused.
         """
         usable = self._all()
@@ -455,8 +513,11 @@ class Dataset:
         for name in self.outputs if outputs is None else outputs:
             output = self._output(name)
             into = None if out is None else out.get(name)
+            which = numbers * output.variations + chosen % output.variations
+            if drop is not None and name in drop:
+                which[drop[name]] = output.empty
             made[name] = self.read(
-                output, numbers * output.variations + chosen % output.variations,
+                output, which,
                 out=into if into is None or isinstance(into, dict) else {SINGLE: into},
                 pinned=pinned, ragged=ragged,
             )  # fmt: skip
@@ -489,23 +550,25 @@ class Dataset:
     ) -> Any:  # noqa: ANN401 - a tensor, or a dict of tensors
         """Return one output, by the numbers of items and variations in its selection."""
         trim = output.spec["trim"] is not None
-        for is_second in (False, True):
+        for is_last in (False, False, True):
             try:
-                found = output.selection.read(
-                    numbers, out, pinned=pinned, ragged="list" if trim else ragged
-                )
+                found = output.read(numbers, out, pinned=pinned, ragged="list" if trim else ragged)
                 break
             except (ArtifactNotFoundError, DamagedArtifactError) as error:
-                output.look()
                 lost = self._lost(output, numbers)
-                if is_second or not lost:
+                if is_last:
                     raise
-                names = [self.listing.name(number // output.variations) for number in lost]
-                if self.miss != "encode" or output.encoder is None:
+                if not lost:  # another process has encoded it meanwhile
+                    continue
+                names = [
+                    "the empty text" if number == output.empty
+                    else self.listing.name(number // output.variations)
+                    for number in lost
+                ]  # fmt: skip
+                if self.miss != "encode" or output.encoder is None or output.empty in lost:
                     message = f"{self.name} has no {output.name} of some items"
                     raise missing_error(message, names) from error
-                work = Build(self, on_error="raise", before=self.before)
-                work.run(only={output.name: lost})
+                Build(self, on_error="raise", before=self.before).run(only={output.name: lost})
                 output.look()
         if trim:
             if ragged == "list":
@@ -515,19 +578,22 @@ class Dataset:
         return found.get(SINGLE, found)
 
     def _lost(self, output: Output, numbers: np.ndarray[Any, Any]) -> list[int]:
-        lost = np.isin(numbers, output.selection.missing)
-        return list(dict.fromkeys(np.asarray(numbers)[lost].tolist()))
+        """Look again which of some outputs are missing."""
+        if not output.is_windowed:
+            output.look()
+        wanted = dict.fromkeys(numbers.tolist())
+        return [number for number in wanted if output.key(number) not in output.set]
+
+    def window(self, batches: Batches, *, steps: int) -> Window:
+        """Encode what the next steps of batches need, and remove what none needs any more.
+
+        For a dataset that does not fit on the disk: iterate what is returned, in a `with` block.
+        """
+        from smartcache.training.window import Window
+
+        return Window(self, batches, steps)
 
     # looking after it
-
-    def wanted(self) -> dict[str, bytes]:
-        """Return the keys that are wanted of each set, by its full name."""
-        self._all()
-        found: dict[str, bytes] = {}
-        for output in self.outputs.values():
-            name = f"{output.spec['set']}/{output.spec['id']}"
-            found[name] = found.get(name, b"") + output.keys.data + Keys.of_empty(output.spec)
-        return found
 
     def clean(self, *, force: bool = False, progress: Progress = silent) -> CleanPlan:
         """Plan to remove outputs that no source wants any more; what other datasets use stays.
@@ -535,16 +601,9 @@ class Dataset:
         Refused while a folder that had sources is gone as a whole: a drive may not be mounted.
         `force` takes it that it was removed on purpose.
         """
-        self.refresh(progress)
-        gone = self.table.gone()
-        if gone and not force:
-            path, count = next(iter(gone.items()))
-            raise SourcesVanishedError(
-                f"{os.fsdecode(path)} is gone, with {count:,} files",
-                hint="Is a drive not mounted? If it was removed on purpose, use force (--force).",
-                path=os.fsdecode(path),
-            )
-        return plan_clean(self, self._sets)
+        if self._read_only:
+            raise DatasetError(f"{self.name} was opened for reading only", path=self.path)
+        return plan_clean(self, self._sets, force=force, progress=progress)
 
     def export(self, path: str | os.PathLike[str], progress: Progress = silent) -> int:
         """Write the outputs of all items, and what is known of them, to a folder of their own.
@@ -553,16 +612,25 @@ class Dataset:
         artifacts were written; run again, it goes on where it stopped. OutputMissingError if not
         everything was encoded.
         """
-        refuse_missing(self)
+        others = [
+            folder for folder in dataset_folders(Path(path)) if folder.parent.name != self.name
+        ]
+        if others:
+            hint = "Choose another folder: an export has one of its own."
+            message = f"{os.fspath(path)} holds the dataset {others[0].parent.name} already"
+            raise DestinationExistsError(message, hint=hint, path=path)
         return copy_dataset(self, Path(path), progress)
 
-    def forget_old(self) -> None:
-        """Take it that what `clean` has removed is not there any more."""
-        self.table.forget_gone()
-        now = sorted(self.wanted())
-        if self.document.get("sets") != now:
-            self.document["sets"] = now
-            write_document(self.path, self.document)
+    def change_document(
+        self, change: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:  # fmt: skip
+        """Change what dataset.json says; what others have written there meanwhile stays."""
+        with changing(self.path):
+            known = read_document(self.path)
+            changed = change(known)
+            if changed != known:
+                write_document(self.path, changed)
+        self.document |= {name: changed[name] for name in ("built", "sets") if name in changed}
 
 
 def missing_error(message: str, names: Sequence[str]) -> OutputMissingError:
@@ -589,8 +657,12 @@ def open_dataset(
     validate: Validate = "full",
     miss: Miss = "raise",
     threads: int = 2,
+    digest_of: DigestOf = file_digest,
 ) -> Dataset:
-    """Open the dataset of a name with these sources and outputs; it is made if it is not there."""
+    """Open the dataset of a name with these sources and outputs; it is made if it is not there.
+
+    `digest_of` is asked for the content of files that encoders depend on.
+    """
     check_name(name)
     if validate not in ("full", "trust"):
         raise ConfigError(f'validate is "full" or "trust", not {validate!r}')
@@ -609,7 +681,7 @@ def open_dataset(
             raise ConfigError(f"An output cannot be called {output!r}")
         if encoder.buckets is not None:
             _need_imagesize()
-        fingerprint = encoder.fingerprint()
+        fingerprint = encoder.fingerprint(digest_of)
         where = check_name(encoder.shared or f"{name}.{output}")
         with sets.open(where, fingerprint, evictable=False) as opened:
             number = opened.id
@@ -619,23 +691,23 @@ def open_dataset(
     folder = dataset_folder(sets.root, name)
     make_own(folder.parent)
     make_own(folder)
-    before = read_document(folder, must_exist=False)
-    document = {
-        "format": FORMAT,
-        "name": name,
-        "created_at": before.get("created_at") or datetime.now(UTC).isoformat(timespec="seconds"),
-        "sources": given.to_json(),
-        "outputs": outputs,
-        "built": before.get("built", {}),
-        "sets": sorted(
-            {*before.get("sets", ()), *(f"{each['set']}/{each['id']}" for each in outputs.values())}
-        ),
-    }
-    if document != before:
-        write_document(folder, document)
+    with changing(folder):
+        before = read_document(folder, must_exist=False)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        document = {
+            "format": FORMAT,
+            "name": name,
+            "created_at": before.get("created_at") or now,
+            "sources": given.to_json(),
+            "outputs": outputs,
+            "built": before.get("built", {}),
+            "sets": sorted({*before.get("sets", ()), *map(set_of, outputs.values())}),
+        }
+        if document != before:
+            write_document(folder, document)
     return Dataset(
         folder, sets, document, sources=given, encoders=encoders, miss=miss, threads=threads,
-        trust=validate == "trust" and "sources" in before,
+        trust=validate == "trust" and "sources" in before, digest_of=digest_of,
     )  # fmt: skip
 
 
@@ -688,11 +760,16 @@ def _reopened(
     )  # fmt: skip
 
 
-def _open_table(folder: Path, *, read_only: bool) -> SourceTable:
+def open_table(folder: Path, *, read_only: bool = False) -> SourceTable:
+    """Open the table of sources of a dataset, made if it is not there."""
     path = folder / _TABLE
-    if read_only:
-        return SourceTable(path, wal=False, read_only=True)
-    return SourceTable(path, wal=not is_network(folder))
+    try:
+        if read_only:
+            return SourceTable(path, wal=False, read_only=True)
+        return SourceTable(path, wal=not is_network(folder))
+    except IndexDamagedError as error:
+        hint = "Remove it: sources are read again, and nothing that was encoded is lost."
+        raise DatasetError(f"{path} is damaged: {error}", hint=hint, path=path) from error
 
 
 def _need_imagesize() -> None:
@@ -713,16 +790,34 @@ def read_document(folder: Path, *, must_exist: bool = True) -> dict[str, Any]:
         if document["format"] != FORMAT:
             message = f"{path} has format {document['format']!r}; this smartcache reads {FORMAT}"
             raise DatasetError(message, hint="Update smartcache.", path=path)
-        if not all(name in document for name in ("name", "sources", "outputs")):
-            raise DatasetError(f"{path} is damaged: something is missing", path=path)
+        for spec in document["outputs"].values():
+            found = {name: spec[name] for name in _SPEC}
+            Fingerprint.of(found["fingerprint"]), Keys.of_empty(found), check_name(found["set"])
+            if int(found["variations"]) < 1:
+                raise ValueError(found["variations"])
+        Sources.from_json(document["sources"])
+        check_name(document["name"])
         return cast("dict[str, Any]", document)
     except FileNotFoundError as error:
         if not must_exist:
             return {}
         raise DatasetError(f"There is no dataset in {folder}", path=folder) from error
-    except (ValueError, TypeError, KeyError) as error:
+    except DatasetError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, SmartcacheError) as error:
         hint = "Remove the file and open the dataset again: nothing that was encoded is lost."
         raise DatasetError(f"{path} is damaged: {error!r}", hint=hint, path=path) from error
+
+
+def changing(folder: Path) -> AbstractContextManager[None]:
+    """Let nobody else change dataset.json for the length of a `with` block."""
+    path = folder / f"{_FILE}.lock"
+    return lock(path, exclusive=True, what="opening a dataset", name=f"the dataset {folder}")
+
+
+def set_of(spec: Mapping[str, Any]) -> str:
+    """Return the full name of the set of an output."""
+    return f"{spec['set']}/{spec['id']}"
 
 
 def write_document(folder: Path, document: Mapping[str, Any]) -> None:

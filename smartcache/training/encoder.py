@@ -12,6 +12,7 @@ it computes raises `version`.
 from __future__ import annotations
 
 import io
+import json
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,9 +25,8 @@ from blake3 import blake3
 
 from smartcache.artifacts import compute_key
 from smartcache.errors import ConfigError, DatasetError, EncoderError, FileChangedError
-from smartcache.store.digest import hash_file
 from smartcache.training.look import Column, Listing, stat_key
-from smartcache.training.sources import FILE
+from smartcache.training.sources import FILE, plain_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,11 +36,14 @@ SINGLE: Final = ""
 SIDE: Final = ".side"
 """Where the padding was that `trim` has cut: "right" or "left"."""
 Bytes = bytes  # a method of items has that name
+DigestOf = Callable[[Path], str]
 Statistic = Literal["sample", "mean", "mode", "mean and std"]
 _STATISTICS: Final = ("sample", "mean", "mode", "mean and std")
 _DOMAIN: Final = b"smartcache output 1\0"
 _ASPECT: Final = 4.0
 _LARGEST: Final = 1 << 16
+_LONGEST: Final = 100
+"""The longest side to the shortest, at most."""
 _STEP: Final = 1 << 16
 """Items whose keys are computed at a time."""
 
@@ -61,9 +64,10 @@ class Encoder:
     1024 x 1024 pixels with sides that are multiples of 64, or a list of (width, height).
     `variations` is how many encodings of every item there are; `item.variation` and `item.rng` tell
     them apart. `trim` names the field that is the attention mask: padding is not kept, and reading
-    pads to the longest of a batch. `statistic`, `scale` and `shift` say what a latent is, for those
-    who read it later. Datasets whose encoders name the same `shared` set share what they encode;
-    without it, every dataset has its own.
+    pads with zeros to the longest of a batch. That goes for all fields as long as the mask, but for
+    plain vectors of floats, such as a pooled embedding. `statistic`, `scale` and `shift` say what a
+    latent is, for those who read it later. Datasets whose encoders name the same `shared` set share
+    what they encode; without it, every dataset has its own.
     """
 
     def __init__(  # noqa: PLR0913 - all of it is about the output
@@ -92,8 +96,10 @@ class Encoder:
             raise ConfigError(f"statistic is one of {known}, not {statistic!r}")
         self.function = function
         self.reads = (reads,) if isinstance(reads, str) else tuple(reads)
-        if not self.reads or len(set(self.reads)) < len(self.reads):
-            raise ConfigError(f"reads names what is read, each once, not {reads!r}")
+        is_named = all(each and type(each) is str for each in self.reads)
+        if not self.reads or not is_named or len(set(self.reads)) < len(self.reads):
+            hint = 'Write reads="file", or reads=("file", "mask").'
+            raise ConfigError(f"reads names what is read, each once, not {reads!r}", hint=hint)
         self.depends_on = depends_on
         self.version = version
         self.buckets = None if buckets is None else Buckets(buckets)
@@ -105,14 +111,17 @@ class Encoder:
         self.shift = shift
         self.shared = shared
 
-    def fingerprint(self) -> dict[str, object]:
-        """Return what all its outputs depend on besides their sources: that of its set."""
-        digest = compute_key(_resolved(self.depends_on))
+    def fingerprint(self, digest_of: DigestOf) -> dict[str, object]:
+        """Return what all its outputs depend on besides their sources: that of its set.
+
+        `digest_of` is asked for the content of files.
+        """
+        digest = compute_key(_resolved(self.depends_on, digest_of))
         made: dict[str, object] = {"depends_on": digest, "reads": list(self.reads)}
         for name in ("version", "trim", "statistic", "scale", "shift"):
             value = getattr(self, name)
             if value is not None:
-                made[name] = list(value) if isinstance(value, tuple) else value
+                made[name] = json.loads(plain_text(value, f"{name} of an encoder"))
         return made
 
     def to_json(self) -> dict[str, object]:
@@ -125,40 +134,30 @@ class Encoder:
         }
 
 
-def _resolved(value: object) -> object:
+def _resolved(value: object, digest_of: DigestOf) -> object:
     """Return what a key can be made of: files by their content, encoders by their fingerprint."""
     if isinstance(value, Path):
-        return _content(value)
+        return _content(value, digest_of)
     if hasattr(value, "digests") and hasattr(value, "fingerprint"):  # of load_encoders
         return value.fingerprint
     if isinstance(value, (tuple, list)):
-        return [_resolved(each) for each in value]
+        return [_resolved(each, digest_of) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return {compute_key(_resolved(each, digest_of)) for each in value}
     if isinstance(value, dict):
-        return {key: _resolved(each) for key, each in value.items()}
+        return {key: _resolved(each, digest_of) for key, each in value.items()}
     return value
 
 
-def _content(path: Path) -> object:
+def _content(path: Path, digest_of: DigestOf) -> object:
     try:
         if path.is_dir():
             files = sorted(each for each in path.rglob("*") if each.is_file())
-            return {each.relative_to(path).as_posix(): _digest(each) for each in files}
-        return _digest(path)
+            return {each.relative_to(path).as_posix(): digest_of(each) for each in files}
+        return digest_of(path)
     except OSError as error:
         message = f"{path}, on which an encoder depends, cannot be read"
         raise DatasetError(f"{message}: {error.strerror or error}", path=path) from error
-
-
-_digests: dict[Path, tuple[bytes, str]] = {}
-"""What this process has read: by path, the stat key and the digest."""
-
-
-def _digest(path: Path) -> str:
-    key = stat_key(path)
-    known = _digests.get(path)
-    if known is None or known[0] != key:
-        known = _digests[path] = key, hash_file(path, threads=2)[0].digest
-    return known[1]
 
 
 class Buckets:
@@ -169,7 +168,10 @@ class Buckets:
     """
 
     def __init__(self, given: str | Iterable[tuple[int, int]]) -> None:
-        text = given if isinstance(given, str) else " ".join(f"{w}x{h}" for w, h in given)
+        try:
+            text = given if isinstance(given, str) else " ".join(f"{w}x{h}" for w, h in given)
+        except (TypeError, ValueError):
+            text = repr(given)
         self.sizes = np.array(_sizes(text), np.int64)
         """Width and height, from the narrowest to the widest."""
         self.text = " ".join(text.split())
@@ -198,14 +200,14 @@ def _sizes(text: str) -> list[tuple[int, int]]:
             area = int(options.pop("area"))
             step = int(options.pop("step", 64))
             aspect = float(options.pop("aspect", _ASPECT))
-            if options or not 0 < step <= area <= _LARGEST or aspect < 1:
+            if options or not 0 < step <= area <= _LARGEST or not 1 <= aspect <= _LONGEST:
                 raise ValueError(text)
             sizes = []
             for width in range(step, int(area * aspect**0.5) + step, step):
                 height = area * area // width // step * step
                 if height and max(width, height) <= aspect * min(width, height):
                     sizes.append((width, height))
-        if not sizes or min(min(size) for size in sizes) < 1:
+        if not sizes or not all(0 < side <= _LARGEST * _LONGEST for size in sizes for side in size):
             raise ValueError(text)
     except (ValueError, KeyError) as error:
         raise ConfigError(f"{text!r} are no buckets", hint=hint) from error
@@ -258,7 +260,10 @@ class Item:
     What a source does not have is a KeyError, and `item.get("mask")` is None.
     """
 
-    __slots__ = ("_cache", "_listing", "_number", "_used", "bucket", "crop", "seed", "variation")
+    __slots__ = (
+        "_cache", "_listing", "_number", "_reads", "_rng", "_used", "bucket", "crop", "seed",
+        "variation",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -269,9 +274,13 @@ class Item:
         variation: int,
         key: bytes,
         used: set[tuple[str, str]],
+        reads: Iterable[str] | None = None,
     ) -> None:
         self._listing = listing
         self._number = number
+        self._reads = frozenset(listing.reads if reads is None else reads)
+        """What may be asked for: all of it is in the key."""
+        self._rng: random.Random | None = None
         self._cache: dict[tuple[str, str], object] = {}
         self._used = used
         """What the encoder has asked its items for: that is read ahead of it from then on."""
@@ -293,8 +302,11 @@ class Item:
 
     @property
     def path(self) -> Path:
-        """The path of the file."""
-        return self._path(FILE)
+        """The path of the file; to read it, an encoder has "file" among its `reads`."""
+        path = self._listing.path(self._number)
+        if path is None:
+            raise self._absent(FILE)
+        return path
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -309,20 +321,25 @@ class Item:
 
     @property
     def rng(self) -> random.Random:
-        """A generator of random numbers that begins with `seed`."""
-        return random.Random(self.seed)  # noqa: S311 - to vary, not to hide
+        """A generator of random numbers that begins with `seed`, of this item alone."""
+        if self._rng is None:
+            self._rng = random.Random(self.seed)  # noqa: S311 - to vary, not to hide
+        return self._rng
+
+    def rewind(self) -> None:
+        """Be as new: an encoder that is called again for it gets the same random numbers."""
+        self._rng = self.crop = None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._listing.reads and self._listing.has(self._number, str(name))
+        if name not in self._reads:
+            hint = f"It reads: {', '.join(sorted(self._reads))}. Name {name!r} in reads=, too."
+            raise ConfigError(f"An encoder asks for {name!r}, which it does not read", hint=hint)
+        return self._listing.has(self._number, str(name))
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a text, a path, or any plain value
         listing, number = self._listing, self._number
         if name not in self:
-            known = ", ".join(listing.reads)
-            hint = "" if name in listing.reads else f"The encoder reads: {known}."
-            raise AbsentError(
-                f"{self.name} has no {name}", hint=hint, items=(self.name,), number=self._number
-            )
+            raise self._absent(name)
         if listing.is_file(number, name):
             return self._path(name)
         return self._once("value", name, lambda: listing.value(number, name))
@@ -353,10 +370,11 @@ class Item:
     def _path(self, name: str) -> Path:
         path = self._listing.path(self._number, name) if name in self else None
         if path is None:
-            raise AbsentError(
-                f"{self.name} has no file {name!r}", items=(self.name,), number=self._number
-            )
+            raise self._absent(f"file {name!r}")
         return path
+
+    def _absent(self, what: str) -> AbsentError:
+        return AbsentError(f"it has no {what}", items=(self.name,), number=self._number)
 
     def _once(self, kind: str, name: str, make: Callable[[], Any]) -> Any:  # noqa: ANN401
         """Return what was read ahead, or read it now; a failure to do so is the item's own."""
@@ -365,11 +383,14 @@ class Item:
         if known is None:
             try:
                 return make()
-            except DatasetError:
+            except (ConfigError, DatasetError, MemoryError):
                 raise
             except Exception as error:
                 what = str(error) or type(error).__name__
-                fault = ChangedError if isinstance(error, FileChangedError) else UnreadableError
+                # The content was read before: what the system says now is not for ever.
+                is_now = isinstance(error, OSError) and error.errno is not None
+                is_now = is_now or isinstance(error, FileChangedError)
+                fault = ChangedError if is_now else UnreadableError
                 raise fault(
                     f"unreadable: {what}", items=(self.name,), number=self._number
                 ) from error
@@ -399,8 +420,8 @@ class Item:
 
     def has_changed(self) -> bool:
         """Say whether a file of it is not the one any more that was looked at."""
-        for name, stats in self._listing.stats.items():
-            known = stats[self._number].tobytes()
+        for name in self._reads:
+            known = self._listing.stats[name][self._number].tobytes()
             if not any(known) or not self._listing.is_file(self._number, name):
                 continue
             try:
@@ -426,7 +447,7 @@ class UnreadableError(ItemError):
 
 
 class ChangedError(ItemError):
-    """A file is not the one any more that was looked at: the next build looks again."""
+    """A file is not the one that was looked at, or out of reach: the next build looks again."""
 
 
 def _decoded(data: bytes) -> Image:
@@ -451,21 +472,25 @@ def split(returned: object, count: int, output: str) -> list[object]:
     hint = "Return a tensor with a row per item, a dict of them, or a list with a value per item."
     if isinstance(returned, Mapping):
         columns = {name: _rows(each) for name, each in returned.items()}
+        if not columns:
+            raise EncoderError(f"The encoder of {output} returned an empty dict", hint=hint)
         for name, column in columns.items():
             if column is None or len(column) != count:
                 size = "no rows" if column is None else f"{len(column)} rows"
                 message = f"The encoder of {output} returned {size} of {name!r} for {count} items"
                 raise EncoderError(message, hint=hint)
-        return [
-            {name: column[at] for name, column in columns.items() if column is not None}
-            for at in range(count)
-        ]
+        return [{name: _row(column, at) for name, column in columns.items()} for at in range(count)]
     rows = _rows(returned)
     if rows is None or len(rows) != count:
         what = type(returned).__name__ if rows is None else f"{len(rows)} values"
         message = f"The encoder of {output} returned {what} for {count} items"
         raise EncoderError(message, hint=hint)
-    return [rows[at] for at in range(count)]
+    return [_row(rows, at) for at in range(count)]
+
+
+def _row(rows: Any, at: int) -> Any:  # noqa: ANN401
+    """Return one row; of an array with one dimension an array, and no scalar: it is stacked."""
+    return rows[at, ...] if hasattr(rows, "ndim") else rows[at]
 
 
 def _rows(value: object) -> Any:  # noqa: ANN401 - whatever has rows
@@ -489,15 +514,24 @@ def as_kept(value: object, trim: str | None, output: str) -> dict[Any, object]:
         hint = "Its mask has one dimension for each item: return it with shape (items, length)."
         raise EncoderError(f"{output} has no mask {trim!r} to trim by", hint=hint)
     length = len(mask)
-    filled = np.flatnonzero(np.asarray(mask))
+    is_filled = mask.bool() if hasattr(mask, "bool") else mask  # numpy knows no bfloat16
+    filled = np.flatnonzero(np.asarray(is_filled))
     first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, min(1, length))
     is_left = first > 0 and last == length
     start, end = (first, length) if is_left else (0, last)
     for name, each in made.items():
-        if getattr(each, "ndim", 0) and len(each) == length:  # type: ignore[arg-type]
+        if _is_as_long(each, length) or name == trim:
             made[name] = each[start:end]  # type: ignore[index]
     made[SIDE] = "left" if is_left else "right"
     return made
+
+
+def _is_as_long(value: Any, length: int) -> bool:  # noqa: ANN401 - whatever is returned
+    """Say whether a value has something for each place of a mask."""
+    if not getattr(value, "ndim", 0) or len(value) != length:
+        return False
+    kind = getattr(value.dtype, "kind", "") or ("f" if value.is_floating_point() else "i")
+    return value.ndim > 1 or kind not in "fc"
 
 
 def _plain(value: object) -> object:
@@ -509,16 +543,23 @@ def _plain(value: object) -> object:
 
 def nan_in(value: Mapping[Any, object]) -> str | None:
     """Return the name of a field with a NaN; None: there is none."""
+    return next((str(name) for name, each in value.items() if _has_nan(each)), None)
+
+
+def _has_nan(value: object) -> bool:
     torch = sys.modules.get("torch")
-    for name, each in value.items():
-        if torch is not None and isinstance(each, torch.Tensor):
-            if each.is_floating_point() or each.is_complex():
-                wide = each if each.element_size() > 1 else each.float()  # float8 knows no isnan
-                if bool(torch.isnan(wide).any()):
-                    return str(name)
-        elif isinstance(each, np.ndarray) and each.dtype.kind in "fc" and np.isnan(each).any():
-            return str(name)
-    return None
+    if torch is not None and isinstance(value, torch.Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            return False
+        wide = value if value.element_size() > 1 else value.float()  # float8 knows no isnan
+        return bool(torch.isnan(wide).any())
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "fc" and bool(np.isnan(value).any())
+    if isinstance(value, Mapping):
+        return any(map(_has_nan, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_nan, value))
+    return isinstance(value, (float, complex)) and value != value  # noqa: PLR0124 - only NaN is so
 
 
 def pad(batch: dict[Any, Any]) -> dict[Any, Any]:

@@ -33,10 +33,18 @@ from smartcache.progress import Job, Progress, silent
 from smartcache.store.digest import hash_many
 from smartcache.store.locks import lock
 from smartcache.store.statkey import RACY_NS
-from smartcache.training.sources import FILE, IMAGES, Part, Row, Source, Sources, plain_text
+from smartcache.training.sources import (
+    FIELD,
+    FILE,
+    IMAGES,
+    Part,
+    Row,
+    Source,
+    Sources,
+    plain_text,
+)
 from smartcache.training.table import (
     ABSENT,
-    BLOCK,
     EDITED,
     MEMO,
     NEW,
@@ -58,6 +66,15 @@ Column = np.ndarray[Any, np.dtype[Any]]
 _TEXTS: Final = frozenset((b".txt", b".caption", b".captions", b".tags", b".md"))
 """Suffixes of files that are read as text; fields of JSON files are, too."""
 _DOT: Final = ord(".")
+_ORIENTATION: Final = 0x112
+"""The number of the EXIF field that says how an image is to be shown."""
+_TURNED: Final = range(5, 9)
+"""Its values for images on their side."""
+_MOST_CHUNKS: Final = 1 << 16
+_BY_PILLOW: Final = (".avif", ".heic", ".heif", ".jxl")
+"""Images that imagesize does not always understand."""
+_UNKNOWN_FILE: Final = memo(NOTHING, NOTHING, (UNKNOWN, 0), PROBLEM)
+"""The memo of a file that nobody has looked at."""
 _STEP: Final = 1.0
 """Seconds of reading after which what is known is written down: a killed process loses no more."""
 
@@ -121,21 +138,17 @@ class Listing:
         if self.folder[number] < 0:
             return name.decode("utf-8", "replace")
         path = os.path.join(self.folders[self.folder[number]].path, name)
-        root = os.fsencode(self.parts[self.part[number]].root)
-        return os.fsdecode(path[len(root) :].lstrip(b"/") if path.startswith(root + b"/") else path)
+        return _name_below(self.parts[self.part[number]].root, path)
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the metadata of a source, and the fields of a row."""
-        part = self.parts[self.part[number]]
-        if part.is_list:
-            row = self.row[number]
-            block = self.table.block(self.part[number], row // BLOCK)
-            constant = part.metadata if isinstance(part.metadata, Mapping) else {}
-            return {**constant, **block[row % BLOCK]}
+        at, folder, made = self.part[number], self.folder[number], {}
+        part = self.parts[at]
         if isinstance(part.metadata, Mapping):
-            return dict(part.metadata)
-        folder = self.folders[self.folder[number]]
-        return self.table.metadata_of(folder.number, self.names[number])
+            made = dict(part.metadata)
+        elif folder >= 0:
+            made = self.table.metadata_of(self.folders[folder].number, at, self.names[number])
+        return made | self.table.row(at, self.row[number]) if part.is_list else made
 
     def has(self, number: int, read: str) -> bool:
         """Say whether a source has something to read."""
@@ -172,7 +185,9 @@ def text_digest(text: str) -> bytes:
 
 def value_digest(value: object, name: str) -> bytes:
     """Return the digest of a value of a row; a text counts as the same text in a file."""
-    return text_digest(value if isinstance(value, str) else "\0" + plain_text(value, name))
+    if isinstance(value, str):
+        return text_digest(value)
+    return blake3(b"\xff" + plain_text(value, name).encode()).digest()  # no text begins so
 
 
 class _Folder:
@@ -199,6 +214,7 @@ def look(
     *,
     sizes: bool = False,
     trust: bool = False,
+    force: bool = False,
     threads: int = 2,
     progress: Progress = silent,
 ) -> Listing:
@@ -206,11 +222,41 @@ def look(
 
     `sizes`: the sizes of images are needed. With `trust` nothing is looked at: what is remembered
     is what there is. SourcesVanishedError if there is nothing at all where there was something
-    before: a drive may not be mounted. Nothing is forgotten then.
+    before: a drive may not be mounted. Nothing is forgotten then. `force` takes it that it was
+    removed on purpose.
     """
     found = _Look(table, sources.parts, tuple(reads), threads, progress)
-    found.sizes, found.trust = sizes, trust
+    found.sizes, found.trust, found.force = sizes, trust, force
     return found.run()
+
+
+class _Lost:
+    """Files that are not where they were: some of them may be elsewhere now."""
+
+    def __init__(self) -> None:
+        self.memos: dict[tuple[bytes, bytes], bytes] = {}
+        """By folder and name."""
+        self._places: dict[bytes, list[tuple[bytes, bytes]]] = {}
+
+    def add(self, path: bytes, name: bytes, known: bytes) -> None:
+        """Note what is remembered of a file that is gone."""
+        self.memos[path, name] = known
+        if not flags_of(known) & (RACY | PROBLEM):
+            self._places.setdefault(known[:32] + _kind_of(name), []).append((path, name))
+        if digest_of(known) != NOTHING:
+            self._places.setdefault(digest_of(known), []).append((path, name))
+
+    def take(self, clue: bytes) -> tuple[bytes, bytes] | None:
+        """Return the folder and the memo of one of them, each once, by its digest.
+
+        Or by its stat key and its kind: then neither its bytes nor its inode have changed.
+        """
+        places = self._places.get(clue, [])
+        while places:
+            place = places.pop()
+            if (known := self.memos.pop(place, None)) is not None:
+                return place[0], known
+        return None
 
 
 class _Look:
@@ -227,13 +273,17 @@ class _Look:
         self.table = table
         self.parts = parts
         self.reads = reads
-        self.sizes = self.trust = False
+        self.sizes = self.trust = self.force = False
         self.threads = threads
         self.progress = progress
         self.numbers = table.folders()
         self.folders: dict[bytes, _Folder] = {}
-        self.rows: dict[int, list[Row]] = {}
+        self.rows: dict[int, Sequence[Row]] = {}
+        self.lists: dict[int, tuple[list[str], str | None]] = {}
+        """By number: the rows of a list that is new or may have changed, and its stamp."""
+        self.lost = _Lost()
         self.changes: Counter[str] = Counter()
+        self.counted: set[tuple[bytes, bytes]] = set()
         self.moved: Counter[bytes] = Counter()
         """By folder: how many files that it had are elsewhere now."""
         self.problems: dict[tuple[int, bytes], str] = {}
@@ -245,12 +295,17 @@ class _Look:
                 if part.is_list:
                     self._list_rows(number, part, job)
                 elif self.trust:
-                    for path in self._stored_below(part):
-                        self._stored(path)
+                    for path in _below(self.numbers, part):
+                        folder = self._folder(path)
+                        folder.found = folder.known
                 else:
                     self._walk(part, job)
         if not self.trust:
+            for number, (lines, stamp) in self.lists.items():
+                self.table.set_rows(number, lines, stamp)
+            self.table.drop_rows(self.rows)
             self._take_note()
+            self._call_metadata()
         self.problems = self.table.problems()
         return self._listing()
 
@@ -264,14 +319,13 @@ class _Look:
             found = self.folders[path] = _Folder(path, number, known)
         return found
 
-    def _stored(self, path: bytes) -> None:
-        folder = self._folder(path)
-        folder.found = folder.known
-
-    def _stored_below(self, part: Part) -> list[bytes]:
-        root = os.fsencode(part.root)
-        below = root.rstrip(b"/") + b"/"
-        return [path for path in self.numbers if path == root or path.startswith(below)]
+    def _is_known(self, known: bytes, key: bytes) -> bool:
+        """Say whether what is remembered of a file holds for what has this stat key."""
+        return (
+            known.startswith(key)
+            and not flags_of(known) & RACY
+            and not (self.sizes and is_unsized(known))
+        )
 
     def _walk(self, part: Part, job: Job) -> None:
         """List a folder and all below it; links to folders are followed, once."""
@@ -288,17 +342,28 @@ class _Look:
                     continue
                 been.add((here.st_dev, here.st_ino))
                 folder = self._folder(path)
-                ahead += self._scan(folder, relevant)
+                if part.pattern:
+                    ahead += self._scan_fitting(folder, part)
+                else:
+                    ahead += self._scan(folder, relevant)
             except OSError as error:
-                if path == root and isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                    if path != root or self.force:  # it was removed meanwhile
+                        continue
                     raise self._vanished(part) from error
                 where = os.fsdecode(path)
                 reason = error.strerror or error
                 raise DatasetError(f"{where} cannot be listed: {reason}", path=where) from error
             count += len(folder.found)
             job.advance(len(folder.found))
-        if not count and any(self.table.files(self.numbers[p]) for p in self._stored_below(part)):
+        if not count and not self.force and self._count_below(part):
             raise self._vanished(part)
+
+    def _count_below(self, part: Part) -> int:
+        """Return how many files are remembered, those of folders that have vanished included."""
+        there = (len(self.table.files(self.numbers[path])) for path in _below(self.numbers, part))
+        gone = self.table.gone()
+        return sum(there) + sum(gone[path] for path in _below(gone, part))
 
     def _scan(  # noqa: C901 - one loop, once for every file: calls would cost more than they do
         self, folder: _Folder, relevant: dict[bytes, tuple[bytes, ...]]
@@ -306,13 +371,13 @@ class _Look:
         """List one folder: one scandir, and one stat for each file that may matter."""
         below: list[bytes] = []
         found, known, unread = folder.found, folder.known, folder.unread
-        pack, sizes = STAT.pack, self.sizes
+        pack, is_known = STAT.pack, self._is_known
         with os.scandir(folder.path) as entries:
             for entry in entries:
                 name = entry.name
                 wanted = relevant.get(name[name.rfind(b".") :].lower())
                 if wanted is None or name[0] == _DOT:  # hidden
-                    if name[0] != _DOT and entry.is_dir():
+                    if name[0] != _DOT and _is_folder(entry):
                         below.append(entry.path)
                     continue
                 try:
@@ -329,23 +394,27 @@ class _Look:
                         continue
                 for part in wanted:
                     each = name + part if part else name
-                    if part and not name.endswith(b".json"):
-                        continue
                     memo_ = known.get(each)
-                    if (
-                        memo_ is not None
-                        and memo_.startswith(key)
-                        and not flags_of(memo_) & RACY
-                        and not (sizes and is_unsized(memo_) and _is_image(name))
-                    ):
+                    if memo_ is not None and is_known(memo_, key):
                         found[each] = memo_
                     else:
                         found[each] = key
                         unread.append(each)
         return sorted(below, reverse=True)
 
+    def _scan_fitting(self, folder: _Folder, part: Part) -> list[bytes]:
+        """List one folder: only what fits the pattern, and sidecars of that."""
+        every = _Folder(folder.path, folder.number, folder.known)
+        below = self._scan(every, part.relevant)
+        names, _ = part.items(folder.path, every.found)
+        ends = [end for ends in part.reads.values() for end in ends]
+        kept = {*names, *(_stem_of(name) + end for name in names for end in ends)}
+        folder.found |= {name: each for name, each in every.found.items() if name in kept}
+        folder.unread += [name for name in every.unread if name in kept]
+        return [path for path in below if part.leads_into(path)]
+
     def _vanished(self, part: Part) -> DatasetError:
-        count = sum(len(self.table.files(self.numbers[path])) for path in self._stored_below(part))
+        count = self._count_below(part)
         if not count:
             message = f"There is no folder {part.root}"
             return DatasetError(message, hint="Check the path of the sources.", path=part.root)
@@ -355,34 +424,49 @@ class _Look:
 
     def _list_rows(self, number: int, part: Part, job: Job) -> None:
         """Read a list, and stat the files that it names."""
-        if not self.trust and (part.rows is not None or part.jsonl):
-            given = part.read_rows()
-            blocks = [
-                plain_text(given[start : start + BLOCK], "rows")
-                for start in range(0, len(given), BLOCK)
-            ]
-            self.table.set_rows(number, blocks)
-        rows = [row for data in self.table.rows(number) for row in json.loads(data)]
+        stamp = None if self.trust else _stamp(part.jsonl)
+        is_given = part.rows is not None or bool(part.jsonl)
+        if self.trust or not is_given or (stamp and stamp == self.table.stamp(number)):
+            rows: Sequence[Row] = self.table.rows(number)
+        else:
+            rows = self._given_rows(number, part)
+            self.lists[number] = [plain_text(row, "row") for row in rows], stamp
         self.rows[number] = rows
-        paths = [path for row in rows if (path := part.file_of(row)) is not None]
         ends = [end for ends in part.reads.values() for end in ends]
-        count = 0
+        is_there = was_there = False
+        paths = self._paths(number)
         for path in paths:
             folder, name = self._folder(os.path.dirname(path)), os.path.basename(path)
             if self.trust:
-                folder.found = {name: ABSENT} | folder.known
+                folder.found = folder.known
+                folder.found.setdefault(name, _UNKNOWN_FILE)
                 continue
             self._stat(folder, name)
-            count += folder.found[name] != NOTHING and not folder.found[name].startswith(NOTHING)
-            stem = name[: name.rfind(b".")] if b"." in name else name
+            is_there = is_there or not folder.found[name].startswith(NOTHING)
+            was_there = was_there or not folder.known.get(name, NOTHING).startswith(NOTHING)
             for end in ends:
-                self._stat(folder, stem + end, is_sidecar=True)
-        if paths and not count and not self.trust:
-            known = [self.folders[os.path.dirname(path)].known for path in paths]
-            if any(known):
-                message = f"None of the {len(paths):,} files of {part.label} is there"
-                raise SourcesVanishedError(message, path=part.root)
+                self._stat(folder, _stem_of(name) + end, is_sidecar=True)
+        if was_there and not is_there and not self.force:
+            message = f"None of the {len(paths):,} files of {part.label} is there"
+            raise SourcesVanishedError(message, path=part.root or None)
         job.advance(len(rows))
+
+    def _given_rows(self, number: int, part: Part) -> Sequence[Row]:
+        try:
+            rows = part.read_rows()
+        except SourcesVanishedError:
+            if not self.force:
+                raise
+            return ()
+        if not rows and not self.force and (before := len(self.table.rows(number))):
+            message = f"{part.label} is empty; it had {before:,} rows"
+            raise SourcesVanishedError(message, path=part.jsonl or None)
+        return rows
+
+    def _paths(self, number: int) -> list[bytes]:
+        """Return the paths of the files that a list names."""
+        found = map(self.parts[number].file_of, self.rows[number])
+        return [path for path in found if path is not None]
 
     def _stat(self, folder: _Folder, name: bytes, *, is_sidecar: bool = False) -> None:
         if name in folder.found:
@@ -394,9 +478,10 @@ class _Look:
                 return
             key = NOTHING
         known = folder.known.get(name)
-        is_known = known is not None and known.startswith(key) and not flags_of(known) & RACY
-        folder.found[name] = known if known is not None and is_known else key
-        if not is_known:
+        if known is not None and self._is_known(known, key):
+            folder.found[name] = known
+        else:
+            folder.found[name] = key
             folder.unread.append(name)
 
     # reading what has changed
@@ -404,15 +489,13 @@ class _Look:
     def _take_note(self) -> None:
         """Read what is new or has changed, and forget what is gone."""
         for folder in self.folders.values():
-            folder.unread = list(dict.fromkeys(folder.unread))  # a list may name files of a folder
-        unread = [folder for folder in self.folders.values() if folder.unread]
-        lost = [
+            folder.unread = list(dict.fromkeys(folder.unread))  # two parts may name one folder
+        changed = [
             folder for folder in self.folders.values()
-            if len(folder.found) - len(folder.unread) < len(folder.known)
+            if folder.unread or len(folder.found) < len(folder.known)
         ]  # fmt: skip
         vanished = [path for path in self.numbers if path not in self.folders]
-        if not (unread or lost or vanished):
-            self._call_metadata()
+        if not (changed or vanished):
             return
         # One process reads; the others then find it done.
         waiting = self.table.path.with_name("lock")
@@ -420,30 +503,26 @@ class _Look:
             waiting, exclusive=True, what="reading sources", name="the dataset",
             on_wait=lambda text: _log.info("Waiting: %s", text),
         ):  # fmt: skip
-            self._compare_again({folder.path: folder for folder in (*unread, *lost)})
+            self._compare_again(changed)
             self._read()
-        self._call_metadata()
 
-    def _compare_again(self, folders: dict[bytes, _Folder]) -> None:
+    def _compare_again(self, folders: list[_Folder]) -> None:
         """Take over what another process has written down since this one began to look."""
         self.numbers = self.table.folders()
-        for folder in folders.values():
+        for folder in folders:
             folder.number = self.numbers.get(folder.path, 0)
             folder.known = self.table.files(folder.number) if folder.number else {}
             folder.unread = []
             for name, was in folder.found.items():
                 known = folder.known.get(name)
-                if known is not None and known.startswith(was[:32]) and not flags_of(known) & RACY:
+                if known is not None and self._is_known(known, was[:32]):
                     folder.found[name] = known
                 else:
                     folder.found[name] = was[:32]
                     folder.unread.append(name)
 
-    def _read(self) -> None:
-        gone: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}
-        """By stat key and kind: what is remembered of files that are gone, and their folders."""
-        before: dict[bytes, bytes] = {}
-        """By digest: their folders."""
+    def _find_lost(self) -> tuple[list[tuple[int, bytes]], dict[bytes, int]]:
+        """Return files that are gone, and folders that are, with how many files they had."""
         drops: list[tuple[int, bytes]] = []
         vanished: dict[bytes, int] = {}
         for path, number in self.numbers.items():
@@ -451,15 +530,19 @@ class _Look:
             known = self.table.files(number) if folder is None else folder.known
             missing = known if folder is None else known.keys() - folder.found.keys()
             for name in missing:
-                gone[known[name][:32], _kind_of(name)] = known[name], path
-                before[known[name][32:64]] = path
-            if folder is None or not folder.found:
-                # A folder that is there and no source any more has not vanished.
-                is_left = folder is None and os.path.isdir(path)
-                vanished[path] = 0 if is_left else len(known)
+                self.lost.add(path, name, known[name])
+            if folder is None and any(
+                os.path.lexists(os.path.join(path, _base_of(name))) for name in known
+            ):
+                vanished[path] = 0  # it is there, and no source any more
+            elif folder is None or not folder.found:
+                vanished[path] = len(known)
             else:
                 drops += [(number, name) for name in missing]
-        self.changes["removed"] = len(gone)
+        return drops, vanished
+
+    def _read(self) -> None:
+        drops, vanished = self._find_lost()
         todo: list[tuple[_Folder, bytes]] = []
         rows: list[tuple[int, bytes, bytes]] = []
         with self.table.write():
@@ -467,32 +550,42 @@ class _Look:
                 if folder.found and not folder.number:
                     folder.number = self.table.add_folder(folder.path)
                 for name in folder.unread:
-                    moved = gone.get((folder.found[name], _kind_of(name)))
-                    if moved is None or flags_of(moved[0]) & (RACY | PROBLEM):
+                    moved = self.lost.take(folder.found[name] + _kind_of(name))
+                    if moved is None:
                         todo.append((folder, name))
                         continue
-                    # Neither its bytes nor its inode have changed: it has another name now.
-                    folder.found[name] = moved[0]
-                    rows.append((folder.number, name, moved[0]))
-                    self._count_move(folder.path, moved[1])
+                    folder.found[name] = moved[1]
+                    rows.append((folder.number, name, moved[1]))
+                    self._count_move(folder, name, moved[0])
             self.table.add_files(rows)
-        self._hash(todo, before)
+        self._hash(todo)
+        for path, name in self.lost.memos:
+            self._count("removed", path, name)
         with self.table.write():
             self.table.drop_files(drops)
             for path, count in vanished.items():
                 self.table.drop_folder(self.numbers[path], max(0, count - self.moved[path]))
 
-    def _count_move(self, path: bytes, old: bytes) -> None:
-        self.changes["renamed" if path == old else "moved"] += 1
-        self.changes["removed"] -= 1
+    def _count(self, change: str, path: bytes, name: bytes) -> None:
+        """Count a change of a file; several fields of one are one file."""
+        if FIELD in name:
+            place = path, _base_of(name)
+            if place in self.counted:
+                return
+            self.counted.add(place)
+        self.changes[change] += 1
+
+    def _count_move(self, folder: _Folder, name: bytes, old: bytes) -> None:
+        self._count("renamed" if folder.path == old else "moved", folder.path, name)
         self.moved[old] += 1
 
-    def _hash(self, todo: list[tuple[_Folder, bytes]], before: dict[bytes, bytes]) -> None:
+    def _hash(self, todo: list[tuple[_Folder, bytes]]) -> None:
         """Read files, the texts here and the others by threads, and remember their digests."""
         rows: list[tuple[int, bytes, bytes]] = []
         problems: dict[tuple[int, bytes], str] = {}
         kept: dict[bytes, str] = {}
         written = time.monotonic()
+        young = time.time_ns() - RACY_NS
 
         def write() -> None:
             with self.table.write():
@@ -505,12 +598,11 @@ class _Look:
         for folder, name, key, digest, reason, text in self._contents(todo):
             if text is not None:
                 kept[digest] = text
-            flags = self._state(folder, name, digest, before) | (PROBLEM if reason else 0)
+            flags = self._state(folder, name, digest) | (PROBLEM if reason else 0)
             _, mtime, ctime, _ = STAT.unpack(key)
-            now = time.time_ns()
-            if ctime > now - RACY_NS or abs(now - mtime) < RACY_NS:
+            if ctime > young or young < mtime < young + 2 * RACY_NS:
                 flags |= RACY
-            size = (0, 0) if reason else _image_size(folder.path, name)
+            size = _image_size(folder.path, name, is_readable=not reason)
             folder.found[name] = memo(key, digest, size, flags)
             rows.append((folder.number, name, folder.found[name]))
             problems[folder.number, name] = reason
@@ -549,49 +641,56 @@ class _Look:
                 key = STAT.pack(*done.key, STAT.unpack(key)[3])
                 yield folder, name, key, bytes.fromhex(done.hashes.digest), "", None
 
-    def _state(
-        self, folder: _Folder, name: bytes, digest: bytes, before: dict[bytes, bytes]
-    ) -> int:
+    def _state(self, folder: _Folder, name: bytes, digest: bytes) -> int:
         """Count a change, and say why there may be no output of it."""
         known = folder.known.get(name)
         if known is not None and digest_of(known) == digest:
             return flags_of(known) & (NEW | EDITED)
-        if known is None and digest != NOTHING and digest in before:
-            self._count_move(folder.path, before.pop(digest))
-            return 0
-        self.changes["added" if known is None else "edited"] += 1
+        moved = self.lost.take(digest) if known is None else None
+        if moved is not None:
+            self._count_move(folder, name, moved[0])
+            return flags_of(moved[1]) & (NEW | EDITED)
+        self._count("added" if known is None else "edited", folder.path, name)
         return NEW if known is None else EDITED
 
     def _call_metadata(self) -> None:
         """Ask the functions that say something of files; what they say now is kept."""
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
             if not callable(part.metadata):
                 continue
-            for folder in self._folders_of(part):
-                known = self.table.metadata(folder.number)
+            for folder, names in self._items_of(number):
+                known = self.table.metadata(folder.number, number)
                 rows = []
-                for name in part.items(folder.path, folder.found)[0]:
-                    path = os.fsdecode(os.path.join(folder.path, name))
+                for name in names:
+                    path = os.path.join(folder.path, name)
                     remembered = np.frombuffer(folder.found[name], MEMO)[0]
                     width, height = int(remembered["width"]), int(remembered["height"])
                     size = (width, height) if 0 < width < UNKNOWN else None
-                    said = part.metadata(Source(Path(path), os.path.relpath(path, part.root), size))
-                    text = plain_text(dict(said), f"metadata of {path}")
+                    source = Source(Path(os.fsdecode(path)), _name_below(part.root, path), size)
+                    said = part.metadata(source)
+                    if not isinstance(said, Mapping):
+                        message = f"The function given as metadata returned {said!r}"
+                        raise ConfigError(message, hint='It returns a dict: {"weight": 0.5}.')
+                    text = plain_text(dict(said), f"metadata of {source.name}")
                     if known.get(name) != text:
-                        rows.append((folder.number, name, text))
+                        rows.append((folder.number, name, number, text))
                 if rows:
                     self.table.add_metadata(rows)
 
-    # putting it together
+    def _items_of(self, number: int) -> Iterator[tuple[_Folder, list[bytes]]]:
+        """Go through folders, and the names of the items there."""
+        part = self.parts[number]
+        if part.is_list:
+            names: dict[bytes, list[bytes]] = {}
+            for path in dict.fromkeys(self._paths(number)):
+                names.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
+            for where, some in names.items():
+                yield self.folders[where], some
+            return
+        for where in _below(self.folders, part):
+            yield self.folders[where], part.items(where, self.folders[where].found)[0]
 
-    def _folders_of(self, part: Part) -> list[_Folder]:
-        root = os.fsencode(part.root)
-        below = root.rstrip(b"/") + b"/"
-        return [
-            self.folders[path]
-            for path in sorted(self.folders)
-            if path == root or path.startswith(below)
-        ]
+    # putting it together
 
     def _listing(self) -> Listing:
         made = Listing(self.table, self.parts, changes=self.changes)
@@ -599,10 +698,13 @@ class _Look:
         memos: dict[str, list[bytes]] = {read: [] for read in (FILE, *made.found)}
         orphans: list[str] = []
         for number, part in enumerate(self.parts):
+            before = len(made)
             if part.is_list:
                 self._add_rows(made, number, memos)
             else:
                 orphans += self._add_files(made, number, memos)
+            if len(made) == before:
+                made.warnings.append(f"{part.label} has no items")
         if orphans:
             count = f"{len(orphans):,} file{'' if len(orphans) == 1 else 's'}"
             made.warnings.append(f"{count} named like a sidecar of no item, such as {orphans[0]}")
@@ -618,8 +720,10 @@ class _Look:
                 name = made.names[item] if read == FILE else made.found[read][item]
                 where = made.folders[made.folder[item]]
                 reason = self.problems.get((where.number, name or b""), "it cannot be read")
-                of = "" if read == FILE else f"{os.fsdecode(name or b'')}: "
+                of = "" if read == FILE else f"{os.fsdecode(_base_of(name or b''))}: "
                 made.problems.setdefault(item, of + reason)
+        for folder in made.folders:
+            folder.known, folder.found = {}, {}  # in columns by now
         return made
 
     def _add_files(
@@ -632,7 +736,8 @@ class _Look:
             if read not in reads:
                 hint = f"It has: {', '.join(reads)}. Name a sidecar: sidecars={{{read!r}: '.txt'}}."
                 raise ConfigError(f"{part.label} has no {read!r} to read", hint=hint)
-        for folder in self._folders_of(part):
+        for where in _below(self.folders, part):
+            folder = self.folders[where]
             names, orphans = part.items(folder.path, folder.found)
             yield from (os.fsdecode(os.path.join(folder.path, each)) for each in orphans)
             if not names:
@@ -644,13 +749,11 @@ class _Look:
                 if read != FILE:
                     ends, beside = reads[read], made.found[read]
                     for name in names:
-                        each = _sidecar(found, name[: name.rfind(b".")], ends)
+                        each = _sidecar(found, _stem_of(name), ends)
                         beside.append(each)
                         column.append(ABSENT if each is None else found[each])
 
-    def _add_rows(  # noqa: C901 - one row after the other
-        self, made: Listing, number: int, memos: dict[str, list[bytes]]
-    ) -> None:
+    def _add_rows(self, made: Listing, number: int, memos: dict[str, list[bytes]]) -> None:
         part, rows = self.parts[number], self.rows[number]
         reads = part.reads
         fields = dict.fromkeys(name for row in rows for name in row)
@@ -658,7 +761,6 @@ class _Look:
             hint = f"Its rows have: {', '.join(fields)}."
             raise ConfigError(f"{part.label} has no {read!r} to read", hint=hint)
         label = os.path.basename(part.jsonl) or "row"
-        texts: dict[bytes, str] = {}
         for index, row in enumerate(rows):
             path = part.file_of(row)
             name = str(row.get("name", f"{label}:{index + 1}")).encode("utf-8", "replace")
@@ -667,26 +769,46 @@ class _Look:
                 name, folder = os.path.basename(path), self.folders[os.path.dirname(path)]
             made.add(folder, number, [name], index)
             memos[FILE].append(ABSENT if folder is None else folder.found[name])
-            stem = name[: name.rfind(b".")] if b"." in name else name
             for read, column in memos.items():
                 if read == FILE:
                     continue
                 beside = None
                 if (value := row.get(read)) is not None:
-                    digest = value_digest(value, read)
-                    column.append(memo(NOTHING, digest))
-                    if isinstance(value, str):
-                        texts[digest] = value
+                    column.append(memo(NOTHING, value_digest(value, read)))
                 else:
                     if folder is not None:
-                        beside = _sidecar(folder.found, stem, reads.get(read, ()))
+                        beside = _sidecar(folder.found, _stem_of(name), reads.get(read, ()))
                     column.append(ABSENT if beside is None else folder.found[beside])  # type: ignore[union-attr]
                 made.found[read].append(beside)
-        if not self.trust:
-            new = {key: text for key, text in texts.items() if self.table.text(key) is None}
-            if new:
-                with self.table.write():
-                    self.table.add_texts(new)
+
+
+def _below(paths: Iterable[bytes], part: Part) -> list[bytes]:
+    """Return those of some folders that are the root of a part or below it, and not hidden."""
+    root = os.fsencode(part.root).rstrip(b"/")
+    return [
+        path
+        for path in sorted(paths)
+        if path.startswith(root)
+        and path[len(root) : len(root) + 1] in (b"", b"/")
+        and b"/." not in path[len(root) :]
+    ]
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _stamp(path: str) -> str | None:
+    """Return what says that a list is as it was; None: nothing would."""
+    try:
+        key = packed(os.stat(path))
+    except OSError:
+        return None
+    young = time.time_ns() - RACY_NS
+    return None if max(STAT.unpack(key)[1:3]) > young else f"{path}\n{key.hex()}"
 
 
 def _sidecar(found: Mapping[bytes, bytes], stem: bytes, ends: Sequence[bytes]) -> bytes | None:
@@ -698,38 +820,42 @@ def _sidecar(found: Mapping[bytes, bytes], stem: bytes, ends: Sequence[bytes]) -
     return None
 
 
-def _field_of(name: bytes) -> bytes:
-    """Return the field of a JSON file that is meant; nothing: the file itself."""
-    return name.partition(b".json:")[2]
+def _name_below(root: str, path: bytes) -> str:
+    """Return what users know a file by: its path below a folder; of others all of it."""
+    start = os.fsencode(root).rstrip(b"/") + b"/"
+    is_below = len(start) > 1 and path.startswith(start)
+    return os.fsdecode(path[len(start) :] if is_below else path)
+
+
+def _stem_of(name: bytes) -> bytes:
+    """Return the name of a file without its suffix."""
+    return name[: name.rfind(b".")] if b"." in name else name
 
 
 def _base_of(name: bytes) -> bytes:
     """Return the name of the file that has a field."""
-    base, dot, _ = name.partition(b".json:")
-    return base + b".json" if dot else name
+    return name.partition(FIELD)[0]
 
 
 def _is_text(name: bytes) -> bool:
     """Say whether a file, or a field of one, is read as text."""
-    return bool(_field_of(name)) or name[name.rfind(b".") :].lower() in _TEXTS
+    return FIELD in name or name[name.rfind(b".") :].lower() in _TEXTS
 
 
 def _kind_of(name: bytes) -> bytes:
     """Return what a digest was made of: of a field, of a text, or of all bytes."""
-    return _field_of(name) or (b".txt" if _is_text(name) else b"")
-
-
-def _is_image(name: bytes) -> bool:
-    return os.fsdecode(name[name.rfind(b".") :]).lower() in IMAGES
+    return name.partition(FIELD)[2] or (b".txt" if _is_text(name) else b"")
 
 
 def _read_text(  # noqa: PLR0911 - one for each thing that may be wrong with it
     folder: bytes, name: bytes, key: bytes
 ) -> tuple[str | None, str]:
     """Return a text and why there is none; of a JSON file, one of its fields."""
-    field_ = _field_of(name).decode()
-    path = os.path.join(folder, _base_of(name))
+    base, _, field_ = name.partition(FIELD)
+    path = os.path.join(folder, base)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return None, "it is not a file"
         with open(path, "rb") as file:
             data = file.read()
             if packed(os.fstat(file.fileno())) != key:
@@ -737,17 +863,18 @@ def _read_text(  # noqa: PLR0911 - one for each thing that may be wrong with it
         text = data.decode("utf-8-sig")
         if field_:
             value: Any = json.loads(text)
-            for step in field_.split("."):
+            for step in field_.decode().split("."):
                 value = value.get(step) if isinstance(value, dict) else None
             if value is None:
                 return None, ""
             if not isinstance(value, str):
-                return None, f"its field {field_} is not a text"
+                return None, f"its field {field_.decode()} is not a text"
             text = value
+            text.encode()
         return text.strip(), ""
-    except UnicodeDecodeError:
+    except UnicodeError:
         return None, "it is not a text in UTF-8"
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         return None, f"it is not JSON: {error}"
     except OSError as error:
         return None, _reason(error)
@@ -759,15 +886,68 @@ def _reason(error: BaseException | None) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _image_size(folder: bytes, name: bytes) -> tuple[int, int]:
+# sizes of images
+
+
+def _image_size(folder: bytes, name: bytes, *, is_readable: bool) -> tuple[int, int]:
     """Return width and height as they are shown, from the header of an image."""
-    if not _is_image(name):
-        return 0, 0
+    suffix = os.fsdecode(name[name.rfind(b".") :]).lower()
+    if not is_readable or suffix not in IMAGES:
+        return UNKNOWN, 0
     try:
         import imagesize
     except ImportError:
         return 0, 0
-    width, height = imagesize.get(os.path.join(folder, name))
-    if width <= 0 or height <= 0:
+    path = os.path.join(folder, name)
+    width, height = imagesize.get(path)
+    try:
+        if (width <= 0 or height <= 0) and suffix in _BY_PILLOW:
+            width, height = _size_by_pillow(path)
+        elif suffix in (".png", ".webp") and _turned(path):
+            width, height = height, width
+    except Exception as error:  # noqa: BLE001 - whatever a damaged header does to who reads it
+        _log.debug("no size of %s: %s", os.fsdecode(path), error)
         return UNKNOWN, 0
-    return int(width), int(height)
+    return (int(width), int(height)) if width > 0 and height > 0 else (UNKNOWN, 0)
+
+
+def _size_by_pillow(path: bytes) -> tuple[int, int]:
+    """Return the size of an image of which imagesize knows none, such as a turned AVIF."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        turned = image.getexif().get(_ORIENTATION, 1) in _TURNED
+        return image.size[::-1] if turned else image.size
+
+
+def _turned(path: bytes) -> bool:
+    """Say whether a PNG or a WebP is shown on its side, which imagesize does not tell."""
+    with open(path, "rb") as file:
+        begins = file.read(12)
+        is_png = begins.startswith(b"\x89PNG")
+        if not is_png and not begins.startswith(b"RIFF"):
+            return False
+        file.seek(8 if is_png else 12)
+        for _ in range(_MOST_CHUNKS):
+            data = file.read(8)
+            if len(data) < 8:  # noqa: PLR2004 - size and kind, or kind and size
+                break
+            size, kind = (
+                struct.unpack(">I4s", data) if is_png else struct.unpack("<4sI", data)[::-1]
+            )
+            if kind in (b"eXIf", b"EXIF"):
+                return _orientation(file.read(size)) in _TURNED
+            file.seek(size + (4 if is_png else size & 1), os.SEEK_CUR)  # checksum, or padding
+    return False
+
+
+def _orientation(exif: bytes) -> int:
+    exif = exif.removeprefix(b"Exif\0\0")
+    order = "<" if exif[:2] == b"II" else ">"
+    (start,) = struct.unpack_from(f"{order}I", exif, 4)
+    (count,) = struct.unpack_from(f"{order}H", exif, start)
+    for at in range(start + 2, start + 2 + 12 * count, 12):
+        tag, _, _, value = struct.unpack_from(f"{order}HHIH", exif, at)
+        if tag == _ORIENTATION:
+            return int(value)
+    return 1

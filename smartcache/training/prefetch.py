@@ -5,8 +5,8 @@ takes the slot in front once it is filled. So the order is that of the source, w
 quicker, and a failure has its place in it like a batch. To drain is to begin another line: what is
 still being read for the old one arrives nowhere.
 
-The lock is held only for moments: all that may take long or hang is called without it. A source
-that hangs can therefore keep neither `close` nor the end of the process waiting.
+The lock is held only for moments: of the source, `advance` and `state_dict` are called with it, and
+nothing else. So one that hangs can keep neither `close` nor the end of the process waiting.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ _END: Final = object()
 
 
 @runtime_checkable
-class Plan(Protocol[StepT, BatchT_co]):
+class StepSource(Protocol[StepT, BatchT_co]):
     """A source that knows its order: batches can be read by several threads, and read again.
 
     `read` is called by several threads at once. `steps`, `next_epoch` and the iterators they return
     are used by one thread at a time, but `advance` and `state_dict` may be called meanwhile. These
-    two must be quick. With a `load_state_dict` the prefetcher has one, too.
+    two must be quick. Behind the last step of an epoch the position may be its end or the beginning
+    of the next. With a `load_state_dict` the prefetcher has one, too.
     """
 
     def steps(self) -> Iterator[StepT]:
@@ -125,8 +126,8 @@ class Prefetcher(Generic[BatchT]):
     Up to `depth` batches are read ahead, also across the end of the epoch, as soon as the first one
     is asked for. An exception is raised in the place of the batch that failed.
 
-    Of a `Plan`, `threads` batches are read at once. After a `break` the same epoch goes on with the
-    next batch; after an exception with the one that failed, which is read again.
+    Of a `StepSource` up to `threads` batches are read at once. After a `break` the epoch goes on
+    with the next batch; after an exception with the one that failed, which is read again.
 
     Any other iterable is read by one thread, whatever `threads` says. After a `break` its epoch
     goes on, too; for a new epoch, and after an exception, `iter(source)` is called again. Only with
@@ -140,9 +141,11 @@ class Prefetcher(Generic[BatchT]):
     It is for one process: in a forked child, one that has begun to read raises SmartcacheError.
     """
 
+    _is_closed = True  # for `__del__`, should `__init__` refuse its arguments
+
     def __init__(
         self,
-        source: Plan[StepT, BatchT] | Iterable[BatchT],
+        source: StepSource[Any, BatchT] | Iterable[BatchT],
         *,
         depth: int = 2,
         threads: int = 2,
@@ -157,7 +160,8 @@ class Prefetcher(Generic[BatchT]):
         self._is_claiming = False
         self._under_way = 0
         self._pausers: list[int] = []
-        self._is_between_epochs = self._is_closed = self._is_given_up = False
+        self._is_between_epochs = self._owes_end = False
+        self._is_closed = self._is_given_up = False
         self._threads: list[threading.Thread] = []
         self._pid: int | None = None
         self._batches = self._bytes = self._reads = 0
@@ -166,9 +170,9 @@ class Prefetcher(Generic[BatchT]):
         for name, value in (("depth", depth), ("threads", threads)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        plan = source if isinstance(source, Plan) else _Iterated(source)
+        plan = source if isinstance(source, StepSource) else _Iterated(source)
         is_plan = plan is source
-        self._source, self._plan = source, cast("Plan[object, BatchT]", plan)
+        self._source, self._plan = source, cast("StepSource[object, BatchT]", plan)
         self._depth, self._count = depth, min(threads, depth) if is_plan else 1
         self._reads_past_end = is_plan or not isinstance(source, Iterator)
         self._mover: _Mover | None = None
@@ -231,7 +235,7 @@ class Prefetcher(Generic[BatchT]):
         if not hasattr(self._source, "load_state_dict"):
             raise SmartcacheError(f"{_name(self._source)} has no load_state_dict")
         with self.paused():
-            self._is_between_epochs = False
+            self._is_between_epochs = self._owes_end = False
             self._begin_again()  # first: nothing of the old line may be handed out any more
             cast("_Iterated[BatchT]", self._plan).load_state_dict(state)
 
@@ -269,7 +273,7 @@ class Prefetcher(Generic[BatchT]):
         if is_news:
             _log.warning(
                 "%d of the threads that read ahead were left behind: %s did not return in %g s",
-                left, _name(self._source), timeout,
+                left, _name(self._source), round(timeout, 2),
             )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -301,11 +305,11 @@ class Prefetcher(Generic[BatchT]):
             self._consumer_waited += self._last_handed_out - asked
             self._first_asked = self._first_asked or asked
             if slot.is_end:
-                self._is_between_epochs = True
+                self._is_between_epochs, self._owes_end = True, False
             elif slot.error is None:
                 # With the lock: no line may begin between the two.
                 self._plan.advance(slot.step)
-                self._is_between_epochs = False
+                self._is_between_epochs = self._owes_end = slot.is_last
                 self._batches += 1
                 self._bytes += slot.size
                 slot.step = None
@@ -361,6 +365,8 @@ class Prefetcher(Generic[BatchT]):
         """
         with self._changed:
             old, self._line = self._line, _Line(skips_end=self._is_between_epochs)
+            if self._owes_end and not self._is_closed:
+                self._line.slots.append(_Slot(is_end=True, is_filled=True))
             self._changed.notify_all()
         return old
 
@@ -436,14 +442,15 @@ class Prefetcher(Generic[BatchT]):
             while True:
                 if line.epoch is None:
                     begin = self._plan.next_epoch if line.is_begun else self._plan.steps
-                    line.epoch = iter(begin())
+                    mark = _unmarked if isinstance(self._plan, _Iterated) else _marked
+                    line.epoch = mark(iter(begin()))
                     line.is_begun = True
-                step = next(line.epoch, _END)
+                step, is_last = next(line.epoch, (_END, False))
                 if step is _END:
                     line.epoch = None
                 is_skipped, line.skips_end = step is _END and line.skips_end, False
                 if not is_skipped:
-                    slot.step, slot.is_end = step, step is _END
+                    slot.step, slot.is_last, slot.is_end = step, is_last, step is _END
                     return
         except BaseException as error:  # noqa: BLE001 - raised in the consumer, in its place
             slot.error = error
@@ -467,6 +474,7 @@ class _Slot:
     copied: torch.cuda.Event | None = None
     size: int = 0
     error: BaseException | None = None
+    is_last: bool = False
     is_end: bool = False
     is_filled: bool = False
 
@@ -476,17 +484,35 @@ class _Line:
     """The slots between the readers and the consumer, and where the next steps come from."""
 
     skips_end: bool = False
-    """The end of this epoch was handed out already: if nothing is left of it, go to the next."""
+    """All of an epoch was handed out: if the source says that nothing is left of it, go on."""
     slots: deque[_Slot] = field(default_factory=deque)
-    epoch: Iterator[object] | None = None
+    epoch: Iterator[tuple[object, bool]] | None = None
     is_begun: bool = False
     is_held: bool = False
     """Nothing more is read until the consumer has taken all slots and waits for another."""
 
     def is_full(self, depth: int) -> bool:
-        """Ends of epochs take no room, but an empty source has no end of them."""
+        """Ends of epochs take no room; but of an empty source, too, not all can be read ahead."""
         ends = sum(slot.is_end for slot in self.slots)
         return len(self.slots) - ends >= depth or ends > depth
+
+
+def _marked(steps: Iterator[object]) -> Iterator[tuple[object, bool]]:
+    """Each step, and whether it is the last; a failure still comes after the step before it."""
+    step = next(steps, _END)
+    while step is not _END:
+        try:
+            following = next(steps, _END)
+        except BaseException:
+            yield step, False
+            raise
+        yield step, following is _END
+        step = following
+
+
+def _unmarked(steps: Iterator[object]) -> Iterator[tuple[object, bool]]:
+    # Of an iterable nobody knows. Unlike a generator, `map` does not keep the last item alive.
+    return map(lambda step: (step, False), steps)  # noqa: C417
 
 
 class _Iterated(Generic[BatchT]):
@@ -512,7 +538,6 @@ class _Iterated(Generic[BatchT]):
         return self.next_epoch()
 
     def next_epoch(self) -> Iterator[object]:
-        # Unlike a generator, `map` does not keep the last item alive.
         return map(self._with_state, self._source)
 
     def _with_state(self, item: BatchT) -> tuple[BatchT, object]:
@@ -585,9 +610,9 @@ class _Mover:
         """The batch on the device, and the event after which it is complete there."""
         import torch
 
-        tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor)]
         if self._stream is None:
             return _mapped(batch, lambda tensor: tensor.to(self.device)), None
+        tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor)]
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if any(tensor.is_cuda for tensor in tensors):
             # Made there by the source: the event has to be behind that, too.
@@ -629,7 +654,7 @@ class _Mover:
             buffer, copied = None, None
             self._largest = max(size, self._largest)
             is_free = self._ring and self._ring[0][1].query()  # type: ignore[no-untyped-call]
-            if is_free or (self._ring and not self._missing):
+            if is_free or (self._ring and self._missing <= 0):
                 buffer, copied = self._ring.popleft()
             else:
                 self._missing -= 1
@@ -714,4 +739,4 @@ def _end_all() -> None:
         each.close(max(0.0, deadline - time.monotonic()))
 
 
-__all__ = ["Plan", "PrefetchStats", "Prefetcher"]
+__all__ = ["PrefetchStats", "Prefetcher", "StepSource"]

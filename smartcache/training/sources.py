@@ -21,6 +21,8 @@ from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError
 Sidecars = Mapping[str, str | Sequence[str]]
 FILE: Final = "file"
 """What a source itself is called among what encoders read."""
+FIELD: Final = b"/"
+"""Between the name of a JSON file and a field of it: no name of a file has it."""
 IMAGES: Final = (
     ".avif", ".bmp", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpg", ".jxl", ".png", ".tif",
     ".tiff", ".webp",
@@ -90,14 +92,16 @@ class Part:
     @property
     def label(self) -> str:
         """What users know it by."""
-        return self.jsonl or os.path.join(self.root, self.pattern) or "the rows"
+        if self.is_list:
+            return self.jsonl or "the list"
+        return os.path.join(self.root, self.pattern) if self.pattern else self.root
 
     @property
     def reads(self) -> dict[str, list[bytes]]:
         """What encoders can read of its sources, and the endings of sidecars; of rows, more."""
         return {FILE: []} | {
             name: [
-                os.fsencode(ending) + (b":" + name_.encode() if name_ else b"")
+                os.fsencode(ending) + (FIELD + name_.encode() if name_ else b"")
                 for ending, name_ in endings
             ]
             for name, endings in self.sidecars
@@ -111,9 +115,9 @@ class Part:
         }
         for endings in self.reads.values():
             for ending in endings:
-                name, _, field_ = (b"x" + ending).partition(b":")
+                name, slash, field_ = (b"x" + ending).partition(FIELD)
                 suffix = os.path.splitext(name)[1].lower()
-                part = b":" + field_ if field_ else b""
+                part = slash + field_
                 known = found.get(suffix, ())
                 found[suffix] = known if part in known else (*known, part)
         return found
@@ -124,7 +128,13 @@ class Part:
         Items have the right suffix, fit the pattern, and do not end like a sidecar.
         """
         suffixes = {os.fsencode(each) for each in self.suffixes}
-        chosen = [name for name in names if name[name.rfind(b".") :].lower() in suffixes]
+        chosen = [
+            name
+            for name in names
+            if name[name.rfind(b".") :].lower() in suffixes
+            and name[:1] != b"."
+            and FIELD not in name
+        ]
         ends = tuple(
             end
             for ends in self.reads.values()
@@ -152,14 +162,30 @@ class Part:
         chosen.sort()
         return chosen, orphans
 
+    def leads_into(self, folder: bytes) -> bool:
+        """Say whether there may be items in a folder, or below it."""
+        below = os.path.relpath(os.fsdecode(folder), self.root)
+        if not self.pattern or below == ".":
+            return True
+        steps = self.pattern.split(os.sep)
+        for number, name in enumerate(below.split(os.sep)):
+            if "**" in steps[number]:
+                return True
+            if number == len(steps) - 1 or not _matcher(steps[number])(name):
+                return False
+        return True
+
     def file_of(self, row: Row) -> bytes | None:
         """Return the path of the file that a row names."""
         path = row.get(FILE, row.get("file_name"))
         if path is None:
             return None
-        if not isinstance(path, str):
-            raise ConfigError(f'"file" of a row of {self.label} is not a path: {path!r}')
-        return os.fsencode(os.path.normpath(os.path.join(self.root, path)))
+        try:
+            if isinstance(path, str) and path and "\0" not in path:
+                return os.fsencode(os.path.normpath(os.path.join(self.root, path)))
+        except UnicodeEncodeError:  # half a character
+            pass
+        raise ConfigError(f'"file" of a row of {self.label} is not a path: {path!r}')
 
     def read_rows(self) -> list[Row]:
         """Return the rows that were given, or read them from their file."""
@@ -173,11 +199,12 @@ class Part:
                         continue
                     try:
                         row = json.loads(line)
-                    except json.JSONDecodeError as error:
+                    except (ValueError, RecursionError) as error:
                         message = f"{self.jsonl}:{number} is not JSON: {error}"
                         raise DatasetError(message, path=self.jsonl) from error
                     if not isinstance(row, dict):
-                        raise DatasetError(f"{self.jsonl}:{number} is not a JSON object")
+                        message = f"{self.jsonl}:{number} is not a JSON object"
+                        raise DatasetError(message, path=self.jsonl)
                     rows.append(row)
         except FileNotFoundError as error:
             raise SourcesVanishedError(f"There is no file {self.jsonl}", path=self.jsonl) from error
@@ -200,7 +227,7 @@ class Sources:
 
     def __init__(
         self,
-        where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         suffixes: str | Iterable[str] = IMAGES,
         sidecars: Sidecars | None = None,
@@ -213,16 +240,17 @@ class Sources:
             "metadata": _checked_metadata(metadata),
             "repeats": _checked_repeats(repeats),
         }
-        if not isinstance(where, (str, os.PathLike)):
-            files = [{FILE: os.path.abspath(os.fspath(each))} for each in where]
+        if isinstance(where, Iterable) and not isinstance(where, (str, bytes, os.PathLike)):
+            files = [{FILE: _checked_path(each)} for each in where]
             self.parts: tuple[Part, ...] = (Part(is_list=True, rows=files, **common),)
             return
-        path = os.path.abspath(os.fspath(where))
+        path = _checked_path(where)
         root, pattern = path, ""
         if _MAGIC & set(path) and not os.path.exists(path):
             steps = path.split(os.sep)
             first = next(number for number, step in enumerate(steps) if _MAGIC & set(step))
             root, pattern = os.sep.join(steps[:first]) or os.sep, os.sep.join(steps[first:])
+            _matcher(pattern)
         self.parts = (Part(root=root, pattern=pattern, **common),)
 
     @classmethod
@@ -239,11 +267,11 @@ class Sources:
         Encoders can read every field. "file" (or "file_name") is the path of a file, relative to
         the folder that the list is in.
         """
-        name = os.path.abspath(os.fspath(path))
+        name = _checked_path(path)
         return cls._of(
             Part(
                 root=os.path.dirname(name), jsonl=name, is_list=True,
-                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
+                sidecars=_checked_sidecars(sidecars or {}), metadata=_of_all(metadata),
                 repeats=_checked_repeats(repeats),
             )
         )  # fmt: skip
@@ -267,11 +295,16 @@ class Sources:
             if not isinstance(row, Mapping):
                 hint = 'Give a dict for each: {"file": "cat.png", "caption": "a cat"}.'
                 raise ConfigError(f"Row {number} is {type(row).__name__}, not a dict", hint=hint)
-            given.append(dict(row))
+            if not all(isinstance(name, str) for name in row):
+                raise ConfigError(f"Row {number} has a name that is not a text: {row!r}")
+            given.append({
+                name: os.fspath(each) if isinstance(each, os.PathLike) else each
+                for name, each in row.items()
+            })  # fmt: skip
         return cls._of(
             Part(
                 root=os.path.abspath(os.fspath(root)), rows=given, is_list=True,
-                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
+                sidecars=_checked_sidecars(sidecars or {}), metadata=_of_all(metadata),
                 repeats=_checked_repeats(repeats),
             )
         )  # fmt: skip
@@ -301,25 +334,37 @@ class Sources:
         return cls._of(*map(Part.from_json, data))
 
 
-def _checked_suffixes(suffixes: str | Iterable[str]) -> tuple[str, ...]:
-    found = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
-    for each in found:
-        if not each.startswith(".") or each.count(".") != 1:
+def _checked_path(path: object) -> str:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text:
+        hint = "Name a folder, a pattern such as photos/*.png, or a list of files."
+        raise ConfigError(f"{path!r} is not a path", hint=hint)
+    return os.path.abspath(text)
+
+
+def _checked_suffixes(suffixes: str | Iterable[object]) -> tuple[str, ...]:
+    found = []
+    for each in (suffixes,) if isinstance(suffixes, str) else tuple(suffixes) or ("",):
+        if not isinstance(each, str) or not re.fullmatch(r"\.[^./]+", each):
             raise ConfigError(f"{each!r} is not a suffix", hint='Write it as ".png".')
-    return tuple(each.lower() for each in found)
+        found.append(each.lower())
+    return tuple(found)
 
 
-def _checked_sidecars(sidecars: Sidecars) -> tuple[Any, ...]:
+def _checked_sidecars(sidecars: object) -> tuple[Any, ...]:
+    hint = 'Write how its name ends: {"caption": ".txt", "mask": "-mask.png"}, or ".json:prompt".'
+    if not isinstance(sidecars, Mapping):
+        raise ConfigError(f"sidecars is a dict, not {sidecars!r}", hint=hint)
     found = []
     for name, given in sidecars.items():
         if name == FILE:
             raise ConfigError('A sidecar cannot be called "file": that is the source itself')
         endings = []
-        for text in (given,) if isinstance(given, str) else given:
-            ending, _, field_ = text.partition(":")
+        several = isinstance(given, Iterable) and not isinstance(given, str)
+        for text in given if several else (given,):
+            ending, _, field_ = text.partition(":") if isinstance(text, str) else ("", "", "")
             suffix = os.path.splitext(f"x{ending}")[1]
             if not suffix or os.sep in ending or (field_ and suffix.lower() != ".json"):
-                hint = 'Write how its name ends: ".txt", "-mask.png", or ".json:prompt".'
                 raise ConfigError(f"{text!r} cannot be a sidecar", hint=hint)
             endings.append((ending, field_))
         found.append((name, tuple(endings)))
@@ -329,7 +374,16 @@ def _checked_sidecars(sidecars: Sidecars) -> tuple[Any, ...]:
 def _checked_metadata(metadata: Metadata | None) -> Metadata:
     if callable(metadata):
         return metadata
-    plain: dict[str, object] = json.loads(plain_text(dict(metadata or {}), "metadata"))
+    return _of_all(metadata)
+
+
+def _of_all(metadata: object) -> dict[str, object]:
+    """Return metadata that all items have; a row has its own in its fields."""
+    values = {} if metadata is None else metadata
+    if not isinstance(values, Mapping):
+        hint = 'Write {"weight": 0.5}; for a row, put it into the row.'
+        raise ConfigError(f"metadata is a dict, not {metadata!r}", hint=hint)
+    plain: dict[str, object] = json.loads(plain_text(dict(values), "metadata"))
     return plain
 
 
@@ -347,13 +401,29 @@ def _matcher(pattern: str) -> Callable[[str], object]:
         words.get(piece) or (piece.replace("[!", "[^") if piece[:1] == "[" else re.escape(piece))
         for piece in pieces
     )
-    return re.compile(text, re.DOTALL).fullmatch
+    try:
+        return re.compile(text, re.DOTALL).fullmatch
+    except re.error as error:
+        hint = "Write [a-z] for a range of letters."
+        raise ConfigError(f"{pattern!r} is not a pattern: {error}", hint=hint) from error
 
 
 def plain_text(value: object, what: str) -> str:
     """Return plain values as JSON; ConfigError if they are not plain."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        if text.isascii() or _is_unicode(text):
+            return text
+        return json.dumps(value, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
         hint = "Only texts, numbers, True, False, None, and lists and dicts of these are kept."
         raise ConfigError(f"The {what} cannot be kept: {error}", hint=hint) from error
+
+
+def _is_unicode(text: str) -> bool:
+    """Say whether a text has no half characters, as names of files have that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -31,7 +31,7 @@ ABSENT: Final = bytes(MEMO.itemsize)
 NOTHING: Final = bytes(32)
 """The digest of what has no content, and the stat key of what cannot be looked at."""
 UNKNOWN: Final = (1 << 32) - 1
-"""The width of an image whose header does not tell it; 0: it was not asked."""
+"""The width of what is no image, or does not tell it; 0: it was not asked."""
 RACY, PROBLEM, NEW, EDITED = 1, 2, 4, 8
 """Flags: it may have changed since unnoticed; it cannot be read; why it has no output yet."""
 BLOCK: Final = 256
@@ -41,17 +41,17 @@ _VERSION_1 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 -- `gone`: how many files it had when it was last seen, if it is not there any more.
 CREATE TABLE folders (id INTEGER PRIMARY KEY, path BLOB NOT NULL UNIQUE, gone INTEGER NOT NULL);
--- Of a field of a JSON file the name is "cat.json:prompt". `memo` is described by MEMO.
+-- Of a field of a JSON file the name is "cat.json/prompt". `memo` is described by MEMO.
 CREATE TABLE files (folder INTEGER NOT NULL, name BLOB NOT NULL, memo BLOB NOT NULL,
     PRIMARY KEY (folder, name)) WITHOUT ROWID;
 CREATE TABLE problems (folder INTEGER NOT NULL, name BLOB NOT NULL, reason TEXT NOT NULL,
     PRIMARY KEY (folder, name)) WITHOUT ROWID;
 CREATE TABLE texts (digest BLOB PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
--- Rows of lists, some at a time, as JSON; and what a function said of files.
+-- Rows of lists, some at a time, a line of JSON each; and what a function said of files.
 CREATE TABLE rows (part INTEGER NOT NULL, block INTEGER NOT NULL, data TEXT NOT NULL,
     PRIMARY KEY (part, block)) WITHOUT ROWID;
-CREATE TABLE metadata (folder INTEGER NOT NULL, name BLOB NOT NULL, data TEXT NOT NULL,
-    PRIMARY KEY (folder, name)) WITHOUT ROWID;
+CREATE TABLE metadata (folder INTEGER NOT NULL, name BLOB NOT NULL, part INTEGER NOT NULL,
+    data TEXT NOT NULL, PRIMARY KEY (folder, name, part)) WITHOUT ROWID;
 """
 
 
@@ -149,44 +149,55 @@ class SourceTable(Database):
         row = self._one("SELECT text FROM texts WHERE digest = ?", digest)
         return None if row is None else str(row[0])
 
-    def rows(self, part: int) -> Iterator[str]:
-        """Go through the rows of a list, some at a time, as JSON."""
-        sql = "SELECT data FROM rows WHERE part = ? ORDER BY block"
-        return (row[0] for row in self._all(sql, part))
+    def rows(self, part: int) -> list[dict[str, Any]]:
+        """Return all rows of a list."""
+        found = self._all("SELECT data FROM rows WHERE part = ? ORDER BY block", part)
+        return [row for (data,) in found for row in json.loads(f"[{data.replace(chr(10), ',')}]")]
 
-    def block(self, part: int, block: int) -> list[dict[str, Any]]:
-        """Return some rows of a list."""
-        row = self._one("SELECT data FROM rows WHERE part = ? AND block = ?", part, block)
-        return [] if row is None else json.loads(row[0])
+    def row(self, part: int, number: int) -> dict[str, Any]:
+        """Return a row of a list; the others of its block are not parsed."""
+        sql = "SELECT data FROM rows WHERE part = ? AND block = ?"
+        found = self._one(sql, part, number // BLOCK)
+        return {} if found is None else json.loads(found[0].split("\n")[number % BLOCK])
 
-    def set_rows(self, part: int, blocks: Sequence[str]) -> None:
+    def stamp(self, part: int) -> str | None:
+        """Return what says that the file of a list is as it was when its rows were kept."""
+        return self.note(f"rows {part}")
+
+    def set_rows(self, part: int, lines: Sequence[str], stamp: str | None) -> None:
         """Keep the rows of a list; what is there already is not written again."""
         known = dict(self._all("SELECT block, data FROM rows WHERE part = ?", part))
+        blocks = ["\n".join(lines[start : start + BLOCK]) for start in range(0, len(lines), BLOCK)]
         changed = [
             (part, number, data) for number, data in enumerate(blocks) if known.get(number) != data
         ]
-        if changed or len(known) > len(blocks):
+        if changed or len(known) > len(blocks) or self.stamp(part) != stamp:
             with self.write():
                 self._run_many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", changed)
                 self._run("DELETE FROM rows WHERE part = ? AND block >= ?", part, len(blocks))
+                self.set_note(f"rows {part}", stamp)
 
-    def drop_parts(self, first: int) -> None:
+    def drop_rows(self, lists: Iterable[int]) -> None:
         """Forget the rows of lists that are no sources any more."""
-        if self._one("SELECT 1 FROM rows WHERE part >= ?", first) is not None:
+        old = {row[0] for row in self._all("SELECT DISTINCT part FROM rows")} - set(lists)
+        if old:
             with self.write():
-                self._run("DELETE FROM rows WHERE part >= ?", first)
+                self._run_many("DELETE FROM rows WHERE part = ?", [(part,) for part in old])
+                for part in old:
+                    self.set_note(f"rows {part}", None)
 
-    def metadata(self, folder: int) -> dict[bytes, str]:
+    def metadata(self, folder: int, part: int) -> dict[bytes, str]:
         """Return what a function said of the files of a folder, as JSON."""
-        return dict(self._all("SELECT name, data FROM metadata WHERE folder = ?", folder))
+        sql = "SELECT name, data FROM metadata WHERE folder = ? AND part = ?"
+        return dict(self._all(sql, folder, part))
 
-    def metadata_of(self, folder: int, name: bytes) -> dict[str, Any]:
+    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any]:
         """Return what a function said of a file."""
-        sql = "SELECT data FROM metadata WHERE folder = ? AND name = ?"
-        row = self._one(sql, folder, name)
+        sql = "SELECT data FROM metadata WHERE folder = ? AND name = ? AND part = ?"
+        row = self._one(sql, folder, name, part)
         return {} if row is None else json.loads(row[0])
 
-    def add_metadata(self, rows: Sequence[tuple[int, bytes, str]]) -> None:
+    def add_metadata(self, rows: Sequence[tuple[int, bytes, int, str]]) -> None:
         """Keep what a function said of files."""
         with self.write():
-            self._run_many("INSERT OR REPLACE INTO metadata VALUES (?, ?, ?)", rows)
+            self._run_many("INSERT OR REPLACE INTO metadata VALUES (?, ?, ?, ?)", rows)

@@ -2,23 +2,40 @@
 
 An export is a folder of sets with a dataset among them, as a store has it: outputs, and the table
 of sources with names, texts, sizes and metadata. It needs no sources, and is read where it lies.
+
+Cleaning removes what is in the sets of a dataset and wanted by none. What there is, is listed first
+and what is wanted is read afterwards: an output that another process makes meanwhile is of a source
+that this process then sees. Before something is removed, all of it is compared once more, while no
+process takes note of sources.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
-from collections import Counter
-from contextlib import closing
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing, suppress
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartcache.artifacts import ArtifactSets, SetInfo, SetPlan, SetResult
-from smartcache.errors import DatasetError, DestinationExistsError, SmartcacheError
+from smartcache.errors import (
+    ArtifactNotFoundError,
+    DamagedArtifactError,
+    DatasetError,
+    DestinationExistsError,
+    SmartcacheError,
+    SourcesVanishedError,
+)
 from smartcache.progress import Progress, silent
+from smartcache.store.locks import lock
 from smartcache.store.safety import make_own
 from smartcache.training.build import missing
+from smartcache.training.encoder import Keys
+from smartcache.training.look import look
+from smartcache.training.sources import Sources
 
 if TYPE_CHECKING:
     from smartcache.training.dataset import Dataset, Output
@@ -28,17 +45,19 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
     """Write a dataset to another folder of sets; return how many artifacts were new there.
 
     What is there already is not written again, and dataset.json comes last: what was interrupted
-    is no dataset yet, and is gone on with by the next call.
+    is no dataset yet, and is gone on with by the next call. OutputMissingError if not everything
+    was encoded.
     """
-    from smartcache.training.dataset import dataset_folder, write_document
+    from smartcache.training.dataset import FORMAT, dataset_folder, set_of, write_document
 
     target = dataset_folder(root, dataset.name)
-    if target.exists() and (target / "dataset.json").exists():
+    if (target / "dataset.json").exists():
         hint = "Choose another folder, or remove that one first."
         raise DestinationExistsError(f"{target} is there already", hint=hint, path=target)
+    _refuse_missing(dataset)
     try:
         root.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
+    except (FileExistsError, NotADirectoryError) as error:
         raise DatasetError(f"{root} is not a folder", path=root) from error
     sets = ArtifactSets(root)
     count = 0
@@ -48,39 +67,69 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
         for output in dataset.outputs.values():
             outputs[output.name] = {**output.spec, "failed": _failures(dataset, output)}
             with sets.open(output.spec["set"], output.spec["fingerprint"], evictable=False) as new:
-                for key in _keys(dataset, output):
+                for key, item in _keys(dataset, output).items():
                     if key not in new:
-                        sample = output.set[key]
-                        new.put(key, sample.value(), metadata=sample.metadata)
+                        value, metadata = _read(dataset, output, key, item)
+                        new.put(key, value, metadata=metadata)
                         count += 1
                     job.advance()
                 new.sync()
     make_own(target.parent)
     make_own(target)
-    table = target / "index.sqlite3"
-    table.unlink(missing_ok=True)
-    dataset.table.backup(table)
-    with closing(sqlite3.connect(table)) as database:
-        database.execute("PRAGMA journal_mode = DELETE")  # one file, which nobody writes
-    table.chmod(0o600)
-    write_document(target, {**dataset.document, "outputs": outputs})
+    _copy_table(dataset, target)
+    document = {
+        **dataset.document, "format": FORMAT, "outputs": outputs,
+        "sets": sorted(map(set_of, outputs.values())),
+    }  # fmt: skip
+    write_document(target, document)
     return count
 
 
-def _keys(dataset: Dataset, output: Output) -> list[str]:
-    """Return the keys of all items that are not left out, each once."""
+def _copy_table(dataset: Dataset, target: Path) -> None:
+    """Copy the table of sources: one file, which nobody writes."""
+    table = target / ".index.sqlite3.new"
+    for left in ("", "-journal", "-wal", "-shm"):  # of a copy that was interrupted
+        table.with_name(table.name + left).unlink(missing_ok=True)
+    dataset.table.backup(table)
+    with closing(sqlite3.connect(table)) as database:
+        database.execute("PRAGMA journal_mode = DELETE")
+    table.chmod(0o600)
+    table.replace(target / "index.sqlite3")
+
+
+def _keys(dataset: Dataset, output: Output) -> dict[str, int]:
+    """Return the keys of all items that are not left out, each with one of its items.
+
+    That of the empty text comes last if there is such an output.
+    """
     data, count = output.keys.data, output.variations
-    numbers = (
-        item * count + each for item in dataset.numbers.tolist() for each in range(count)
-    )  # fmt: skip
-    return list(dict.fromkeys(data[32 * each : 32 * each + 32].hex() for each in numbers))
+    found: dict[str, int] = {}
+    for item in dataset.numbers.tolist():
+        for number in range(item * count, item * count + count):
+            found.setdefault(data[32 * number : 32 * number + 32].hex(), item)
+    empty = output.key(output.empty)
+    if empty in output.set:
+        found.setdefault(empty, -1)
+    return found
+
+
+def _read(dataset: Dataset, output: Output, key: str, item: int) -> tuple[object, object]:
+    from smartcache.training.dataset import missing_error
+
+    try:
+        sample = output.set[key]
+        return sample.value(), sample.metadata
+    except (ArtifactNotFoundError, DamagedArtifactError) as error:
+        name = dataset.listing.name(item) if item >= 0 else "the empty text"
+        message = f"An output of {dataset.name} is damaged or gone"
+        raise missing_error(message, [name]) from error
 
 
 def _failures(dataset: Dataset, output: Output) -> dict[str, str]:
     """Return the keys that have no output, and why: an export has no other memory of them."""
     data, count = output.keys.data, output.variations
     found = {}
-    for number in output.selection.missing.tolist():
+    for number in output.missing.tolist():
         item = number // count
         if not dataset.is_good[item]:
             key = data[32 * number : 32 * number + 32].hex()
@@ -88,18 +137,20 @@ def _failures(dataset: Dataset, output: Output) -> dict[str, str]:
     return found
 
 
-def refuse_missing(dataset: Dataset) -> None:
+def _refuse_missing(dataset: Dataset) -> None:
     """Refuse to go on while something is not encoded."""
     from smartcache.training.dataset import missing_error
 
     listing = dataset.listing
+    dataset.look()
     lost = {
         listing.name(number // output.variations)
         for output in dataset.outputs.values()
         for number in missing(output, dataset.is_good).tolist()
     }
     if lost:
-        raise missing_error(f"{len(lost):,} items of {dataset.name} are not encoded", sorted(lost))
+        what = "1 item is" if len(lost) == 1 else f"{len(lost):,} items are"
+        raise missing_error(f"{what} not encoded of {dataset.name}", sorted(lost))
 
 
 # cleaning
@@ -111,8 +162,20 @@ class CleanVictim:
 
     output: str
     """The name of their set."""
+    set: str
+    """Its full name."""
     reason: str
     artifacts: int
+    size: int
+    """Bytes on the disk that they are expected to give back."""
+
+
+class _Old(NamedTuple):
+    """What nobody wants of a set."""
+
+    info: SetInfo
+    keys: list[str] | None
+    """None: all of it, and the set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +184,10 @@ class CleanPlan:
 
     victims: tuple[CleanVictim, ...]
     plans: tuple[SetPlan, ...] = field(repr=False)
-    _dataset: Dataset = field(repr=False, compare=False)
+    """What would be removed, set by set."""
+    warnings: tuple[str, ...] = ()
+    _old: tuple[_Old, ...] = field(repr=False, compare=False)
+    _cleaning: _Cleaning = field(repr=False, compare=False)
 
     @property
     def freed_size(self) -> int:
@@ -139,15 +205,8 @@ class CleanPlan:
         return not self.victims
 
     def execute(self, progress: Progress = silent) -> SetResult:
-        """Remove it."""
-        done = [plan.execute(progress) for plan in self.plans]
-        self._dataset.forget_old()
-        return SetResult(
-            sets=sum(each.sets for each in done),
-            artifacts=sum(each.artifacts for each in done),
-            freed_size=sum(each.freed_size for each in done),
-            problems=tuple(text for each in done for text in each.problems),
-        )
+        """Remove it; what is wanted again by now stays."""
+        return self._cleaning.execute(self._old, progress)
 
     def __str__(self) -> str:
         if self.is_empty:
@@ -157,82 +216,234 @@ class CleanPlan:
         )
 
 
-def plan_clean(dataset: Dataset, sets: ArtifactSets) -> CleanPlan:
+def plan_clean(
+    dataset: Dataset, sets: ArtifactSets, *, force: bool = False, progress: Progress = silent
+) -> CleanPlan:
     """Plan to remove what no source of this dataset, and no other dataset, wants."""
-    wanted = _wanted_by_all(dataset, sets)
-    victims: list[CleanVictim] = []
-    plans: list[SetPlan] = []
-    by_name = {f"{each.name}/{each.id}": each for each in sets.infos()}
-    for name in dataset.document.get("sets", ()):
-        info = by_name.get(name)
-        if info is None:
-            continue
-        keep = wanted.get(name)
-        if keep is None:
-            victims.append(
-                CleanVictim(output=info.name, reason="old encoder", artifacts=info.artifacts)
-            )
-            plans.append(sets.plan_remove([info]))
-            continue
-        reasons = _unwanted(dataset, sets, info, keep)
-        counts = Counter(reasons.values())
-        victims += [
-            CleanVictim(output=info.name, reason=reason, artifacts=count)
-            for reason, count in counts.items()
-        ]
-        if reasons:
-            plans.append(sets.plan_delete(info, reasons))
-    return CleanPlan(victims=tuple(victims), plans=tuple(plans), _dataset=dataset)
+    return _Cleaning(dataset, sets, force=force).plan(progress)
 
 
-def _wanted_by_all(dataset: Dataset, sets: ArtifactSets) -> dict[str, set[bytes]]:
-    """Return, by set, the keys that any dataset wants."""
-    from smartcache.training.dataset import dataset_folders, stored_dataset
+class _Cleaning:
+    """The cleaning of one dataset."""
 
-    found: dict[str, set[bytes]] = {}
+    def __init__(self, dataset: Dataset, sets: ArtifactSets, *, force: bool) -> None:
+        self.dataset = dataset
+        self.sets = sets
+        self.force = force
 
-    def add(more: Dataset) -> None:
-        for name, data in more.wanted().items():
-            keys = (data[at : at + 32] for at in range(0, len(data), 32))
-            found.setdefault(name, set()).update(keys)
-
-    add(dataset)
-    for folder in dataset_folders(sets.root):
-        if os.path.samefile(folder, dataset.path):
-            continue
-        try:
-            with stored_dataset(folder, sets) as other:
-                add(other)
-        except SmartcacheError as error:
-            message = f"What the dataset {folder.parent.name} uses is not known: {error}"
-            raise DatasetError(message, hint="Mend or remove that one first.") from error
-    return found
-
-
-def _unwanted(
-    dataset: Dataset, sets: ArtifactSets, info: SetInfo, keep: set[bytes]
-) -> dict[str, str]:
-    """Return the keys of a set that nobody wants, and why."""
-    output = next(
-        each
-        for each in dataset.outputs.values()
-        if f"{each.spec['set']}/{each.spec['id']}" == info.full_name
-    )
-    reads = [dataset.listing.reads[read] for read in output.spec["reads"]]
-    there = {
-        tuple(column[at].tobytes().hex() for column in reads)
-        for at in range(len(dataset.listing))
-    }  # fmt: skip
-    found = {}
-    with sets.open_id(info) as opened:
-        for key in opened.keys():  # noqa: SIM118 - no mapping
-            if bytes.fromhex(key) in keep:
+    def plan(self, progress: Progress) -> CleanPlan:
+        """Say what can go."""
+        warnings: list[str] = []
+        there: list[tuple[SetInfo, list[str]]] = []
+        used = self._used()
+        for info in self.sets.infos():
+            if info.full_name in used:
+                try:
+                    with self.sets.open_id(info) as opened:
+                        there.append((info, list(opened)))
+                except (SmartcacheError, OSError) as error:
+                    warnings.append(f"{info.full_name} cannot be cleaned: {error}")
+        self._look(progress)
+        with ExitStack() as stack:
+            wanted = self._wanted(stack)
+        victims: list[CleanVictim] = []
+        plans: list[SetPlan] = []
+        old: list[_Old] = []
+        for info, keys in there:
+            keep = wanted.get(info.full_name)
+            if keep is None:
+                old.append(_Old(info, None))
+                plans.append(self.sets.plan_remove([info]))
+                victims.append(_victim(info, "old encoder", plans[-1]))
                 continue
-            about = opened.metadata(key) or {}
-            if tuple(about.get("content", ())) not in there:
-                found[key] = "source gone or edited"
-            elif about.get("variation", 0) >= output.variations:
-                found[key] = "variation"
-            else:
-                found[key] = "other bucket"
-    return found
+            unwanted = [key for key in keys if bytes.fromhex(key) not in keep]
+            reasons = self._reasons(info, unwanted)
+            if not reasons:
+                continue
+            old.append(_Old(info, list(reasons)))
+            plans.append(self.sets.plan_delete(info, reasons))
+            for reason in dict.fromkeys(reasons.values()):
+                some = [key for key, why in reasons.items() if why == reason]
+                victims.append(_victim(info, reason, self.sets.plan_delete(info, some)))
+        return CleanPlan(
+            victims=tuple(victims), plans=tuple(plans), warnings=tuple(warnings),
+            _old=tuple(old), _cleaning=self,
+        )  # fmt: skip
+
+    def execute(self, old: Iterable[_Old], progress: Progress) -> SetResult:
+        """Remove what still nobody wants."""
+        artifacts = freed = removed = 0
+        problems: list[str] = []
+        self._look(progress)
+        with ExitStack() as stack:
+            wanted = self._wanted(stack, alone=True)
+            for info, keys in old:
+                keep = wanted.get(info.full_name)
+                try:
+                    if keys is not None:
+                        gone = [key for key in keys if bytes.fromhex(key) not in (keep or ())]
+                        with self.sets.open_id(info) as opened:
+                            artifacts += opened.delete_many(gone)
+                            opened.sync()
+                        done = self.sets.plan_prune([info]).execute(progress)
+                    elif keep is None:
+                        done = self.sets.plan_remove([info]).execute(progress)
+                        removed += done.sets
+                        artifacts += done.artifacts
+                    else:
+                        continue
+                    freed += done.freed_size
+                    problems += done.problems
+                except (SmartcacheError, OSError) as error:
+                    problems.append(f"{info.path}: {error}")
+        if self.force:
+            self.dataset.table.forget_gone()
+        self.dataset.change_document(
+            lambda known: (
+                known
+                | {"sets": [each for each in known["sets"] if (self.sets.root / each).is_dir()]}
+            )
+        )
+        self.dataset.look()
+        return SetResult(
+            sets=removed, artifacts=artifacts, freed_size=freed, problems=tuple(problems)
+        )
+
+    def _used(self) -> set[str]:
+        """Return the sets that the dataset has ever used."""
+        from smartcache.training.dataset import read_document
+
+        known = read_document(self.dataset.path).get("sets", ())
+        return {*known, *self.dataset.document.get("sets", ())}
+
+    def _look(self, progress: Progress) -> None:
+        """Look at the sources; refuse while some have vanished, unless that is what is meant."""
+        dataset = self.dataset
+        while True:
+            try:
+                dataset.refresh(progress)
+                break
+            except SourcesVanishedError as error:
+                lost = vars(error).get("path")
+                left = [
+                    part for part in dataset.sources.parts if lost not in (part.root, part.jsonl)
+                ]
+                if not self.force or len(left) == len(dataset.sources.parts):
+                    raise
+                dataset.sources = copy(dataset.sources)
+                dataset.sources.parts = tuple(left)
+        self._refuse_gone(dataset.table.gone(), "")
+
+    def _refuse_gone(self, gone: Mapping[bytes, int], of: str) -> None:
+        if gone and not self.force:
+            path, count = next(iter(gone.items()))
+            raise SourcesVanishedError(
+                f"{os.fsdecode(path)}{of} is gone, with {count:,} files",
+                hint="Is a drive not mounted? If it was removed on purpose, use force (--force).",
+                path=os.fsdecode(path),
+            )
+
+    def _wanted(self, stack: ExitStack, *, alone: bool = False) -> dict[str, set[bytes]]:
+        """Return, by set, the keys that any dataset wants.
+
+        With `alone` nobody takes note of sources until the stack is left.
+        """
+        from smartcache.training.dataset import dataset_folders, read_document, set_of
+
+        dataset, used = self.dataset, self._used()
+        folders = dataset_folders(self.sets.root)
+        wanting: dict[Path, dict[str, Any]] = {}
+        for folder in folders:
+            try:
+                document = read_document(folder)
+                if folder == dataset.path or used & set(map(set_of, document["outputs"].values())):
+                    wanting[folder] = document
+            except SmartcacheError as error:
+                raise _unknown(folder, error) from error
+        for folder in wanting if alone else ():
+            name = f"the dataset {folder.parent.name}"
+            path = folder / "lock"
+            stack.enter_context(lock(path, exclusive=True, what="cleaning", name=name))
+        found: dict[str, set[bytes]] = {}
+        self._add_wanted(found, dataset.path, dataset.sources, dataset.document["outputs"])
+        for folder, document in wanting.items():
+            is_own = folder == dataset.path
+            if is_own and document["outputs"] == dataset.document["outputs"]:
+                continue  # else another process has opened it with other settings
+            try:
+                sources = Sources.from_json(document["sources"])
+                self._add_wanted(found, folder, sources, document["outputs"])
+            except SourcesVanishedError:
+                raise
+            except (SmartcacheError, LookupError, TypeError, ValueError) as error:
+                raise _unknown(folder, error) from error
+        return found
+
+    def _add_wanted(
+        self,
+        found: dict[str, set[bytes]],
+        folder: Path,
+        sources: Sources,
+        outputs: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Add the keys that a dataset wants, by what its table knows."""
+        from smartcache.training.dataset import open_table, set_of
+
+        if not (folder / "index.sqlite3").exists():
+            raise DatasetError(f"{folder} has no table of its sources", path=folder)
+        reads = dict.fromkeys(read for spec in outputs.values() for read in spec["reads"])
+        with closing(open_table(folder)) as table:
+            self._refuse_gone(table.gone(), f", of the dataset {folder.parent.name},")
+            listing = look(table, sources, reads, trust=True)
+            for spec in outputs.values():
+                data = Keys.of(listing, spec).data + Keys.of_empty(spec)
+                keys = (data[at : at + 32] for at in range(0, len(data), 32))
+                found.setdefault(set_of(spec), set()).update(keys)
+
+    def _reasons(self, info: SetInfo, keys: list[str]) -> dict[str, str]:
+        """Return which of some unwanted keys can go, and why."""
+        from smartcache.training.dataset import set_of
+
+        dataset = self.dataset
+        output = next(
+            (each for each in dataset.outputs.values() if set_of(each.spec) == info.full_name), None
+        )
+        if not keys or output is None:  # this dataset used the set once, and others use it still
+            return dict.fromkeys(keys, "not used any more")
+        reads = [dataset.listing.reads[read] for read in output.spec["reads"]]
+        there = {
+            tuple(column[at].tobytes().hex() for column in reads)
+            for at in range(len(dataset.listing))
+        }  # fmt: skip
+        # What cannot be read now may be what it was the next time.
+        doubtful = {each.item for each in dataset.failed if not each.output}
+        found = {}
+        with self.sets.open_id(info) as opened:
+            for key in keys:
+                about: dict[str, Any] = {}
+                with suppress(DamagedArtifactError):
+                    try:
+                        about = opened.metadata(key) or {}
+                    except ArtifactNotFoundError:  # another process cleans
+                        continue
+                if about.get("name") in doubtful:
+                    continue
+                if tuple(about.get("content", ())) not in there:
+                    found[key] = "source gone or edited"
+                elif about.get("variation", 0) >= output.variations:
+                    found[key] = "variation"
+                else:
+                    found[key] = "other bucket"
+        return found
+
+
+def _victim(info: SetInfo, reason: str, plan: SetPlan) -> CleanVictim:
+    return CleanVictim(
+        output=info.name, set=info.full_name, reason=reason, artifacts=plan.artifacts,
+        size=plan.freed_size,
+    )  # fmt: skip
+
+
+def _unknown(folder: Path, error: Exception) -> DatasetError:
+    message = f"What the dataset {folder.parent.name} uses is not known: {error}"
+    return DatasetError(message, hint="Mend or remove that one first.", path=folder)

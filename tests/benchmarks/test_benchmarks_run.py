@@ -98,3 +98,58 @@ def test_the_startup_benchmark_prints_every_command_it_was_asked_for() -> None:
     lines = done.stdout.splitlines()
     assert [line.split(" -h")[0] for line in lines[1:]] == ["smartcache df", "smartcache hub ls"]
     assert "import click" in lines[0]
+
+
+def run_datasets(tmp_path: Path, *options: str) -> list[dict[str, str | bool | None]]:
+    """Run the benchmark of datasets with very few sources; it leaves nothing behind."""
+    command = [sys.executable, str(SCRIPTS / "datasets.py"), "--json", "--dir", str(tmp_path)]
+    command += ["--rows", "300", "--rounds", "1", "--wait", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+    rows: list[dict[str, str | bool | None]] = json.loads(done.stdout)["rows"]
+    assert all((row["holds"] is None) == (row["aim"] == "") for row in rows)
+    return rows
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
+def test_the_datasets_benchmark_measures_all_sides(tmp_path: Path) -> None:
+    """Every child process ends the script if it did not encode exactly what it should."""
+    parts = ("--only=cold", "--only=unchanged", "--only=table")
+    rows = run_datasets(tmp_path, "--sizes", "20", *parts)
+    assert [(row["job"], str(row["peer"]).partition(":")[0]) for row in rows] == [
+        ("look, hash and encode 20", "JSON index"),
+        ("look, hash and encode 20 with captions", ""),
+        ("unchanged start, 20", "scandir + stat"),
+        ("unchanged start, 20", "JSON index"),
+        ("unchanged start, 20", "npz per item"),
+        ("unchanged start, 20 with captions", "scandir + stat"),
+        ("unchanged start, 20, the whole process", ""),
+        ("the table alone, 300 rows: write", ""),
+        ("the table alone, 300 rows: load", ""),
+        ("the table alone, 300 rows: memory per row; peak", ""),
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux")
+def test_the_datasets_benchmark_prints_every_figure(tmp_path: Path) -> None:
+    rows = run_datasets(tmp_path, "--sizes", "20", "40")
+    jobs = [str(row["job"]) for row in rows]
+    changes = ("one file touched", "one file edited", "one caption edited", "one file added")
+    wanted = (*changes, "next epoch", "memory per item", "the table alone")
+    assert all(any(job.startswith(word) for job in jobs) for word in wanted), jobs
+    assert [job for job in jobs if job.endswith(": 40 against 20")] == [
+        f"{word}: 40 against 20"
+        for word in ("cold", "unchanged", "one file touched", "one file edited", "one file added")
+    ]
+
+
+@pytest.mark.soak
+def test_the_datasets_benchmark_refuses_a_disk_without_room(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "datasets.py"), "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--sizes", "1000000000000"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Give another folder with --dir, or smaller --sizes and --rows." in done.stderr

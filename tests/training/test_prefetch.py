@@ -16,13 +16,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import pytest
 
 from smartcache.errors import ConfigError, SmartcacheError
-from smartcache.training.prefetch import Plan, Prefetcher, PrefetchStats
+from smartcache.training.prefetch import Prefetcher, PrefetchStats, StepSource
 from tests.processes.children import Child
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 LONG = 30.0
 """Seconds that nothing here takes unless it hangs."""
+MOMENT = 0.05
+"""Seconds in which what must not happen would have happened."""
 
 Step = tuple[int, int]
 Batch = dict[str, object]
@@ -94,6 +96,17 @@ class Numbers:
             assert self._changed.wait_for(lambda: set(steps) <= set(seen), LONG)
 
 
+class Rolling(Numbers):
+    """Another plan, which is in the next epoch as soon as the last batch was handed out."""
+
+    def advance(self, step: Step) -> None:
+        epoch, index = step
+        self.at = (epoch, index + 1) if index + 1 < self.count else (epoch + 1, 0)
+
+
+PLANS = pytest.mark.parametrize("plan", [Numbers, Rolling])
+
+
 class Gate:
     """Holds the reads of some steps back until it is opened."""
 
@@ -152,8 +165,9 @@ class TestOrder:
     def test_even_with_a_depth_of_one(self) -> None:
         source = Numbers(1)
         with Prefetcher(source, depth=1) as prefetcher:
-            assert list(prefetcher) == epoch_of(0, 1)
+            assert taken(prefetcher, 1) == epoch_of(0, 1)
             source.wait_for((1, 0))
+            assert list(prefetcher) == []
             assert list(prefetcher) == epoch_of(1, 1)
 
     def test_nothing_is_read_before_the_first_batch_is_asked_for(self) -> None:
@@ -169,6 +183,20 @@ class TestOrder:
     def test_an_empty_plan_has_empty_epochs(self) -> None:
         with Prefetcher(Numbers(0)) as prefetcher:
             assert [list(prefetcher) for _ in range(5)] == [[]] * 5
+
+    def test_empty_epochs_are_not_read_ahead_without_end(self) -> None:
+        class Counted(Numbers):
+            epochs = 0
+
+            def next_epoch(self) -> Iterator[Step]:
+                self.epochs += 1
+                return super().next_epoch()
+
+        source = Counted(0)
+        with Prefetcher(source, depth=2) as prefetcher:
+            assert list(prefetcher) == []
+            time.sleep(MOMENT)
+            assert source.epochs <= 3
 
     def test_an_iterator_that_ended_stays_ended(self) -> None:
         with Prefetcher(Numbers()) as prefetcher:
@@ -186,10 +214,6 @@ class TestOrder:
     def test_a_batch_is_not_kept_after_it_was_handed_out(self) -> None:
         class Value:
             pass
-
-        with Prefetcher([{"value": Value()}, {"value": Value()}]) as prefetcher:
-            last = [weakref.ref(batch["value"]) for batch in map(dict, prefetcher)][-1]
-            assert isinstance(last(), Value)  # the list of the source has it
 
         def source() -> Iterator[Value]:
             while True:
@@ -230,6 +254,24 @@ class TestFailures:
             with pytest.raises(ValueError, match="early"):
                 next(iterator)
 
+    def test_nothing_is_read_after_one_until_it_has_arrived(self) -> None:
+        failed = threading.Event()
+
+        def on_read(step: Step) -> None:
+            if step == (0, 1):
+                failed.set()
+                raise OSError("broken")
+
+        source = Numbers(on_read=on_read)
+        with Prefetcher(source, depth=4, threads=1) as prefetcher:
+            assert taken(prefetcher, 1) == [batch_of(0, 0)]
+            assert failed.wait(LONG)
+            time.sleep(MOMENT)
+            with pytest.raises(OSError, match="broken"):
+                list(prefetcher)
+            time.sleep(MOMENT)
+            assert source.began == [(0, 0), (0, 1)]
+
     def test_the_batch_that_failed_is_read_again(self) -> None:
         """Nothing is left out because of what may pass: a network that was away."""
         fails = [True, False]
@@ -243,6 +285,18 @@ class TestFailures:
                 list(prefetcher)
             assert list(prefetcher) == epoch_of(0)[1:]
             assert list(prefetcher) == epoch_of(1)
+
+    def test_of_the_steps_come_after_those_before(self) -> None:
+        class Broken(Numbers):
+            def steps(self) -> Iterator[Step]:
+                yield from itertools.islice(super().steps(), 2)
+                raise LookupError("no more")
+
+        with Prefetcher(Broken(), depth=4) as prefetcher:
+            iterator = iter(prefetcher)
+            assert [next(iterator), next(iterator)] == epoch_of(0)[:2]
+            with pytest.raises(LookupError, match="no more"):
+                next(iterator)
 
     def test_of_the_plan_itself_come_after_the_epoch_before(self) -> None:
         class Short(Numbers):
@@ -304,11 +358,12 @@ class TestPause:
             assert taken(prefetcher, 1) == [batch_of(0, 0)]
             source.wait_for((0, 1), (0, 2), ended=False)
             pausing = pool.submit(pause)
-            assert not entered.wait(0.05)
+            assert not entered.wait(MOMENT)
             gate.opened.set()
             assert entered.wait(LONG)
             began = list(source.began)
             assert taken(prefetcher, 2) == epoch_of(0, 10)[1:3]
+            time.sleep(MOMENT)
             assert not pausing.done()
             assert source.began == began
             leave.set()
@@ -335,9 +390,9 @@ class TestPause:
             with prefetcher.paused():
                 with prefetcher.paused():
                     taken(prefetcher, 1)
-                began = list(source.began)
                 taken(prefetcher, 1)
-                assert source.began == began
+                time.sleep(MOMENT)
+                assert len(source.began) == 3
             source.wait_for((0, 4))
 
     def test_an_exception_in_the_block_ends_the_pause(self) -> None:
@@ -412,10 +467,11 @@ class TestDrain:
             late.set()
             assert list(prefetcher) == [{**batch_of(0, n), "stale": False} for n in range(3, 10)]
 
+    @PLANS
     @pytest.mark.parametrize("count", [1, 4])
-    def test_between_two_epochs_none_gets_lost(self, count: int) -> None:
+    def test_between_two_epochs_none_gets_lost(self, plan: type[Numbers], count: int) -> None:
         """Nothing is left of the epoch whose end was handed out: it does not end twice."""
-        with Prefetcher(Numbers(count), depth=3) as prefetcher:
+        with Prefetcher(plan(count), depth=3) as prefetcher:
             assert list(prefetcher) == epoch_of(0, count)
             prefetcher.drain()
             prefetcher.drain()
@@ -441,14 +497,25 @@ class TestDrain:
                     list(prefetcher)
             assert list(prefetcher) == epoch_of(1, 1)
 
-    def test_before_the_end_of_an_epoch_keeps_the_end(self) -> None:
-        source = Numbers(2)
-        with Prefetcher(source, depth=2) as prefetcher:
+    @PLANS
+    def test_with_the_last_batch_of_an_epoch_keeps_its_end(self, plan: type[Numbers]) -> None:
+        """Else the loop over one epoch would go on with the next one."""
+        with Prefetcher(plan(2), depth=2) as prefetcher:
+            for epoch in range(3):
+                got = []
+                for batch in prefetcher:
+                    got.append(batch)
+                    prefetcher.drain()
+                    prefetcher.drain()
+                assert got == epoch_of(epoch, 2)
+
+    @PLANS
+    def test_with_the_last_batch_then_closed(self, plan: type[Numbers]) -> None:
+        with Prefetcher(plan(2)) as prefetcher:
             taken(prefetcher, 2)
-            source.wait_for((1, 0))
-            prefetcher.drain()
-            assert list(prefetcher) == []
-            assert list(prefetcher) == epoch_of(1, 2)
+            prefetcher.close()
+            with pytest.raises(SmartcacheError, match="closed"):
+                list(prefetcher)
 
     def test_an_epoch_that_is_still_looked_for_is_not_counted(self) -> None:
         """Else the plan would give the epoch after it next."""
@@ -548,7 +615,7 @@ class Loader:
 class TestOtherIterables:
     def test_are_read_by_one_thread(self) -> None:
         source = Loader(50)
-        assert not isinstance(source, Plan)
+        assert not isinstance(source, StepSource)
         with Prefetcher(source, depth=8, threads=8) as prefetcher:
             assert list(prefetcher) == list(range(50))
             assert len(readers()) == 1
@@ -731,10 +798,13 @@ class TestClose:
         def on_read(step: Step) -> None:
             if step == (0, 1):
                 prefetcher.close()
+                closed.set()
 
-        prefetcher = Prefetcher(Numbers(on_read=on_read))
+        closed = threading.Event()
+        prefetcher = Prefetcher(Numbers(on_read=on_read), depth=1)
         with pytest.raises(SmartcacheError, match="closed"):
             list(prefetcher)
+        assert closed.wait(LONG)
 
     def test_one_that_is_lost_ends_by_itself(self) -> None:
         prefetcher = Prefetcher(Numbers())
@@ -798,12 +868,16 @@ raise SystemExit(3)
 LAST_THREAD = """
 import threading
 from smartcache.training.prefetch import Prefetcher
-ended = threading.Event()
+began, ends = threading.Event(), threading.Event()
 def consume():
-    ended.wait()
-    print(sum(Prefetcher(range(1000))))
+    prefetcher = Prefetcher(range(1000))
+    first = next(iter(prefetcher))
+    began.set()
+    ends.wait()
+    print(first + sum(prefetcher))
 threading.Thread(target=consume).start()
-threading._register_atexit(ended.set)
+began.wait()
+threading._register_atexit(ends.set)
 """
 WITHOUT_TORCH = """
 import sys
@@ -929,6 +1003,12 @@ class TestArguments:
         with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
             Prefetcher([1], **{name: 0})  # type: ignore[arg-type]
 
+    def test_wrong_ones_leave_nothing_behind(self) -> None:
+        """What `__del__` raises would be an error here."""
+        with pytest.raises(TypeError):
+            Prefetcher([1], size=3)  # type: ignore[call-arg]
+        gc.collect()
+
     def test_nothing_is_pinned_for_the_cpu(self) -> None:
         with pytest.raises(ConfigError, match="CUDA"):
             Prefetcher([1], pin_memory=True)
@@ -988,7 +1068,7 @@ class TestDevices:
 @pytest.mark.cuda
 class TestCuda:
     @pytest.mark.parametrize("pin_memory", ["auto", False])
-    def test_batches_arrive_whole_and_in_order(self, pin_memory: bool) -> None:
+    def test_batches_arrive_whole_and_in_order(self, pin_memory: bool | Literal["auto"]) -> None:
         """More of them than the ring has buffers, of sizes that grow and shrink."""
         import torch
 

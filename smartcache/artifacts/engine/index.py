@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +60,12 @@ class SetIndex(Database):
         """Return all failures that are remembered."""
         rows = self._all("SELECT key, reason, count, failed_at FROM failures ORDER BY key")
         return [(bytes(row[0]), str(row[1]), int(row[2]), int(row[3])) for row in rows]
+
+    def failed(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of some keys whose failures are remembered."""
+        if self._one("SELECT 1 FROM failures LIMIT 1") is None:
+            return set()
+        return {key for key in keys if self.failure(key) is not None}
 
     def add_failure(self, key: bytes, reason: str, now: int) -> None:
         """Remember a failure, once more."""
