@@ -22,6 +22,7 @@ from smartcache.artifacts import (
     compute_key,
     register_codec,
     register_key_rule,
+    remember_module,
 )
 from smartcache.artifacts.engine import compact as artifacts_compact
 from smartcache.artifacts.engine import engine as artifacts_engine
@@ -233,7 +234,7 @@ from smartcache.pretrained.sharing import unshare
 from smartcache.pretrained.singlefile import RepoFile, repo_file
 from smartcache.pretrained.state import describe, have_equal_values, size_of
 from smartcache.pretrained.weights import is_weights, variant_of
-from smartcache.progress import Job, Progress, Unit, silent
+from smartcache.progress import Job, Progress, Unit, bars, silent
 from smartcache.report import html as report_html
 from smartcache.report import unread as report_unread
 from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
@@ -329,6 +330,23 @@ from smartcache.store.undo import Undone, UndoPlan
 from smartcache.store.usage import FolderUsage, folder_usage
 from smartcache.store.verify import VerifyReport
 from smartcache.store.volume import Volume
+from smartcache.training import prefetch as training_prefetch
+from smartcache.training.dataset import file_digest
+from smartcache.training.encoder import (
+    SIDE,
+    SINGLE,
+    ChangedError,
+    ItemError,
+    Keys,
+    as_kept,
+    nan_in,
+    pad,
+    split,
+)
+from smartcache.training.look import Listing, stat_key, value_digest
+from smartcache.training.look import look as training_look
+from smartcache.training.prefetch import StepSource
+from smartcache.training.table import SourceTable
 
 __all__ = [
     "ABSENT",
@@ -354,6 +372,8 @@ __all__ = [
     "SAMPLE_MIN_SIZE",
     "SCHEMA_MIGRATIONS",
     "SETTINGS",
+    "SIDE",
+    "SINGLE",
     "TABLE",
     "TAIL_SIZE",
     "TORCH",
@@ -388,6 +408,7 @@ __all__ = [
     "CannotLinkError",
     "Census",
     "Change",
+    "ChangedError",
     "Column",
     "Command",
     "Compared",
@@ -432,9 +453,11 @@ __all__ = [
     "ImportPlan",
     "Index",
     "IndexDamagedError",
+    "ItemError",
     "Job",
     "Journal",
     "Key",
+    "Keys",
     "Known",
     "LayoutError",
     "Learned",
@@ -442,6 +465,7 @@ __all__ = [
     "Leases",
     "Left",
     "LinkKind",
+    "Listing",
     "Loans",
     "Manifest",
     "MappedFiles",
@@ -508,10 +532,12 @@ __all__ = [
     "SmartCache",
     "SmartcacheError",
     "SnapshotOptions",
+    "SourceTable",
     "SourcesVanishedError",
     "Spot",
     "StatKey",
     "State",
+    "StepSource",
     "StoppedError",
     "Store",
     "StoreError",
@@ -552,7 +578,9 @@ __all__ = [
     "artifacts_packs",
     "artifacts_read",
     "artifacts_write",
+    "as_kept",
     "bar_class",
+    "bars",
     "beside",
     "blobs_explained",
     "boot_id",
@@ -596,6 +624,7 @@ __all__ = [
     "extents",
     "failures_explained",
     "family_of",
+    "file_digest",
     "filesystem_id",
     "filesystems_free_bytes",
     "find_mount",
@@ -659,6 +688,7 @@ __all__ = [
     "markdown",
     "modules_of",
     "mount_of",
+    "nan_in",
     "nearest_existing",
     "needs_hash",
     "numbers_in",
@@ -670,6 +700,7 @@ __all__ = [
     "open_own",
     "opened",
     "out",
+    "pad",
     "parse_age",
     "parse_mountinfo",
     "parse_size",
@@ -699,6 +730,7 @@ __all__ = [
     "register_key_rule",
     "registry",
     "registry_Holder",
+    "remember_module",
     "render",
     "replace_damaged_index",
     "repo_file",
@@ -717,6 +749,8 @@ __all__ = [
     "signed",
     "silent",
     "size_of",
+    "split",
+    "stat_key",
     "store",
     "store_contents",
     "store_digest",
@@ -749,8 +783,11 @@ __all__ = [
     "torch_dtype",
     "torch_item_size",
     "torch_name",
+    "training_look",
+    "training_prefetch",
     "unshare",
     "usage_of_sets",
+    "value_digest",
     "values_Layout",
     "values_encode",
     "variable",

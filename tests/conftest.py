@@ -33,7 +33,7 @@ OF_ONE_WORKER = (
     "tests/test_docs.py",
 )
 """Files whose tests share what takes long to make. Groups by mark need pytest older than 9.2."""
-WITH_TORCH = ("tests/artifacts/", "tests/integrations/", "tests/pretrained/")
+WITH_TORCH = ("tests/artifacts/", "tests/integrations/", "tests/pretrained/", "tests/training/")
 """Folders all of whose tests are marked `torch`. Elsewhere those that need it bear the mark."""
 HEAVY = ("accelerate", "diffusers", "peft", "torch", "transformers")
 LOADED = pytest.StashKey[list[str]]()

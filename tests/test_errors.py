@@ -29,6 +29,10 @@ BUILTINS: dict[str, type[Exception]] = {
     "BatchShapeError": ValueError,
     "RememberedFailureError": RuntimeError,
     "ConfigError": ValueError,
+    "SourcesVanishedError": FileNotFoundError,
+    "OutputMissingError": LookupError,
+    "DatasetChangedError": RuntimeError,
+    "EncoderError": RuntimeError,
     "UnsafeNameError": ValueError,
     "RepoNotCachedError": LookupError,
     "BundleError": ValueError,
@@ -64,6 +68,7 @@ MORE_BUILTINS: dict[str, type[Exception]] = {
 """What diffusers and transformers raise in the same case, each of them another one."""
 NUMBERS = {
     "BlobNotFoundError": errno.ENOENT,
+    "SourcesVanishedError": errno.ENOENT,
     "DestinationExistsError": errno.EEXIST,
     "LeaseTimeoutError": errno.ETIMEDOUT,
     "MissingWeightsError": errno.ENOENT,
@@ -162,8 +167,8 @@ def test_the_tree_in_the_docstring_names_it_and_its_builtin(cls: type[Smartcache
 @every_class
 def test_an_error_is_of_settings_or_of_one_layer(cls: type[SmartcacheError]) -> None:
     layers = (
-        errors.ConfigError, errors.HubError, errors.ArtifactError, errors.PretrainedError,
-        StoreError,
+        errors.ConfigError, errors.HubError, errors.ArtifactError, errors.DatasetError,
+        errors.PretrainedError, StoreError,
     )  # fmt: skip
     assert [issubclass(cls, each) for each in layers].count(True) == (cls is not SmartcacheError)
 

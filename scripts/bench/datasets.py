@@ -40,18 +40,21 @@ PARTS = ("cold", "unchanged", "changes", "epoch", "memory", "table")
 CHANGES = ("touched", "edited", "added")
 CAPTIONED = 20_000
 MOST_FILES = 20_000
-"""A peer with a file per item is not given more items than this."""
+"""Peers have a file per item: they are measured with the largest number up to this."""
 MOST_ROUNDS = 50_000
 """With more items than this, encoding all of them is done once."""
 YOUNG = 2.1
 """A file that changed less than two seconds before it is looked at is read again the next time;
 real ones are older."""
 BATCH = 32
+MOST_READ = 50_000
+"""Items that are read before the next epoch begins."""
 IMAGE = 57
 """Bytes of a source."""
 VALUES = 4
 """Numbers that the encoder makes of each."""
 CHUNK = 100_000
+BEGAN = time.monotonic()
 OURS, LIMIT, JSON, NPZ = "smartcache", "scandir + stat", "JSON index", "npz per item"
 Figures = dict[str, float]
 NOTES = (
@@ -72,8 +75,9 @@ NOTES = (
     ),
     f"{NPZ}, as sd-scripts has it: numpy.load of each file, and its shapes compared.",
     (
-        f"Peers with a file per item have at most {MOST_FILES:,} items. More than"
-        f" {MOST_ROUNDS:,} items, and those with captions, are encoded once, not in every round."
+        f"Peers, which have a file per item, are measured with up to {MOST_FILES:,} items only."
+        f" More than {MOST_ROUNDS:,} items, and those with captions, are encoded once, not in every"
+        " round."
     ),
     "With captions: a text file beside each source, of which a second encoder makes four numbers.",
     (
@@ -95,6 +99,8 @@ class Tree:
     room: Path
     count: int
     captions: bool = False
+    peers: tuple[str, ...] = ()
+    """Who else is measured with it."""
 
     @property
     def label(self) -> str:
@@ -105,11 +111,6 @@ class Tree:
     def sources(self) -> Path:
         """The folder of the sources."""
         return self.room / "sources"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Who else is measured with it."""
-        return () if self.captions or self.count > MOST_FILES else (JSON, NPZ)
 
     def write(self, number: int, *, version: int = 0) -> None:
         """Write a source and its caption."""
@@ -206,12 +207,16 @@ class Bench:
         self.wait: float = arguments.wait
         self.rows: int = arguments.rows
         sizes = sorted(set(arguments.sizes))
-        self.trees = [Tree(room / str(count), count) for count in sizes]
+        compared = max((count for count in sizes if count <= MOST_FILES), default=0)
+        self.trees = [
+            Tree(room / str(count), count, peers=(JSON, NPZ) if count == compared else ())
+            for count in sizes
+        ]
         captioned = min(CAPTIONED, sizes[-1])
         self.trees.append(Tree(room / "captions", captioned, captions=True))
         self.many = captioned
-        """From so many items on, memory and peers are held against the aims; with fewer, what
-        every start and every process costs decides."""
+        """From so many items on, memory is held against the aim: with fewer, what every process
+        takes decides."""
         self.empty = Tree(room / "empty", 0)
         self.found: dict[tuple[str, str, str], list[Figures]] = {}
         self.loads = [os.getloadavg()[0]]
@@ -313,7 +318,7 @@ def environment() -> dict[str, str]:
 
 def say(text: str) -> None:
     """Tell who waits what is being done."""
-    print(text, file=sys.stderr)
+    print(f"{time.monotonic() - BEGAN:.0f} s: {text}", file=sys.stderr)
 
 
 def write(path: Path, data: bytes) -> None:
@@ -403,7 +408,7 @@ def ours(arguments: argparse.Namespace) -> Figures:
 
 
 def epoch(arguments: argparse.Namespace) -> Figures:
-    """Read everything once, in random batches, and then the first batch of other orders."""
+    """Read all items, or very many, in random batches, and then the first batch of other orders."""
     open_it, close = opened(arguments.room, captions=arguments.captions)
     dataset = open_it()
     if not dataset.plan().is_empty:
@@ -411,7 +416,7 @@ def epoch(arguments: argparse.Namespace) -> Figures:
     dice = random.Random(0)
     order = list(range(len(dataset)))
     dice.shuffle(order)
-    for at in range(0, len(order), BATCH):
+    for at in range(0, min(len(order), MOST_READ), BATCH):
         dataset.batch(order[at : at + BATCH])
     times = []
     for _ in range(arguments.rounds):
@@ -625,12 +630,9 @@ def tell_unchanged(bench: Bench, table: Table) -> None:
             continue
         beside_limit(table, job, shown(seconds), seconds, limit, 0.1)
         if tree.peers:
-            most = 0.2 if tree.count >= bench.many else None
-            compare(
-                bench, table, job, shown(seconds), ("unchanged", tree, JSON), seconds, most=most
-            )
+            compare(bench, table, job, shown(seconds), ("unchanged", tree, JSON), seconds, most=0.2)
             compare(bench, table, job, shown(seconds), ("unchanged", tree, NPZ), seconds)
-    tree = next((each for each in reversed(bench.trees) if each.peers), bench.trees[0])
+    tree = next((each for each in bench.trees if each.peers), bench.trees[0])
     whole = bench.median("unchanged", tree, OURS, "process")
     if whole is not None:
         table.add(f"unchanged start, {tree.label}, the whole process", shown(whole))
@@ -650,7 +652,7 @@ def tell_changes(bench: Bench, table: Table) -> None:
                 continue
             text = f"{shown(planned)} / {shown(seconds)} / {size / 1e3:,.0f} kB"
             beside_limit(table, job, text, seconds, limit, 0.2)
-            most = 0.1 if kind == "edited" and tree.count >= bench.many else None
+            most = 0.1 if kind == "edited" else None
             if tree.peers:
                 compare(bench, table, job, text, (kind, tree, JSON), seconds, most=most)
 

@@ -51,7 +51,7 @@ from smartcache.errors import (
     OutputMissingError,
     SmartcacheError,
 )
-from smartcache.progress import Progress, silent
+from smartcache.progress import Progress, bars, silent
 from smartcache.store.digest import hash_file
 from smartcache.store.filesystems import is_network
 from smartcache.store.kernel import sync_directory
@@ -103,7 +103,7 @@ class Output:
         self.set = opened
         self.encoder: Encoder | None = None
         self.variations = int(spec["variations"])
-        self.keys = Keys(b"", np.zeros((0, 2), np.int32))
+        self.keys = Keys(Keys.of_empty(spec), np.zeros((0, 2), np.int32))
         self.failures: dict[int, str] = {}
         """Items that cannot be encoded, and why."""
         self.is_windowed = False
@@ -113,12 +113,11 @@ class Output:
     @property
     def empty(self) -> int:
         """The number of the output of the empty text, behind those of all items."""
-        return len(self.keys.data) // 32
+        return len(self.keys.data) // 32 - 1
 
     def key(self, number: int) -> str:
         """Return a key by its number."""
-        data = self.keys.data[32 * number : 32 * number + 32]
-        return (data or Keys.of_empty(self.spec)).hex()
+        return self.keys.data[32 * number : 32 * number + 32].hex()
 
     def find(self, listing: Listing) -> None:
         """Compute the keys of all items, and look for them."""
@@ -132,20 +131,19 @@ class Output:
         failed = {bytes.fromhex(each.key): each.reason for each in self.set.failures()}
         exported: dict[str, str] = self.spec.get("failed", {})
         failed |= {bytes.fromhex(key): reason for key, reason in exported.items()}
-        if failed and self.keys.data:
+        if failed:
             numbers = np.frombuffer(self.keys.data, "<u8")[::4]
             wanted = np.array([int.from_bytes(key[:8], "little") for key in failed], np.uint64)
             for number in np.flatnonzero(np.isin(numbers, wanted)).tolist():
                 reason = failed.get(self.keys.data[32 * number : 32 * number + 32])
-                if reason is not None:
+                if reason is not None and number < self.empty:
                     self.failures.setdefault(number // self.variations, reason)
 
     @property
     def selection(self) -> Selection:
         """What is there, by number: of each item, one for each variation; last the empty text."""
         if self._selection is None:
-            empty = Keys.of_empty(self.spec)
-            self._selection = self.set.select(Digests(self.keys.data + empty))
+            self._selection = self.set.select(Digests(self.keys.data))
         return self._selection
 
     @property
@@ -295,15 +293,19 @@ class Dataset:
         self._all()
         return self._is_good
 
-    def refresh(self, progress: Progress = silent) -> None:
-        """Look at the sources again: new and changed files are read, and nothing is encoded."""
+    def refresh(self, progress: Progress = silent, *, force: bool = False) -> None:
+        """Look at the sources again: new and changed files are read, and nothing is encoded.
+
+        `force` takes it that sources which have vanished as a whole were removed on purpose.
+        """
         reads = dict.fromkeys(
             read for output in self.outputs.values() for read in output.spec["reads"]
         )
         has_buckets = any(output.spec["buckets"] for output in self.outputs.values())
         listing = look(
             self.table, self.sources, reads, sizes=has_buckets,
-            trust=self.trust or self._read_only, threads=self.threads, progress=progress,
+            trust=self.trust or self._read_only, force=force, threads=self.threads,
+            progress=progress,
         )  # fmt: skip
         self._problems = {
             number: f"unreadable: {reason}" for number, reason in listing.problems.items()
@@ -402,7 +404,7 @@ class Dataset:
 
     # building
 
-    def plan(self, progress: Progress = silent) -> BuildPlan:
+    def plan(self, progress: Progress = bars) -> BuildPlan:
         """Say what `build` would encode, and why. Looks at the sources; known ones are not read."""
         self.refresh(progress)
         listing = self.listing
@@ -427,7 +429,7 @@ class Dataset:
         after: Callable[[], object] | None = None,
         stop: Callable[[], object] | None = None,
         retry: bool = False,
-        progress: Progress = silent,
+        progress: Progress = bars,
         threads: int | None = None,
     ) -> BuildReport:
         """Encode what is missing, and nothing else.
@@ -436,7 +438,8 @@ class Dataset:
         GPU), `after` at the end of that. `stop` is asked again and again; when it says yes, what is
         done is kept. An item that cannot be read or encoded, or whose output has a NaN, is left out
         and named in the report; with "raise" it is an error. `retry` tries those again that failed
-        before. Several processes may build at once: they share the work.
+        before. Several processes may build at once: they share the work. Bars are drawn on a
+        terminal; `progress=silent` of `smartcache.progress` draws none.
         """
         self.refresh(progress)
         return self._build(
@@ -824,7 +827,7 @@ def write_document(folder: Path, document: Mapping[str, Any]) -> None:
     """Write dataset.json, in one step."""
     temporary = folder / f".{_FILE}-{secrets.token_hex(4)}"
     with open(create_own(temporary), "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2, ensure_ascii=False)
+        json.dump(document, file, indent=2)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

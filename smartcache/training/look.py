@@ -28,7 +28,13 @@ from typing import Any, Final
 import numpy as np
 from blake3 import blake3
 
-from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError, StoreError
+from smartcache.errors import (
+    ConfigError,
+    DatasetChangedError,
+    DatasetError,
+    SourcesVanishedError,
+    StoreError,
+)
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.digest import hash_many
 from smartcache.store.locks import lock
@@ -45,6 +51,7 @@ from smartcache.training.sources import (
 )
 from smartcache.training.table import (
     ABSENT,
+    BLOCK,
     EDITED,
     MEMO,
     NEW,
@@ -75,6 +82,7 @@ _BY_PILLOW: Final = (".avif", ".heic", ".heif", ".jxl")
 """Images that imagesize does not always understand."""
 _UNKNOWN_FILE: Final = memo(NOTHING, NOTHING, (UNKNOWN, 0), PROBLEM)
 """The memo of a file that nobody has looked at."""
+_ZERO: Final = bytes(4)
 _STEP: Final = 1.0
 """Seconds of reading after which what is known is written down: a killed process loses no more."""
 
@@ -91,6 +99,9 @@ class Listing:
     part: array[int] = field(default_factory=lambda: array("i"))
     row: array[int] = field(default_factory=lambda: array("i"))
     """Its number in a list."""
+    rows: dict[int, list[str]] = field(default_factory=dict)
+    """By part: the rows of lists as the table has them. They are kept here: another process may
+    look at another version of a list meanwhile, and then numbers mean other rows."""
     names: list[bytes] = field(default_factory=list)
     """The names of files; of rows without one, their own names."""
     reads: dict[str, Column] = field(default_factory=dict)
@@ -142,13 +153,20 @@ class Listing:
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the metadata of a source, and the fields of a row."""
-        at, folder, made = self.part[number], self.folder[number], {}
+        at, folder = self.part[number], self.folder[number]
         part = self.parts[at]
+        made: dict[str, Any] | None = {}
         if isinstance(part.metadata, Mapping):
             made = dict(part.metadata)
         elif folder >= 0:
             made = self.table.metadata_of(self.folders[folder].number, at, self.names[number])
-        return made | self.table.row(at, self.row[number]) if part.is_list else made
+        if made is None:
+            message = f"What a function said of {self.name(number)} is not in the table"
+            raise DatasetChangedError(message, hint="Look at the sources again: dataset.plan().")
+        if part.is_list:
+            block, line = divmod(self.row[number], BLOCK)
+            made |= json.loads(self.rows[at][block].split("\n")[line])
+        return made
 
     def has(self, number: int, read: str) -> bool:
         """Say whether a source has something to read."""
@@ -276,11 +294,14 @@ class _Look:
         self.sizes = self.trust = self.force = False
         self.threads = threads
         self.progress = progress
+        self.version = table.version()
         self.numbers = table.folders()
         self.folders: dict[bytes, _Folder] = {}
-        self.rows: dict[int, Sequence[Row]] = {}
-        self.lists: dict[int, tuple[list[str], str | None]] = {}
-        """By number: the rows of a list that is new or may have changed, and its stamp."""
+        self.rows: dict[int, list[Row]] = {}
+        self.blocks: dict[int, list[str]] = {}
+        """The same, as the table has them."""
+        self.stamps: dict[int, str | None] = {}
+        """Of lists that are new or may have changed: what is to be kept of their files."""
         self.lost = _Lost()
         self.changes: Counter[str] = Counter()
         self.counted: set[tuple[bytes, bytes]] = set()
@@ -301,8 +322,8 @@ class _Look:
                 else:
                     self._walk(part, job)
         if not self.trust:
-            for number, (lines, stamp) in self.lists.items():
-                self.table.set_rows(number, lines, stamp)
+            for number, stamp in self.stamps.items():
+                self.table.set_rows(number, self.blocks[number], stamp)
             self.table.drop_rows(self.rows)
             self._take_note()
             self._call_metadata()
@@ -365,16 +386,32 @@ class _Look:
         gone = self.table.gone()
         return sum(there) + sum(gone[path] for path in _below(gone, part))
 
-    def _scan(  # noqa: C901 - one loop, once for every file: calls would cost more than they do
+    def _scan(  # noqa: C901, PLR0912 - one loop, once for every file: calls would cost more than they do
         self, folder: _Folder, relevant: dict[bytes, tuple[bytes, ...]]
     ) -> list[bytes]:
         """List one folder: one scandir, and one stat for each file that may matter."""
         below: list[bytes] = []
         found, known, unread = folder.found, folder.known, folder.unread
-        pack, is_known = STAT.pack, self._is_known
+        pack, is_known, any_size = STAT.pack, self._is_known, not self.sizes
+        # Of most files nothing has changed: where no file has several fields, that is seen first.
+        quick = known if set(relevant.values()) == {(b"",)} else {}
         with os.scandir(folder.path) as entries:
             for entry in entries:
                 name = entry.name
+                memo_ = quick.get(name)
+                if (
+                    memo_ is not None
+                    and not memo_[-4] & RACY
+                    and (any_size or memo_[64:68] != _ZERO)
+                ):
+                    try:
+                        st = entry.stat()
+                        key = pack(st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino)
+                        if memo_.startswith(key):
+                            found[name] = memo_
+                            continue
+                    except (OSError, struct.error):
+                        pass  # below
                 wanted = relevant.get(name[name.rfind(b".") :].lower())
                 if wanted is None or name[0] == _DOT:  # hidden
                     if name[0] != _DOT and _is_folder(entry):
@@ -427,11 +464,14 @@ class _Look:
         stamp = None if self.trust else _stamp(part.jsonl)
         is_given = part.rows is not None or bool(part.jsonl)
         if self.trust or not is_given or (stamp and stamp == self.table.stamp(number)):
-            rows: Sequence[Row] = self.table.rows(number)
+            blocks = self.table.rows(number)
+            rows: list[Row] = json.loads(f"[{','.join(blocks).replace(chr(10), ',')}]")
         else:
             rows = self._given_rows(number, part)
-            self.lists[number] = [plain_text(row, "row") for row in rows], stamp
-        self.rows[number] = rows
+            lines = [plain_text(row, "row") for row in rows]
+            blocks = ["\n".join(lines[at : at + BLOCK]) for at in range(0, len(lines), BLOCK)]
+            self.stamps[number] = stamp
+        self.rows[number], self.blocks[number] = rows, blocks
         ends = [end for ends in part.reads.values() for end in ends]
         is_there = was_there = False
         paths = self._paths(number)
@@ -451,15 +491,16 @@ class _Look:
             raise SourcesVanishedError(message, path=part.root or None)
         job.advance(len(rows))
 
-    def _given_rows(self, number: int, part: Part) -> Sequence[Row]:
+    def _given_rows(self, number: int, part: Part) -> list[Row]:
         try:
             rows = part.read_rows()
         except SourcesVanishedError:
             if not self.force:
                 raise
-            return ()
-        if not rows and not self.force and (before := len(self.table.rows(number))):
-            message = f"{part.label} is empty; it had {before:,} rows"
+            return []
+        if not rows and not self.force and (before := self.table.rows(number)):
+            count = sum(block.count("\n") + 1 for block in before)
+            message = f"{part.label} is empty; it had {count:,} rows"
             raise SourcesVanishedError(message, path=part.jsonl or None)
         return rows
 
@@ -501,9 +542,10 @@ class _Look:
         waiting = self.table.path.with_name("lock")
         with lock(
             waiting, exclusive=True, what="reading sources", name="the dataset",
-            on_wait=lambda text: _log.info("Waiting: %s", text),
+            on_wait=lambda text: _log.warning("Waiting: %s", text),
         ):  # fmt: skip
-            self._compare_again(changed)
+            if self.table.version() != self.version:
+                self._compare_again(changed)
             self._read()
 
     def _compare_again(self, folders: list[_Folder]) -> None:
@@ -558,6 +600,8 @@ class _Look:
                     rows.append((folder.number, name, moved[1]))
                     self._count_move(folder, name, moved[0])
             self.table.add_files(rows)
+        # In the order of the table: rows that lie together are written together.
+        todo.sort(key=lambda each: (each[0].number, each[1]))
         self._hash(todo)
         for path, name in self.lost.memos:
             self._count("removed", path, name)
@@ -619,10 +663,9 @@ class _Look:
         if texts:
             with self.progress("Reading texts", len(texts)) as job:
                 for folder, name in texts:
-                    key = folder.found[name]
-                    text, reason = _read_text(folder.path, name, key)
+                    key, text, reason = _read_text(folder.path, name)
                     digest = NOTHING if text is None else text_digest(text)
-                    yield folder, name, key, digest, reason, text
+                    yield folder, name, key or folder.found[name], digest, reason, text
                     job.advance()
         others = {
             os.path.join(folder.path, name): (folder, name)
@@ -693,7 +736,7 @@ class _Look:
     # putting it together
 
     def _listing(self) -> Listing:
-        made = Listing(self.table, self.parts, changes=self.changes)
+        made = Listing(self.table, self.parts, rows=self.blocks, changes=self.changes)
         made.found = {read: [] for read in self.reads if read != FILE}
         memos: dict[str, list[bytes]] = {read: [] for read in (FILE, *made.found)}
         orphans: list[str] = []
@@ -843,41 +886,50 @@ def _is_text(name: bytes) -> bool:
 
 
 def _kind_of(name: bytes) -> bytes:
-    """Return what a digest was made of: of a field, of a text, or of all bytes."""
-    return name.partition(FIELD)[2] or (b".txt" if _is_text(name) else b"")
+    """Return what a memo was made of: of a field, of a text, or of a file with this suffix."""
+    return name.partition(FIELD)[2] or (
+        b".txt" if _is_text(name) else name[name.rfind(b".") :].lower()
+    )
 
 
-def _read_text(  # noqa: PLR0911 - one for each thing that may be wrong with it
-    folder: bytes, name: bytes, key: bytes
-) -> tuple[str | None, str]:
-    """Return a text and why there is none; of a JSON file, one of its fields."""
+def _read_text(folder: bytes, name: bytes) -> tuple[bytes, str | None, str]:
+    """Return the stat key of a file, its text, and why there is none; of JSON, one field.
+
+    No key: it cannot be read. No text and no reason: there is no such field.
+    """
     base, _, field_ = name.partition(FIELD)
-    path = os.path.join(folder, base)
+    key = b""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return None, "it is not a file"
-        with open(path, "rb") as file:
-            data = file.read()
-            if packed(os.fstat(file.fileno())) != key:
-                return None, "it changed while it was read"
+        data, key = _read_whole(os.path.join(folder, base))
         text = data.decode("utf-8-sig")
         if field_:
             value: Any = json.loads(text)
             for step in field_.decode().split("."):
                 value = value.get(step) if isinstance(value, dict) else None
-            if value is None:
-                return None, ""
             if not isinstance(value, str):
-                return None, f"its field {field_.decode()} is not a text"
+                reason = "" if value is None else f"its field {field_.decode()} is not a text"
+                return key, None, reason
             text = value
             text.encode()
-        return text.strip(), ""
+        return key, text.strip(), ""
     except UnicodeError:
-        return None, "it is not a text in UTF-8"
+        return key, None, "it is not a text in UTF-8"
     except (ValueError, RecursionError) as error:
-        return None, f"it is not JSON: {error}"
+        return key, None, f"it is not JSON: {error}"
     except OSError as error:
-        return None, _reason(error)
+        return key, None, _reason(error)
+
+
+def _read_whole(path: bytes) -> tuple[bytes, bytes]:
+    """Return the content of a file, and the stat key that it has."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+        raise OSError("it is not a file")
+    with open(path, "rb") as file:
+        key = packed(os.fstat(file.fileno()))
+        data = file.read()
+        if packed(os.fstat(file.fileno())) != key:
+            raise OSError("it changed while it was read")
+    return data, key
 
 
 def _reason(error: BaseException | None) -> str:

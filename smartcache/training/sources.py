@@ -27,8 +27,11 @@ IMAGES: Final = (
     ".avif", ".bmp", ".gif", ".heic", ".heif", ".jp2", ".jpeg", ".jpg", ".jxl", ".png", ".tif",
     ".tiff", ".webp",
 )  # fmt: skip
+_DOT: Final = ord(".")
 _MAGIC: Final = frozenset("*?[")
 _MOST_REPEATS: Final = 1e6
+_PLAIN: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_ASCII: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +130,12 @@ class Part:
 
         Items have the right suffix, fit the pattern, and do not end like a sidecar.
         """
-        suffixes = {os.fsencode(each) for each in self.suffixes}
+        suffixes = tuple(os.fsencode(each) for each in self.suffixes)
         chosen = [
             name
             for name in names
-            if name[name.rfind(b".") :].lower() in suffixes
-            and name[:1] != b"."
+            if (name.endswith(suffixes) or name.lower().endswith(suffixes))
+            and name[0] != _DOT
             and FIELD not in name
         ]
         ends = tuple(
@@ -411,10 +414,8 @@ def _matcher(pattern: str) -> Callable[[str], object]:
 def plain_text(value: object, what: str) -> str:
     """Return plain values as JSON; ConfigError if they are not plain."""
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        if text.isascii() or _is_unicode(text):
-            return text
-        return json.dumps(value, separators=(",", ":"))
+        text = _PLAIN.encode(value)
+        return text if text.isascii() or _is_unicode(text) else _ASCII.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         hint = "Only texts, numbers, True, False, None, and lists and dicts of these are kept."
         raise ConfigError(f"The {what} cannot be kept: {error}", hint=hint) from error

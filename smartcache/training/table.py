@@ -86,6 +86,10 @@ class SourceTable(Database):
 
     migrations: ClassVar[tuple[str, ...] | None] = (_VERSION_1,)
 
+    def version(self) -> int:
+        """Return a number that is another one when another connection has written something."""
+        return self._value("PRAGMA data_version")
+
     def folders(self) -> dict[bytes, int]:
         """Return the numbers of all folders that have files, by path."""
         return dict(self._all("SELECT path, id FROM folders WHERE gone = 0 ORDER BY path"))
@@ -149,25 +153,18 @@ class SourceTable(Database):
         row = self._one("SELECT text FROM texts WHERE digest = ?", digest)
         return None if row is None else str(row[0])
 
-    def rows(self, part: int) -> list[dict[str, Any]]:
-        """Return all rows of a list."""
+    def rows(self, part: int) -> list[str]:
+        """Return the rows of a list, block by block: a line of JSON each."""
         found = self._all("SELECT data FROM rows WHERE part = ? ORDER BY block", part)
-        return [row for (data,) in found for row in json.loads(f"[{data.replace(chr(10), ',')}]")]
-
-    def row(self, part: int, number: int) -> dict[str, Any]:
-        """Return a row of a list; the others of its block are not parsed."""
-        sql = "SELECT data FROM rows WHERE part = ? AND block = ?"
-        found = self._one(sql, part, number // BLOCK)
-        return {} if found is None else json.loads(found[0].split("\n")[number % BLOCK])
+        return [data for (data,) in found]
 
     def stamp(self, part: int) -> str | None:
         """Return what says that the file of a list is as it was when its rows were kept."""
         return self.note(f"rows {part}")
 
-    def set_rows(self, part: int, lines: Sequence[str], stamp: str | None) -> None:
+    def set_rows(self, part: int, blocks: Sequence[str], stamp: str | None) -> None:
         """Keep the rows of a list; what is there already is not written again."""
         known = dict(self._all("SELECT block, data FROM rows WHERE part = ?", part))
-        blocks = ["\n".join(lines[start : start + BLOCK]) for start in range(0, len(lines), BLOCK)]
         changed = [
             (part, number, data) for number, data in enumerate(blocks) if known.get(number) != data
         ]
@@ -191,11 +188,11 @@ class SourceTable(Database):
         sql = "SELECT name, data FROM metadata WHERE folder = ? AND part = ?"
         return dict(self._all(sql, folder, part))
 
-    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any]:
-        """Return what a function said of a file."""
+    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
+        """Return what a function said of a file; None: it was not asked."""
         sql = "SELECT data FROM metadata WHERE folder = ? AND name = ? AND part = ?"
         row = self._one(sql, folder, name, part)
-        return {} if row is None else json.loads(row[0])
+        return None if row is None else json.loads(row[0])
 
     def add_metadata(self, rows: Sequence[tuple[int, bytes, int, str]]) -> None:
         """Keep what a function said of files."""

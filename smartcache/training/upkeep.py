@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, closing, suppress
-from copy import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +35,7 @@ from smartcache.training.build import missing
 from smartcache.training.encoder import Keys
 from smartcache.training.look import look
 from smartcache.training.sources import Sources
+from smartcache.training.table import SourceTable
 
 if TYPE_CHECKING:
     from smartcache.training.dataset import Dataset, Output
@@ -216,6 +216,26 @@ class CleanPlan:
         )
 
 
+@contextmanager
+def _taken_back(table: SourceTable) -> Iterator[None]:
+    """Let what is written to a table in a block be as if it had not been."""
+    with suppress(_TakenBackError), table.write():
+        yield
+        raise _TakenBackError
+
+
+class _TakenBackError(Exception):
+    """Ends a transaction."""
+
+
+def _add_keys(found: dict[str, set[bytes]], spec: Mapping[str, Any], keys: Keys) -> None:
+    from smartcache.training.dataset import set_of
+
+    data = keys.data
+    some = (data[at : at + 32] for at in range(0, len(data), 32))
+    found.setdefault(set_of(spec), set()).update(some)
+
+
 def plan_clean(
     dataset: Dataset, sets: ArtifactSets, *, force: bool = False, progress: Progress = silent
 ) -> CleanPlan:
@@ -243,8 +263,10 @@ class _Cleaning:
                         there.append((info, list(opened)))
                 except (SmartcacheError, OSError) as error:
                     warnings.append(f"{info.full_name} cannot be cleaned: {error}")
-        self._look(progress)
         with ExitStack() as stack:
+            if self.force:  # until it is executed, nothing is forgotten
+                stack.enter_context(_taken_back(self.dataset.table))
+            self._look(progress)
             wanted = self._wanted(stack)
         victims: list[CleanVictim] = []
         plans: list[SetPlan] = []
@@ -318,21 +340,8 @@ class _Cleaning:
 
     def _look(self, progress: Progress) -> None:
         """Look at the sources; refuse while some have vanished, unless that is what is meant."""
-        dataset = self.dataset
-        while True:
-            try:
-                dataset.refresh(progress)
-                break
-            except SourcesVanishedError as error:
-                lost = vars(error).get("path")
-                left = [
-                    part for part in dataset.sources.parts if lost not in (part.root, part.jsonl)
-                ]
-                if not self.force or len(left) == len(dataset.sources.parts):
-                    raise
-                dataset.sources = copy(dataset.sources)
-                dataset.sources.parts = tuple(left)
-        self._refuse_gone(dataset.table.gone(), "")
+        self.dataset.refresh(progress, force=self.force)
+        self._refuse_gone(self.dataset.table.gone(), "")
 
     def _refuse_gone(self, gone: Mapping[bytes, int], of: str) -> None:
         if gone and not self.force:
@@ -343,7 +352,9 @@ class _Cleaning:
                 path=os.fsdecode(path),
             )
 
-    def _wanted(self, stack: ExitStack, *, alone: bool = False) -> dict[str, set[bytes]]:
+    def _wanted(  # noqa: C901 - what this dataset wants, then the others
+        self, stack: ExitStack, *, alone: bool = False
+    ) -> dict[str, set[bytes]]:
         """Return, by set, the keys that any dataset wants.
 
         With `alone` nobody takes note of sources until the stack is left.
@@ -365,7 +376,11 @@ class _Cleaning:
             path = folder / "lock"
             stack.enter_context(lock(path, exclusive=True, what="cleaning", name=name))
         found: dict[str, set[bytes]] = {}
-        self._add_wanted(found, dataset.path, dataset.sources, dataset.document["outputs"])
+        if alone:
+            self._add_wanted(found, dataset.path, dataset.sources, dataset.document["outputs"])
+        else:
+            for output in dataset.outputs.values():
+                _add_keys(found, output.spec, output.keys)
         for folder, document in wanting.items():
             is_own = folder == dataset.path
             if is_own and document["outputs"] == dataset.document["outputs"]:
@@ -387,7 +402,7 @@ class _Cleaning:
         outputs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Add the keys that a dataset wants, by what its table knows."""
-        from smartcache.training.dataset import open_table, set_of
+        from smartcache.training.dataset import open_table
 
         if not (folder / "index.sqlite3").exists():
             raise DatasetError(f"{folder} has no table of its sources", path=folder)
@@ -396,9 +411,7 @@ class _Cleaning:
             self._refuse_gone(table.gone(), f", of the dataset {folder.parent.name},")
             listing = look(table, sources, reads, trust=True)
             for spec in outputs.values():
-                data = Keys.of(listing, spec).data + Keys.of_empty(spec)
-                keys = (data[at : at + 32] for at in range(0, len(data), 32))
-                found.setdefault(set_of(spec), set()).update(keys)
+                _add_keys(found, spec, Keys.of(listing, spec))
 
     def _reasons(self, info: SetInfo, keys: list[str]) -> dict[str, str]:
         """Return which of some unwanted keys can go, and why."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from smartcache.artifacts import remember_module
-from tests.api import compute_key, errors, register_key_rule
+from tests.api import compute_key, errors, register_key_rule, remember_module
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from smartcache.artifacts import remember_module
 from tests.api import (
     BadKeyError,
     MissingWeightsError,
@@ -19,6 +18,7 @@ from tests.api import (
     UnknownClassError,
     compute_key,
     load_encoders,
+    remember_module,
 )
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub

@@ -21,9 +21,8 @@ from blake3 import blake3
 from PIL import Image
 
 from smartcache.training import Item, Sources
-from smartcache.training.look import Listing, look
-from smartcache.training.table import SourceTable
-from tests.api import SmartCache
+from tests.api import Listing, SmartCache, SourceTable
+from tests.api import training_look as look
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +53,9 @@ class Photos:
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         number = zlib.crc32(os.fsencode(like or name))
-        Image.new("RGB", size, tuple(number.to_bytes(4, "little")[:3])).save(path)
+        Image.new("RGB", size, tuple(number.to_bytes(4, "little")[:3])).save(
+            path, None if path.suffix else "PNG"
+        )
         if caption is not None:
             path.with_suffix(".txt").write_text(caption, "utf-8")
         return path

@@ -8,18 +8,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from smartcache.training import Batches, Dataset, Encoder, Item, Prefetcher, Sources
 from tests.api import ConfigError, DatasetChangedError, DatasetError, OutputMissingError, SmartCache
+
+if TYPE_CHECKING:
+    import torch
 
 SIZES = ((64, 64), (96, 48), (48, 96))
 TEXTS = 11
@@ -38,6 +39,8 @@ def encode_texts(items: list[Item]) -> dict[str, Any]:
 
 
 def encode_tokens(items: list[Item]) -> list[torch.Tensor]:
+    import torch
+
     return [torch.tensor(item["tokens"]) for item in items]
 
 
@@ -378,6 +381,8 @@ class TestState:
 class TestDataLoader:
     @pytest.mark.parametrize("start", ["fork", "spawn"])
     def test_workers_read_the_batches_of_the_plan(self, photos: Dataset, start: str) -> None:
+        from torch.utils.data import DataLoader
+
         batches = Batches(photos, size=4, drop={"text": 0.2})
         loader: DataLoader[Any] = DataLoader(
             batches.dataset,  # type: ignore[arg-type]  # any object with __getitems__ will do

@@ -229,9 +229,9 @@ class TestKilled:
         self, world: World, is_killed: bool
     ) -> None:
         world.fill(50)
-        with Builder(world, what="plan", on_reading="wait") as first:
+        with Builder(world, what="plan", on_reading="wait", is_later=True) as first:
             assert first.hear() == "reading"
-            with Builder(world, what="plan", says_waiting=True) as second:
+            with Builder(world, what="plan", says_waiting=True, is_later=True) as second:
                 assert second.hear() == "waits"
                 if is_killed:
                     first.kill()

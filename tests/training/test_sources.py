@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,16 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from smartcache.training import Encoder, Source, Sources
-from smartcache.training.look import Listing
-from smartcache.training.table import SourceTable
-from tests.api import ConfigError, DatasetError, SmartCache, SourcesVanishedError
+from tests.api import (
+    ConfigError,
+    DatasetChangedError,
+    DatasetError,
+    Listing,
+    SmartCache,
+    SourcesVanishedError,
+    SourceTable,
+    stat_key,
+)
 from tests.training.conftest import Counting, Looker, Photos, age, names_of, opening
 
 PassTime = Callable[[float], None]
@@ -29,6 +36,15 @@ def texts_of(listing: Listing, read: str = "caption") -> list[object]:
         listing.value(number, read) if listing.has(number, read) else None
         for number in range(len(listing))
     ]
+
+
+@contextmanager
+def nothing_written(looked: Looker) -> Iterator[None]:
+    """Check that no transaction is committed meanwhile."""
+    with closing(sqlite3.connect(looked.path)) as other:
+        version = other.execute("PRAGMA data_version").fetchone()
+        yield
+        assert other.execute("PRAGMA data_version").fetchone() == version
 
 
 def changes_of(listing: Listing) -> dict[str, int]:
@@ -46,7 +62,9 @@ class TestWhere:
     def test_hidden_files_and_folders_are_left_out(self, looked: Looker, photos: Photos) -> None:
         for name in ("a.png", ".b.png", ".trash/c.png", "d/.e/f.png"):
             photos.add(name)
-        assert looked.names(photos.path) == ["a.png"]
+        with opening(photos.path) as opened:
+            assert looked.names(photos.path) == ["a.png"]
+        assert set(opened) == {"a.png"}
 
     def test_suffixes_say_what_is_an_item(self, looked: Looker, photos: Photos) -> None:
         photos.add("a.png")
@@ -86,6 +104,37 @@ class TestWhere:
         with opening(photos.path) as opened:
             assert texts_of(looked(sources, "caption")) == ["words"]
         assert set(opened) == {"a.png", "a.txt"}
+
+    @pytest.mark.parametrize(
+        ("pattern", "entered"),
+        [
+            ("*.png", ["."]),
+            ("*/*.png", [".", "a", "b"]),
+            ("a/*.png", ["a"]),
+            ("[a]/*/*.png", [".", "a", "a/x"]),
+            ("?/**/*.png", [".", "a", "a/x", "a/x/y", "b", "b/z"]),
+            ("**/*.png", [".", "a", "a/x", "a/x/y", "b", "b/z"]),
+        ],
+    )
+    def test_folders_that_cannot_fit_a_pattern_are_not_listed(
+        self,
+        looked: Looker,
+        photos: Photos,
+        monkeypatch: pytest.MonkeyPatch,
+        pattern: str,
+        entered: list[str],
+    ) -> None:
+        for name in ("a/x/y", "b/z"):
+            (photos.path / name).mkdir(parents=True)
+        real, listed = os.scandir, []
+
+        def scandir(path: bytes) -> AbstractContextManager[Iterator[os.DirEntry[bytes]]]:
+            listed.append(os.path.relpath(os.fsdecode(path), photos.path))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+        looked(Sources(f"{photos.path}/{pattern}"))
+        assert listed == entered
 
     def test_a_folder_named_like_a_pattern_is_a_folder(
         self, looked: Looker, photos: Photos
@@ -127,6 +176,15 @@ class TestWhere:
         listing = looked(Sources(photos.path) + Sources(photos.path, repeats=3))
         assert names_of(listing) == ["a.png", "a.png"]
         assert listing.repeats.tolist() == [1.0, 3.0]
+
+    def test_folders_whose_names_begin_alike_are_told_apart(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        for name in ("one/a.png", "one-more/b.png", "one2/c.png"):
+            photos.add(name)
+        sources = Sources(photos.path / "one-more") + Sources(photos.path / "one")
+        assert names_of(looked(sources)) == ["b.png", "a.png"]
+        assert names_of(looked(sources, trust=True)) == ["b.png", "a.png"]
 
     def test_several_kinds_are_added_in_order(self, looked: Looker, photos: Photos) -> None:
         photos.add("one/a.png")
@@ -280,6 +338,14 @@ class TestRows:
         for number in (0, 255, 256, 511, 512, 599):
             assert listing.values(number) == rows[number]
 
+    def test_a_listing_keeps_its_rows_whatever_others_look_at(self, looked: Looker) -> None:
+        """A training goes on while the list is edited, and somebody plans the next one."""
+        rows = [{"caption": f"words {number}", "weight": number} for number in range(300)]
+        listing = looked(Sources.table(rows), "caption")
+        looked(Sources.table([{"caption": "new first"}, *rows[100:]]), "caption")
+        assert [listing.values(number) for number in range(300)] == rows
+        assert texts_of(listing) == [row["caption"] for row in rows]
+
     def test_one_changed_row_is_written_with_its_block_alone(self, looked: Looker) -> None:
         rows = [{"caption": f"words {number}"} for number in range(1000)]
         looked(Sources.table(rows), "caption")
@@ -313,8 +379,19 @@ class TestRows:
         assert names_of(after) == names_of(before)
         assert after.problems == before.problems
         assert set(after.problems) == {1, 2}
-        fresh = looked(Sources([photos.path / "new.png", photos.path / "newer.png"]), trust=True)
-        assert names_of(fresh) == names_of(before)
+        other = Sources([photos.path / "new.png"])
+        assert names_of(looked(other, trust=True)) == names_of(before)
+
+    def test_a_trusted_list_whose_files_nobody_has_read_yet_is_one_of_problems(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        """A process that is killed while it reads has written down the rows, and not all files."""
+        paths = [photos.add("a.png"), photos.add("b.png"), photos.add("c.png")]
+        looked(Sources(paths))
+        (number,) = looked.table.folders().values()
+        looked.table.drop_files([(number, b"a.png"), (number, b"c.png")])
+        assert set(looked(Sources(paths), trust=True).problems) == {0, 2}
+        assert looked(Sources(paths)).problems == {}
 
 
 class TestLinks:
@@ -367,6 +444,16 @@ class TestLinks:
         paths = [photos.path / name for name in ("a.png", "b.png", "a.txt")]
         listing = looked(Sources(paths, sidecars=captions), "caption")
         assert set(listing.problems) == {0, 1, 2}
+
+    def test_what_is_no_file_is_not_tried_again(
+        self, looked: Looker, photos: Photos, pass_time: PassTime
+    ) -> None:
+        sources = Sources([photos.add("a.png")], sidecars={"caption": ".txt"})
+        (photos.path / "a.txt").mkdir()
+        pass_time(60)
+        assert looked(sources, "caption").problems == {0: "a.txt: it is not a file"}
+        with nothing_written(looked):
+            assert looked(sources, "caption").problems == {0: "a.txt: it is not a file"}
 
     def test_a_folder_with_the_suffix_of_an_image_is_a_folder(
         self, looked: Looker, photos: Photos
@@ -638,6 +725,16 @@ class TestMetadata:
         assert [listing.values(number)["name"] for number in range(2)] == ["a.png", "c.png"]
         assert len(looked.contents()["metadata"] - before) == 1
 
+    def test_what_a_function_says_again_is_not_written_again(
+        self, looked: Looker, photos: Photos, pass_time: PassTime
+    ) -> None:
+        photos.add("a.png")
+        pass_time(60)
+        sources = Sources(photos.path, metadata=lambda source: {"weight": 2})
+        looked(sources)
+        with nothing_written(looked):
+            looked(sources)
+
     def test_what_a_function_said_is_there_without_it(self, looked: Looker, photos: Photos) -> None:
         photos.add("a.png")
         sources = Sources(photos.path, metadata=lambda source: {"weight": 2})
@@ -653,6 +750,17 @@ class TestMetadata:
         with pytest.raises(ConfigError) as caught:
             looked(Sources(photos.path, metadata=lambda source: said))  # type: ignore[arg-type]
         assert caught.value.hint
+
+    def test_metadata_that_is_gone_is_an_error_and_not_nothing(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        """Another process may have opened the dataset with other sources."""
+        photos.add("one/a.png")
+        photos.add("two/b.png")
+        listing = looked(Sources(photos.path / "one", metadata=lambda source: {"weight": 2}))
+        looked(photos.path / "two")
+        with pytest.raises(DatasetChangedError, match=r"a\.png"):
+            listing.values(0)
 
     def test_metadata_of_a_file_goes_with_it(self, looked: Looker, photos: Photos) -> None:
         photos.add("a.png")
@@ -683,11 +791,8 @@ class TestKnownAgain:
         pass_time(60)
         first = looked(self.sources(photos), "caption", "mask", sizes=True)
         before = looked.contents()
-        with closing(sqlite3.connect(looked.path)) as other:
-            version = other.execute("PRAGMA data_version").fetchone()
-            with opening(photos.path) as opened:
-                second = looked(self.sources(photos), "caption", "mask", sizes=True)
-            assert other.execute("PRAGMA data_version").fetchone() == version
+        with opening(photos.path) as opened, nothing_written(looked):
+            second = looked(self.sources(photos), "caption", "mask", sizes=True)
         assert opened == []
         assert looked.contents() == before
         assert changes_of(second) == {}
@@ -839,6 +944,41 @@ class TestChanges:
         assert texts_of(after) == texts_of(before)
         assert looked.table.gone() == {}
 
+    def test_a_folder_that_moves_while_its_files_are_young_is_read(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        """They may have been edited before they moved, within the same tick of the clock."""
+        photos.add("old/a.png")
+        looked(photos.path)
+        (photos.path / "old").rename(photos.path / "new")
+        with opening(photos.path) as opened:
+            assert changes_of(looked(photos.path)) == {"moved": 1}
+        assert "new/a.png" in opened
+
+    def test_a_file_that_cannot_be_read_moves_with_its_reason(
+        self, looked: Looker, photos: Photos, pass_time: PassTime
+    ) -> None:
+        photos.add("old/a.png")
+        (photos.path / "old" / "b.png").write_bytes(b"")
+        pass_time(60)
+        assert looked(photos.path).problems == {1: "it is empty"}
+        (photos.path / "old").rename(photos.path / "new")
+        assert looked(photos.path).problems == {1: "it is empty"}
+
+    def test_a_link_of_another_suffix_is_another_kind_of_file(
+        self, looked: Looker, photos: Photos, pass_time: PassTime
+    ) -> None:
+        """Of what was no image, nobody has asked the size."""
+        target = photos.add("real", size=(30, 20))
+        link = photos.path / "a.dat"
+        link.symlink_to(target)
+        pass_time(60)
+        looked(Sources(photos.path, suffixes=(".dat", ".png")))
+        link.rename(photos.path / "a.png")
+        listing = looked(Sources(photos.path, suffixes=(".dat", ".png")))
+        assert changes_of(listing) == {"renamed": 1}
+        assert listing.size.tolist() == [[30, 20]]
+
     def test_a_whole_dataset_that_moved_is_not_even_read(
         self, looked: Looker, photos: Photos, pass_time: PassTime
     ) -> None:
@@ -906,6 +1046,16 @@ class TestChanges:
         (photos.path / "old").rename(photos.path / "new")
         shutil.copy(photos.path / "new" / "a.png", photos.path / "b.png")
         assert self.changes(looked, photos) == {"moved": 1, "added": 1}
+
+    def test_what_cannot_be_read_is_not_taken_for_something_else_of_that_kind(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        photos.add("a.png")
+        (photos.path / "b.png").write_bytes(b"")
+        self.changes(looked, photos)
+        (photos.path / "b.png").unlink()
+        (photos.path / "c.jpg").write_bytes(b"")
+        assert self.changes(looked, photos) == {"removed": 1, "added": 1}
 
     def test_fields_of_one_json_are_one_file(self, looked: Looker, photos: Photos) -> None:
         path = photos.path / "a.json"
@@ -1108,7 +1258,9 @@ class TestVanished:
         real = os.scandir
 
         def scandir(path: bytes) -> AbstractContextManager[Iterator[os.DirEntry[bytes]]]:
-            shutil.rmtree(photos.path / "sub", ignore_errors=True)
+            if path.endswith(b"/sub"):
+                (photos.path / "sub" / "b.png").unlink()
+                (photos.path / "sub").rmdir()
             return real(path)
 
         monkeypatch.setattr(os, "scandir", scandir)
@@ -1130,14 +1282,17 @@ class TestMeanwhile:
             return real(self, folder)
 
         monkeypatch.setattr(SourceTable, "add_folder", add_folder)
-        looked(sources, "caption")
+        first = looked(sources, "caption")
         monkeypatch.undo()
-        now = looked(sources, "caption")
         fresh = Looker(photos.path.parent / "fresh")
-        assert now.problems == {}
-        assert texts_of(now) == ["another"]
-        assert now.reads["file"].tolist() == fresh(sources, "caption").reads["file"].tolist()
+        digest = fresh(sources, "caption").reads["file"].tobytes()
         fresh.table.close()
+        for listing in (first, looked(sources, "caption")):
+            assert listing.problems == {}
+            assert texts_of(listing) == ["another"]
+            assert listing.reads["file"].tobytes() == digest
+            assert listing.stats["file"].tobytes() == stat_key(path)
+            assert listing.stats["caption"].tobytes() == stat_key(path.with_suffix(".txt"))
 
     def test_a_file_that_vanishes_between_look_and_read_is_a_problem(
         self, looked: Looker, photos: Photos, monkeypatch: pytest.MonkeyPatch
@@ -1190,6 +1345,20 @@ class TestSizes:
         data = path.read_bytes()
         start, pixels, end = (data.index(kind) - 4 for kind in (b"eXIf", b"IDAT", b"IEND"))
         path.write_bytes(data[:start] + data[pixels:end] + data[start:pixels] + data[end:])
+        with Image.open(path) as image:
+            assert ImageOps.exif_transpose(image).size == (20, 40)
+        assert looked(photos.path).size.tolist() == [[20, 40]]
+
+    def test_how_a_webp_is_turned_is_found_behind_other_chunks(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        """Those of odd sizes have a byte more."""
+        path = photos.path / "a.webp"
+        Image.new("RGB", (40, 20)).save(path, exif=turned(6))
+        data = path.read_bytes()
+        at = data.index(b"VP8X") + 18
+        data = data[:at] + b"mine\x03\0\0\0abc\0" + data[at:]
+        path.write_bytes(b"RIFF" + (len(data) - 8).to_bytes(4, "little") + data[8:])
         with Image.open(path) as image:
             assert ImageOps.exif_transpose(image).size == (20, 40)
         assert looked(photos.path).size.tolist() == [[20, 40]]
@@ -1294,6 +1463,19 @@ class TestArguments:
         sources += Sources.jsonl("list.jsonl")
         again = Sources.from_json(json.loads(json.dumps(sources.to_json())))
         assert again.parts == sources.parts
+
+
+def test_a_file_that_was_modified_just_now_by_its_own_account_is_young(
+    looked: Looker, photos: Photos, pass_time: PassTime
+) -> None:
+    """Where the change time tells something else, as on Windows."""
+    path = photos.add("a.png")
+    age(path, -60)
+    pass_time(60)
+    looked(photos.path)
+    with opening(photos.path) as opened:
+        looked(photos.path)
+    assert "a.png" in opened
 
 
 def test_a_file_with_an_old_modification_time_is_no_younger(

@@ -26,6 +26,7 @@ from tests.api import (
 )
 from tests.processes.killing import in_child, was_killed
 from tests.training.builder import Builder, World, image, value_of
+from tests.training.conftest import Counting, Photos
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -137,7 +138,7 @@ class TestExport:
             dataset.build()
 
             def die() -> None:
-                from smartcache.progress import Job
+                from tests.api import Job
 
                 class Dying(Job):
                     count = 0
@@ -728,3 +729,26 @@ def _before(monkeypatch: pytest.MonkeyPatch, of: type, name: str, act: Callable[
 
 def _on_disk(root: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in root.glob("*.pack"))
+
+
+def test_a_forced_plan_forgets_nothing_until_it_is_executed(
+    cache: SmartCache, photos: Photos
+) -> None:
+    """A dry run with the drive away: when it is back, nothing has to be read or encoded again."""
+    photos.fill(4)
+    encoder = Counting()
+    dataset = cache.dataset(
+        "photos", Sources(photos.path), latent=Encoder(encoder, reads="file", depends_on=None)
+    )
+    dataset.build()
+    away = photos.path.with_name("away")
+    photos.path.rename(away)
+    assert dataset.clean(force=True).artifacts == 4
+    assert dataset.clean(force=True).artifacts == 4
+    away.rename(photos.path)
+    assert dataset.build().encoded == {"latent": 0}
+    assert not dataset.plan().changes
+    photos.path.rename(away)
+    assert dataset.clean(force=True).execute().artifacts == 4
+    away.rename(photos.path)
+    assert dataset.build().encoded == {"latent": 4}
