@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from tests.api import Change, Op, SetIndex, State, connect
+from tests.api import Change, Op, SetIndex, SourceTable, State, connect
 from tests.api import layout_Layout as Layout
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models
@@ -312,6 +312,19 @@ class TestOnDiskFormat:
         rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
         missing = [f"{t}.{c}" for t, c in columns if f"`{c}`" not in rows.get(t, "")]
         assert not missing
+
+    def test_every_table_and_column_of_a_dataset_is_described(self) -> None:
+        text = self.section("### A dataset")
+        with contextlib.closing(sqlite3.connect(":memory:")) as index:
+            for script in SourceTable.migrations or ():
+                index.executescript(script)
+            columns = index.execute(
+                "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
+                "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
+            ).fetchall()
+        assert columns
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+        assert not [f"{t}.{c}" for t, c in columns if f"`{c}`" not in rows.get(t, "")]
 
     def test_every_entry_of_the_root_is_described(self, tmp_path: Path) -> None:
         Layout(tmp_path / "store").create()

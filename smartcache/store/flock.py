@@ -176,13 +176,17 @@ else:
             raise
 
     def try_lock_byte(fd: int, offset: int) -> bool:
-        """Lock one byte of a file without waiting; False: another descriptor holds it."""
+        """Lock one byte of a file without waiting; False: another descriptor holds it.
+
+        NotImplementedError where there are no such locks: in some sandboxes, for instance.
+        """
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
         except BlockingIOError:
             return False
         except OSError as error:
-            _explain(fd, error)
+            if error.errno in _UNSUPPORTED:
+                raise NotImplementedError from error
             raise
         return True
 
@@ -191,9 +195,15 @@ else:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, length, 0))
 
     def is_byte_locked(fd: int, offset: int) -> bool:
-        """Say whether another descriptor holds a byte."""
+        """Say whether another descriptor holds a byte; nobody does where that is not possible."""
         wanted = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
-        return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))[0] != fcntl.F_UNLCK)
+        try:
+            found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return False
+            raise
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def _explain(fd: int, error: OSError) -> None:
         """Raise a StoreError if this filesystem has no locks."""

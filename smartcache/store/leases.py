@@ -94,14 +94,15 @@ class Leases:
         if CAN_LOCK_BYTES:
             claims = _Claims(self.directory)
             stack.callback(claims.close)
-            got = [key for key in wanted if claims.take(_offset(key))]
-            held = set(os.listdir(self.directory)) - {_CLAIMS}
-            for key in [key for key in got if held]:
-                path = self._path(key)
-                if path.name in held and _who_holds(path) is not None:
-                    claims.give_back(_offset(key))
-                    got.remove(key)
-            return got
+            with contextlib.suppress(NotImplementedError):
+                got = [key for key in wanted if claims.take(_offset(key))]
+                held = set(os.listdir(self.directory)) - {_CLAIMS}
+                for key in [key for key in got if held]:
+                    path = self._path(key)
+                    if path.name in held and _who_holds(path) is not None:
+                        claims.give_back(_offset(key))
+                        got.remove(key)
+                return got
         got = []
         for key in wanted:
             with contextlib.suppress(LeaseTimeoutError):
@@ -206,7 +207,8 @@ class _Claims:
         if self._descriptor.is_ours:
             for offset in self._offsets:
                 self._table.claims.pop((self._directory, offset), None)
-            unlock_bytes(self._descriptor.fd)
+            with contextlib.suppress(OSError):
+                unlock_bytes(self._descriptor.fd)
             self._descriptor.close()
 
 

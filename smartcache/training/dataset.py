@@ -298,15 +298,7 @@ class Dataset:
 
         `force` takes it that sources which have vanished as a whole were removed on purpose.
         """
-        reads = dict.fromkeys(
-            read for output in self.outputs.values() for read in output.spec["reads"]
-        )
-        has_buckets = any(output.spec["buckets"] for output in self.outputs.values())
-        listing = look(
-            self.table, self.sources, reads, sizes=has_buckets,
-            trust=self.trust or self._read_only, force=force, threads=self.threads,
-            progress=progress,
-        )  # fmt: skip
+        listing = self.look_at(self.table, progress, force=force)
         self._problems = {
             number: f"unreadable: {reason}" for number, reason in listing.problems.items()
         }
@@ -320,6 +312,17 @@ class Dataset:
         if self._expected is not None and self._expected != self.signature:
             message = f"The dataset {self.name} has changed since it was sent to this process"
             raise DatasetChangedError(message)
+
+    def look_at(self, table: SourceTable, progress: Progress, *, force: bool = False) -> Listing:
+        """Look at the sources, and take note of them in a table; nothing else changes."""
+        reads = dict.fromkeys(
+            read for output in self.outputs.values() for read in output.spec["reads"]
+        )
+        has_buckets = any(output.spec["buckets"] for output in self.outputs.values())
+        return look(
+            table, self.sources, reads, sizes=has_buckets, trust=self.trust or self._read_only,
+            force=force, threads=self.threads, progress=progress,
+        )  # fmt: skip
 
     def look(self) -> None:
         """Look again at what is encoded, and what has failed; the sources are not looked at."""

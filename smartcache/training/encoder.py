@@ -367,7 +367,7 @@ class Item:
         if listing.is_file(number, name):
             is_same = blake3(data).digest() == listing.reads[name][number].tobytes()
         else:
-            is_same = stat_key(path) == listing.stats[name][number].tobytes()
+            is_same = stat_key(path) == listing.stat(number, name)
         if not is_same:
             raise FileChangedError(f"{path} has changed since it was looked at", path=path)
         return data
@@ -426,11 +426,10 @@ class Item:
     def has_changed(self) -> bool:
         """Say whether a file of it is not the one any more that was looked at."""
         for name in self._reads:
-            known = self._listing.stats[name][self._number].tobytes()
-            if not any(known) or not self._listing.is_file(self._number, name):
+            if name not in self or not self._listing.is_file(self._number, name):
                 continue
             try:
-                if stat_key(self._path(name)) != known:
+                if stat_key(self._path(name)) != self._listing.stat(self._number, name):
                     return True
             except (OSError, DatasetError):
                 return True

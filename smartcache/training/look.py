@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from blake3 import blake3
@@ -102,14 +102,12 @@ class Listing:
     rows: dict[int, list[str]] = field(default_factory=dict)
     """By part: the rows of lists as the table has them. They are kept here: another process may
     look at another version of a list meanwhile, and then numbers mean other rows."""
-    names: list[bytes] = field(default_factory=list)
+    names: Sequence[bytes] = field(default_factory=list)
     """The names of files; of rows without one, their own names."""
     reads: dict[str, Column] = field(default_factory=dict)
     """By what encoders read: the digests. Nothing but zeros: the source has no such thing."""
-    stats: dict[str, Column] = field(default_factory=dict)
-    """The same, the stat keys of the files; nothing but zeros: it is no file."""
-    found: dict[str, list[bytes | None]] = field(default_factory=dict)
-    """The names of the files of sidecars."""
+    found: dict[str, Sequence[bytes]] = field(default_factory=dict)
+    """The names of the files of sidecars; empty: there is none."""
     size: Column = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """Width and height; 0: unknown."""
     states: dict[str, Column] = field(default_factory=dict)
@@ -130,7 +128,7 @@ class Listing:
                 folder.place = len(self.folders)
                 self.folders.append(folder)
             where = folder.place
-        self.names += names
+        cast("list[bytes]", self.names).extend(names)
         self.folder.extend([where] * len(names))
         self.part.extend([part] * len(names))
         self.row.extend([row] * len(names))
@@ -138,7 +136,7 @@ class Listing:
     def path(self, number: int, read: str = FILE) -> Path | None:
         """Return the path of a file; None: it is not in a file."""
         name = self.names[number] if read == FILE else self.found[read][number]
-        if name is None or self.folder[number] < 0:
+        if not name or self.folder[number] < 0:
             return None
         folder = self.folders[self.folder[number]].path
         return Path(os.fsdecode(os.path.join(folder, _base_of(name))))
@@ -175,7 +173,13 @@ class Listing:
     def is_file(self, number: int, read: str) -> bool:
         """Say whether what is read is a file, and neither a text nor a value of a row."""
         name = self.names[number] if read == FILE else self.found[read][number]
-        return name is not None and self.folder[number] >= 0 and not _is_text(name)
+        return bool(name) and self.folder[number] >= 0 and not _is_text(name)
+
+    def stat(self, number: int, read: str) -> bytes:
+        """Return the stat key of what was read; nothing, if the table knows of another content."""
+        name = self.names[number] if read == FILE else self.found[read][number]
+        known = self.table.file(self.folders[self.folder[number]].number, name)
+        return known[:32] if digest_of(known) == self.reads[read][number].tobytes() else NOTHING
 
     def value(self, number: int, read: str) -> object:
         """Return a text, or the value of a row, as it was when it was looked at."""
@@ -191,7 +195,24 @@ class Listing:
         return each
 
 
-def stat_key(path: Path) -> bytes:
+class _Names(Sequence[bytes]):
+    """Names in one piece: as a list of objects they would take five times the memory."""
+
+    __slots__ = ("_data", "_ends")
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self._data = b"".join(names)
+        self._ends = np.cumsum([0, *map(len, names)], dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: Any) -> Any:  # noqa: ANN401 - no slices are asked for
+        at = range(len(self))[number]
+        return self._data[int(self._ends[at]) : int(self._ends[at + 1])]
+
+
+def stat_key(path: str | Path) -> bytes:
     """Return the stat key of a file as the table has it."""
     return packed(os.stat(path))
 
@@ -754,7 +775,6 @@ class _Look:
         for read, found in memos.items():
             column = np.frombuffer(b"".join(found), MEMO)
             made.reads[read] = np.ascontiguousarray(column["digest"])
-            made.stats[read] = np.ascontiguousarray(column["stat"])
             made.states[read] = column["flags"].astype(np.uint8)
             if read == FILE:
                 made.size = np.stack([column["width"], column["height"]], 1).astype(np.int64)
@@ -762,11 +782,14 @@ class _Look:
             for item in np.flatnonzero(column["flags"] & PROBLEM).tolist():
                 name = made.names[item] if read == FILE else made.found[read][item]
                 where = made.folders[made.folder[item]]
-                reason = self.problems.get((where.number, name or b""), "it cannot be read")
-                of = "" if read == FILE else f"{os.fsdecode(_base_of(name or b''))}: "
+                reason = self.problems.get((where.number, name), "it cannot be read")
+                of = "" if read == FILE else f"{os.fsdecode(_base_of(name))}: "
                 made.problems.setdefault(item, of + reason)
         for folder in made.folders:
             folder.known, folder.found = {}, {}  # in columns by now
+        made.names = _Names(made.names)
+        made.found = {read: _Names(names) for read, names in made.found.items()}
+        self.table.shrink()
         return made
 
     def _add_files(
@@ -790,11 +813,11 @@ class _Look:
             memos[FILE] += [found[name] for name in names]
             for read, column in memos.items():
                 if read != FILE:
-                    ends, beside = reads[read], made.found[read]
+                    ends, beside = reads[read], cast("list[bytes]", made.found[read])
                     for name in names:
                         each = _sidecar(found, _stem_of(name), ends)
                         beside.append(each)
-                        column.append(ABSENT if each is None else found[each])
+                        column.append(found[each] if each else ABSENT)
 
     def _add_rows(self, made: Listing, number: int, memos: dict[str, list[bytes]]) -> None:
         part, rows = self.parts[number], self.rows[number]
@@ -815,14 +838,14 @@ class _Look:
             for read, column in memos.items():
                 if read == FILE:
                     continue
-                beside = None
+                beside = b""
                 if (value := row.get(read)) is not None:
                     column.append(memo(NOTHING, value_digest(value, read)))
                 else:
                     if folder is not None:
                         beside = _sidecar(folder.found, _stem_of(name), reads.get(read, ()))
-                    column.append(ABSENT if beside is None else folder.found[beside])  # type: ignore[union-attr]
-                made.found[read].append(beside)
+                    column.append(folder.found[beside] if folder and beside else ABSENT)
+                cast("list[bytes]", made.found[read]).append(beside)
 
 
 def _below(paths: Iterable[bytes], part: Part) -> list[bytes]:
@@ -854,13 +877,13 @@ def _stamp(path: str) -> str | None:
     return None if max(STAT.unpack(key)[1:3]) > young else f"{path}\n{key.hex()}"
 
 
-def _sidecar(found: Mapping[bytes, bytes], stem: bytes, ends: Sequence[bytes]) -> bytes | None:
+def _sidecar(found: Mapping[bytes, bytes], stem: bytes, ends: Sequence[bytes]) -> bytes:
     """Return the first sidecar that exists; a JSON file without the field is none."""
     for end in ends:
         known = found.get(stem + end)
         if known is not None and (digest_of(known) != NOTHING or flags_of(known) & PROBLEM):
             return stem + end
-    return None
+    return b""
 
 
 def _name_below(root: str, path: bytes) -> str:

@@ -123,6 +123,15 @@ class SourceTable(Database):
         sql = "SELECT name, memo FROM files WHERE folder = ? ORDER BY name"
         return dict(self._all(sql, folder))
 
+    def file(self, folder: int, name: bytes) -> bytes:
+        """Return what is remembered of a file."""
+        row = self._one("SELECT memo FROM files WHERE folder = ? AND name = ?", folder, name)
+        return ABSENT if row is None else bytes(row[0])
+
+    def shrink(self) -> None:
+        """Give the memory of pages back: all of them were looked at."""
+        self._run("PRAGMA shrink_memory")
+
     def add_files(self, rows: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Remember files."""
         self._run_many("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", rows)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartcache.artifacts import ArtifactSets, SetInfo, SetPlan, SetResult
@@ -33,7 +34,7 @@ from smartcache.store.locks import lock
 from smartcache.store.safety import make_own
 from smartcache.training.build import missing
 from smartcache.training.encoder import Keys
-from smartcache.training.look import look
+from smartcache.training.look import Listing, look
 from smartcache.training.sources import Sources
 from smartcache.training.table import SourceTable
 
@@ -65,7 +66,7 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
     total = sum(len(output.keys.data) // 32 for output in dataset.outputs.values())
     with progress("Copying", total) as job:
         for output in dataset.outputs.values():
-            outputs[output.name] = {**output.spec, "failed": _failures(dataset, output)}
+            outputs[output.name] = {**output.spec, "failed": _failures(output)}
             with sets.open(output.spec["set"], output.spec["fingerprint"], evictable=False) as new:
                 for key, item in _keys(dataset, output).items():
                     if key not in new:
@@ -125,16 +126,13 @@ def _read(dataset: Dataset, output: Output, key: str, item: int) -> tuple[object
         raise missing_error(message, [name]) from error
 
 
-def _failures(dataset: Dataset, output: Output) -> dict[str, str]:
-    """Return the keys that have no output, and why: an export has no other memory of them."""
-    data, count = output.keys.data, output.variations
-    found = {}
-    for number in output.missing.tolist():
-        item = number // count
-        if not dataset.is_good[item]:
-            key = data[32 * number : 32 * number + 32].hex()
-            found[key] = output.failures.get(item, "left out of the export")
-    return found
+def _failures(output: Output) -> dict[str, str]:
+    """Return the keys that could not be encoded, and why: an export has no other memory of that."""
+    return {
+        output.key(number): output.failures[number // output.variations]
+        for number in output.missing.tolist()
+        if number // output.variations in output.failures
+    }
 
 
 def _refuse_missing(dataset: Dataset) -> None:
@@ -216,18 +214,6 @@ class CleanPlan:
         )
 
 
-@contextmanager
-def _taken_back(table: SourceTable) -> Iterator[None]:
-    """Let what is written to a table in a block be as if it had not been."""
-    with suppress(_TakenBackError), table.write():
-        yield
-        raise _TakenBackError
-
-
-class _TakenBackError(Exception):
-    """Ends a transaction."""
-
-
 def _add_keys(found: dict[str, set[bytes]], spec: Mapping[str, Any], keys: Keys) -> None:
     from smartcache.training.dataset import set_of
 
@@ -263,11 +249,9 @@ class _Cleaning:
                         there.append((info, list(opened)))
                 except (SmartcacheError, OSError) as error:
                     warnings.append(f"{info.full_name} cannot be cleaned: {error}")
+        listing = self._listing(progress)
         with ExitStack() as stack:
-            if self.force:  # until it is executed, nothing is forgotten
-                stack.enter_context(_taken_back(self.dataset.table))
-            self._look(progress)
-            wanted = self._wanted(stack)
+            wanted = self._wanted(stack, listing)
         victims: list[CleanVictim] = []
         plans: list[SetPlan] = []
         old: list[_Old] = []
@@ -279,7 +263,7 @@ class _Cleaning:
                 victims.append(_victim(info, "old encoder", plans[-1]))
                 continue
             unwanted = [key for key in keys if bytes.fromhex(key) not in keep]
-            reasons = self._reasons(info, unwanted)
+            reasons = self._reasons(info, unwanted, listing)
             if not reasons:
                 continue
             old.append(_Old(info, list(reasons)))
@@ -298,7 +282,7 @@ class _Cleaning:
         problems: list[str] = []
         self._look(progress)
         with ExitStack() as stack:
-            wanted = self._wanted(stack, alone=True)
+            wanted = self._wanted(stack)
             for info, keys in old:
                 keep = wanted.get(info.full_name)
                 try:
@@ -338,6 +322,18 @@ class _Cleaning:
         known = read_document(self.dataset.path).get("sets", ())
         return {*known, *self.dataset.document.get("sets", ())}
 
+    def _listing(self, progress: Progress) -> Listing:
+        """Look at the sources, for a plan."""
+        if not self.force:
+            self._look(progress)
+            return self.dataset.listing
+        # Nothing is forgotten before it is executed: a copy of the table takes note.
+        with TemporaryDirectory(prefix="smartcache-") as folder:
+            path = Path(folder) / "index.sqlite3"
+            self.dataset.table.backup(path)
+            with closing(SourceTable(path, wal=False)) as table:
+                return self.dataset.look_at(table, progress, force=True)
+
     def _look(self, progress: Progress) -> None:
         """Look at the sources; refuse while some have vanished, unless that is what is meant."""
         self.dataset.refresh(progress, force=self.force)
@@ -353,11 +349,12 @@ class _Cleaning:
             )
 
     def _wanted(  # noqa: C901 - what this dataset wants, then the others
-        self, stack: ExitStack, *, alone: bool = False
+        self, stack: ExitStack, listing: Listing | None = None
     ) -> dict[str, set[bytes]]:
         """Return, by set, the keys that any dataset wants.
 
-        With `alone` nobody takes note of sources until the stack is left.
+        Without a listing, tables are read, and nobody takes note of sources until the stack is
+        left.
         """
         from smartcache.training.dataset import dataset_folders, read_document, set_of
 
@@ -371,16 +368,16 @@ class _Cleaning:
                     wanting[folder] = document
             except SmartcacheError as error:
                 raise _unknown(folder, error) from error
-        for folder in wanting if alone else ():
+        for folder in wanting if listing is None else ():
             name = f"the dataset {folder.parent.name}"
             path = folder / "lock"
             stack.enter_context(lock(path, exclusive=True, what="cleaning", name=name))
         found: dict[str, set[bytes]] = {}
-        if alone:
+        if listing is None:
             self._add_wanted(found, dataset.path, dataset.sources, dataset.document["outputs"])
         else:
             for output in dataset.outputs.values():
-                _add_keys(found, output.spec, output.keys)
+                _add_keys(found, output.spec, Keys.of(listing, output.spec))
         for folder, document in wanting.items():
             is_own = folder == dataset.path
             if is_own and document["outputs"] == dataset.document["outputs"]:
@@ -413,23 +410,22 @@ class _Cleaning:
             for spec in outputs.values():
                 _add_keys(found, spec, Keys.of(listing, spec))
 
-    def _reasons(self, info: SetInfo, keys: list[str]) -> dict[str, str]:
+    def _reasons(self, info: SetInfo, keys: list[str], listing: Listing) -> dict[str, str]:
         """Return which of some unwanted keys can go, and why."""
         from smartcache.training.dataset import set_of
 
-        dataset = self.dataset
         output = next(
-            (each for each in dataset.outputs.values() if set_of(each.spec) == info.full_name), None
+            (each for each in self.dataset.outputs.values() if set_of(each.spec) == info.full_name),
+            None,
         )
         if not keys or output is None:  # this dataset used the set once, and others use it still
             return dict.fromkeys(keys, "not used any more")
-        reads = [dataset.listing.reads[read] for read in output.spec["reads"]]
+        reads = [listing.reads[read] for read in output.spec["reads"]]
         there = {
-            tuple(column[at].tobytes().hex() for column in reads)
-            for at in range(len(dataset.listing))
+            tuple(column[at].tobytes().hex() for column in reads) for at in range(len(listing))
         }  # fmt: skip
         # What cannot be read now may be what it was the next time.
-        doubtful = {each.item for each in dataset.failed if not each.output}
+        doubtful = set(map(listing.name, listing.problems))
         found = {}
         with self.sets.open_id(info) as opened:
             for key in keys:

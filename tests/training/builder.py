@@ -1,6 +1,4 @@
-"""A process of its own that builds a dataset, does what it was told, and says what it has done.
-
-    python -m tests.training.builder '{"folder": "...", "batch": 8}'
+"""A process that builds a dataset, does what it was told, and says what it has done.
 
 Every item that an encoder is called for is a line in a log that all processes append to: so that a
 test knows what was encoded how often, whoever was killed when. Outputs say what they were made of.
@@ -15,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -205,60 +204,100 @@ def report_of(report: BuildReport) -> dict[str, Any]:
 
 
 class Builder:
-    """A started process."""
+    """A started process: forked, or with an interpreter of its own."""
 
     def __init__(
-        self, world: World, *, env: dict[str, str] | None = None, **orders: object
+        self,
+        world: World,
+        *,
+        spawned: bool = False,
+        env: dict[str, str] | None = None,
+        **orders: Any,  # noqa: ANN401 - the arguments of `work`
     ) -> None:
-        """Start it; `orders` are the arguments of `work`."""
-        given = json.dumps(asdict(world) | {"orders": orders})
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.builder", given], cwd=HERE,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **(env or {})},
-        )  # fmt: skip
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._status: int | None = None
+        theirs, self._told = os.pipe()
+        heard, said = os.pipe()
+        self._heard = os.fdopen(heard, encoding="utf-8")
+        if spawned:
+            given = json.dumps(asdict(world) | {"orders": orders})
+            command = [sys.executable, "-m", "tests.training.builder", given]
+            environment = {**os.environ, **(env or {})}
+            process = subprocess.Popen(
+                command, cwd=HERE, stdin=theirs, stdout=said, env=environment
+            )  # fmt: skip
+            self.pid = process.pid
+            process.returncode = 0  # it is this class that waits for it
+        else:
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.close(self._told)
+                os.environ.update(env or {})
+                _run(world, orders, theirs, said)
+        os.close(theirs)
+        os.close(said)
 
     def hear(self) -> Any:  # noqa: ANN401 - what it says
         """Return the next thing that it says; AssertionError if it has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the process has ended: {self._process.wait()}"
+        line = self._heard.readline()
+        assert line, f"the process has ended: {self._wait()}"
         return json.loads(line)
-
-    def kill(self) -> None:
-        """Kill it, and wait until it is dead."""
-        self._process.send_signal(signal.SIGKILL)
-        assert self._process.wait() == -signal.SIGKILL
-
-    def was_killed(self) -> bool:
-        """Wait for its end; say whether SIGKILL has ended it."""
-        return self._process.wait() == -signal.SIGKILL
 
     def tell(self) -> None:
         """Let it go on."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        os.write(self._told, b"\n")
 
     def report(self) -> Any:  # noqa: ANN401
         """Wait for its end; return what it says last."""
         said = self.hear()
-        assert self._process.wait() == 0
+        assert self._wait() == 0
         return said
+
+    def kill(self) -> None:
+        """Kill it, and wait until it is dead."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.was_killed()
+
+    def was_killed(self) -> bool:
+        """Wait for its end; say whether SIGKILL has ended it."""
+        return self._wait() == -signal.SIGKILL
+
+    def interrupt(self) -> None:
+        """Send it Ctrl-C, and wait until it has ended by that."""
+        os.kill(self.pid, signal.SIGINT)
+        assert self._wait() == -signal.SIGINT
+
+    def _wait(self) -> int:
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
+        os.close(self._told)
+        self._heard.close()
+
+
+def _run(world: World, orders: dict[str, Any], told: int, said: int) -> None:
+    """Work in a forked process; never returns into the test that forked it."""
+    code = 1
+    try:
+        sys.stdin, sys.stdout = os.fdopen(told), os.fdopen(said, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        work(world, **orders)
+        code = 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001 - whatever it is, it is told
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def say(what: object) -> None:
@@ -339,6 +378,7 @@ def work(
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given = json.loads(sys.argv[1])
     orders = given.pop("orders")
     work(World(**given), **orders)

@@ -144,7 +144,7 @@ class TestPlans:
         if drop_last:
             assert shared == whole[: len(whole) - left]
         else:
-            assert shared == whole + whole[: (world - left) % world]
+            assert shared == whole + (whole * world)[: (world - left) % world]
         steps = min(cut, max(0, len(shared) // world - 1))
         before = Batches(given_, rank=0, world=world, **options)
         for _, step in zip(range(steps), before.steps(), strict=False):

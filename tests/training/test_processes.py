@@ -1,19 +1,23 @@
 """Several processes build one dataset: each output is made once, and nobody waits for the dead.
 
-The processes are real ones, with an interpreter of their own: see `builder`. What they encode is
-in a log that all of them append to.
+The processes are real ones, forked or with an interpreter of their own: see `builder`. What they
+encode is in a log that all of them append to.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import pickle
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,11 @@ from tests.api import (
     DatasetChangedError,
     DatasetError,
     EncoderError,
+    Leases,
     OutputMissingError,
     SmartCache,
     SourcesVanishedError,
+    StoreError,
 )
 from tests.processes.children import Child
 from tests.training.builder import Builder, World, image, value_of
@@ -79,7 +85,8 @@ class TestTogether:
         world.fill(60)
         with ExitStack() as stack:
             builders = [
-                stack.enter_context(Builder(world, is_held=True, pause=0.02)) for _ in range(count)
+                stack.enter_context(Builder(world, spawned=True, is_held=True, pause=0.02))
+                for _ in range(count)
             ]
             for builder in builders:
                 assert builder.hear() == "planned"
@@ -158,7 +165,7 @@ class TestTogether:
         """One for each key that is claimed would be more than many systems allow."""
         world = world.but(batch=100)
         world.fill(400)
-        with Builder(world, descriptors=64) as builder:
+        with Builder(world, spawned=True, descriptors=64) as builder:
             assert builder.report()["encoded"] == {"latent": 400}
 
 
@@ -167,7 +174,7 @@ class TestKilled:
         world = world.but(batch=3)
         world.fill(60)
         with ExitStack() as stack:
-            victim = stack.enter_context(Builder(world, hang_at=20))
+            victim = stack.enter_context(Builder(world, spawned=True, hang_at=20))
             others = [
                 stack.enter_context(Builder(world, is_held=True, pause=0.01)) for _ in range(2)
             ]
@@ -193,7 +200,7 @@ class TestKilled:
     ) -> None:
         world = world.but(batch=8)
         world.fill(3000)
-        with Builder(world, die_at=1000) as builder:
+        with Builder(world, spawned=True, die_at=1000) as builder:
             assert builder.was_killed()
         before = world.encodes()
         assert len(before) == 1000
@@ -256,10 +263,79 @@ class TestKilled:
             assert opened.wait_for(key, 10)
             assert opened.get_or_compute(key, lambda: {"": 1}) == {"": 1}
 
+    def test_ctrl_c_keeps_what_is_encoded_and_claims_nothing_any_more(
+        self, world: World, cache: SmartCache
+    ) -> None:
+        world = world.but(batch=2)
+        world.fill(20)
+        with Builder(world, hang_at=9) as builder:
+            assert builder.hear() == "hangs"
+            builder.interrupt()
+        with world.open(cache) as dataset:
+            assert dataset.build().encoded == {"latent": 12}
+            check(dataset, world)
+
 
 def _there(dataset: Dataset) -> list[int]:
     missing = set(dataset.outputs["latent"].missing.tolist())
     return [number for number in range(len(dataset.listing)) if number not in missing]
+
+
+def _is_alone(leases: Leases, marks: Path, seed: int) -> int:
+    """Hold and claim keys at random; fail if anybody else holds one of them at the same time."""
+    chance = random.Random(seed)
+    keys = [f"key {number}" for number in range(4)]
+    count = 0
+    for _ in range(60):
+        some = chance.sample(keys, chance.randint(1, 4))
+        with ExitStack() as stack:
+            if chance.random() < 0.5:
+                some = leases.try_hold(some, stack)
+            else:
+                stack.enter_context(leases.hold(some))
+            for key in some:
+                os.close(os.open(marks / key, os.O_CREAT | os.O_EXCL))
+            time.sleep(chance.random() * 0.001)
+            for key in some:
+                os.unlink(marks / key)
+            count += len(some)
+    return count
+
+
+class TestClaims:
+    @pytest.mark.parametrize("how", ["bytes", "files"])
+    def test_nobody_else_holds_what_is_claimed_nor_claims_what_is_held(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        if how == "files":  # a sandbox that knows no locks of bytes
+            real = fcntl.fcntl
+
+            def refuse(fd: int, command: int, *given: bytes) -> object:
+                if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
+                    raise OSError(errno.EINVAL, "Invalid argument")
+                return real(fd, command, *given)
+
+            monkeypatch.setattr(fcntl, "fcntl", refuse)
+        leases = Leases(tmp_path / "leases")
+        with ExitStack() as stack:
+            children = [
+                stack.enter_context(Child(partial(_is_alone, leases, tmp_path, seed)))
+                for seed in range(3)
+            ]
+            assert all(child.result() for child in children)
+        assert set(os.listdir(leases.directory)) <= {"claims"}
+
+    def test_who_asks_for_what_it_has_claimed_is_told(self, tmp_path: Path) -> None:
+        leases = Leases(tmp_path / "leases")
+        with ExitStack() as stack:
+            assert leases.try_hold(["a", "b", "a"], stack) == ["a", "b"]
+            with pytest.raises(StoreError, match="would wait for itself"), leases.hold("a"):
+                pass
+            assert leases.try_hold(["a", "c"], stack) == ["c"]
+        assert leases.busy("a") is None
+        with leases.hold("a", timeout=0):
+            assert leases.try_hold(["a"], stack) == []
+        stack.close()
 
 
 class TestEdits:
@@ -308,6 +384,7 @@ class TestEdits:
             dataset.plan()
             with pytest.raises(OutputMissingError):
                 dataset.batch([0])
+            assert dataset.outputs["latent"].missing.tolist() == [0, 1, 2]
             with Builder(world) as builder:
                 builder.report()
             check(dataset, world)
@@ -457,8 +534,6 @@ class TestSameProcess:
         with world.open(cache, pause=0.005) as one, world.open(cache, pause=0.005) as other:
             one.plan()
             plan = other.plan()
-            from concurrent.futures import ThreadPoolExecutor
-
             with ThreadPoolExecutor(2) as pool:
                 jobs: list[Callable[..., Any]] = [one.build, plan.execute]
                 reports = [job.result() for job in [pool.submit(each) for each in jobs]]

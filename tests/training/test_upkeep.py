@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +209,12 @@ class TestExport:
             assert len(dataset) == 2
             left_out = {(each.item, each.reason) for each in dataset.failed}
             assert {item for item, _ in left_out} == {"00001.png", "00002.png", "00003.png"}
+            reasons = str(dataset.plan())
             dataset.export(out)
             with cache.open_dataset(out) as exported:
                 same(dataset, exported)
                 assert {(each.item, each.reason) for each in exported.failed} == left_out
+                assert str(exported.plan()) == reasons
                 assert exported.plan().is_empty
 
     def test_keeps_trimmed_outputs_rows_and_metadata(self, cache: SmartCache, out: Path) -> None:
@@ -383,6 +386,12 @@ class TestExport:
             dataset.export(out)
         with cache.open_dataset(out) as exported:
             assert np.array_equal(exported.batch([0, 1], drop=dropped)["text"], wanted)
+
+
+def dump(dataset: Dataset) -> list[str]:
+    """Return all that the table of sources says."""
+    with closing(sqlite3.connect(dataset.table.path)) as database:
+        return list(database.iterdump())
 
 
 def plan_of(dataset: Dataset) -> dict[str, int]:
@@ -579,8 +588,10 @@ class TestClean:
                 lost.mkdir()
         with opened() as dataset:
             wanted = 2 if how == "subfolder" else 5
+            table = dump(dataset)
             plan = dataset.clean(force=True)
             assert plan.artifacts == wanted
+            assert dump(dataset) == table, "a plan forgets nothing"
             assert plan.execute().artifacts == wanted
             assert len(dataset.outputs["latent"].set) == 5 - wanted
         if how == "subfolder":
@@ -663,7 +674,7 @@ class TestClean:
             number = next(steps)
             world.fill(1, first=number)
             added.append(number)
-            with Builder(world) as builder:
+            with Builder(world, spawned=True) as builder:
                 assert builder.report()["encoded"] == {"latent": 1}
 
         with world.open(cache) as dataset:
