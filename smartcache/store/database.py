@@ -79,15 +79,18 @@ class Database:
         """How many seconds to wait for another process that writes; None: without limit."""
         self._waits = True
         self.on_wait: OnWait | None = None
-        self._connection: sqlite3.Connection | None
-        if read_only:
-            self._connection, self.is_new = connect_read_only(path), False
-        else:
-            self._connection, self.is_new = make_or_connect(
-                path, wal=wal, create=True, migrations=self.migrations
-            )
+        self._connection: sqlite3.Connection | None = None
         self._streams: set[sqlite3.Connection] = set()
-        _databases.add(self)
+        # Known before it is opened: a thread that forks waits until it is, and closes it first.
+        with self._gate:
+            with _registering:
+                _databases.add(self)
+            if read_only:
+                self._connection, self.is_new = connect_read_only(path), False
+            else:
+                self._connection, self.is_new = make_or_connect(
+                    path, wal=wal, create=True, migrations=self.migrations
+                )
 
     def close(self) -> None:
         """Close the connection; every further use is an error."""
@@ -309,13 +312,20 @@ class Database:
 
 
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
+_registering = threading.Lock()
 _forking: list[Database] = []
 
 
 def _before_fork() -> None:
-    _forking[:] = list(_databases)
-    for database in _forking:
-        database.fork_begins()
+    _forking.clear()
+    while True:  # other threads may open some while this one waits for a gate
+        with _registering:
+            new = [database for database in _databases if database not in _forking]
+        if not new:
+            return
+        for database in new:
+            database.fork_begins()
+            _forking.append(database)
 
 
 def _after_fork_in_parent() -> None:
@@ -325,6 +335,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _registering  # noqa: PLW0603 - another thread may have held it
+    _registering = threading.Lock()
     for database in _forking:
         database.fork_is_over(in_child=True)
     _forking.clear()

@@ -598,8 +598,10 @@ class _Look:
                 os.path.lexists(os.path.join(path, _base_of(name))) for name in known
             ):
                 vanished[path] = 0  # it is there, and no source any more
-            elif folder is None or not folder.found:
-                vanished[path] = len(known)
+            elif folder is None or (not folder.found and not os.listdir(path)):
+                vanished[path] = len(known)  # or it is where a drive was mounted
+            elif not folder.found:
+                vanished[path] = 0
             else:
                 drops += [(number, name) for name in missing]
         return drops, vanished

@@ -157,6 +157,13 @@ class SourceTable(Database):
         """Keep texts by their digests."""
         self._run_many("INSERT OR IGNORE INTO texts VALUES (?, ?)", list(texts.items()))
 
+    def drop_texts(self) -> None:
+        """Forget texts that no file has any more."""
+        with self.write():
+            self._run(
+                "DELETE FROM texts WHERE digest NOT IN (SELECT substr(memo, 33, 32) FROM files)"
+            )
+
     def text(self, digest: bytes) -> str | None:
         """Return a text by its digest."""
         row = self._one("SELECT text FROM texts WHERE digest = ?", digest)

@@ -92,8 +92,10 @@ def _copy_table(dataset: Dataset, target: Path) -> None:
     for left in ("", "-journal", "-wal", "-shm"):  # of a copy that was interrupted
         table.with_name(table.name + left).unlink(missing_ok=True)
     dataset.table.backup(table)
+    with closing(SourceTable(table, wal=False)) as copied:
+        copied.drop_texts()  # what was edited away is nobody's business elsewhere
     with closing(sqlite3.connect(table)) as database:
-        database.execute("PRAGMA journal_mode = DELETE")
+        database.execute("VACUUM")
     table.chmod(0o600)
     table.replace(target / "index.sqlite3")
 
@@ -302,6 +304,7 @@ class _Cleaning:
                     problems += done.problems
                 except (SmartcacheError, OSError) as error:
                     problems.append(f"{info.path}: {error}")
+        self.dataset.table.drop_texts()
         if self.force:
             self.dataset.table.forget_gone()
         self.dataset.change_document(

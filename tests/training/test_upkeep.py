@@ -763,3 +763,33 @@ def test_a_forced_plan_forgets_nothing_until_it_is_executed(
     assert dataset.clean(force=True).execute().artifacts == 4
     away.rename(photos.path)
     assert dataset.build().encoded == {"latent": 4}
+
+
+def test_an_export_has_no_captions_that_were_edited_away(
+    cache: SmartCache, photos: Photos, tmp_path: Path
+) -> None:
+    path = photos.add("a.png", "a secret word")
+    encoder = Encoder(Counting("caption"), reads="caption", depends_on=None)
+    sources = Sources(photos.path, sidecars={"caption": ".txt"})
+    dataset = cache.dataset("photos", sources, text=encoder)
+    dataset.build()
+    path.with_suffix(".txt").write_text("another")
+    dataset.build()
+    dataset.export(tmp_path / "out")
+    for file in (tmp_path / "out").rglob("*"):
+        assert not file.is_file() or b"a secret word" not in file.read_bytes()
+    with cache.open_dataset(tmp_path / "out") as opened:
+        assert opened.record(0)["caption"] == "another"
+
+
+def test_a_folder_that_has_only_folders_left_has_not_vanished(
+    cache: SmartCache, photos: Photos
+) -> None:
+    first = photos.add("a.png")
+    photos.add("more/b.png")
+    dataset = cache.dataset(
+        "photos", Sources(photos.path), latent=Encoder(Counting(), reads="file", depends_on=None)
+    )
+    dataset.build()
+    first.unlink()
+    assert dataset.clean().artifacts == 1
