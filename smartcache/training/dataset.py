@@ -528,7 +528,7 @@ class Dataset:
                 pinned=pinned, ragged=ragged,
             )  # fmt: skip
         listing = self.listing
-        values = [listing.values(number) for number in numbers.tolist()] if self._has_values else []
+        values = listing.values_of(numbers.tolist()) if self._has_values else []
         for name in dict.fromkeys(name for each in values for name in each):
             made.setdefault(name, [each.get(name) for each in values])
         made["name"] = [listing.name(number) for number in numbers.tolist()]

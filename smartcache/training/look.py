@@ -99,8 +99,8 @@ class Listing:
     part: array[int] = field(default_factory=lambda: array("i"))
     row: array[int] = field(default_factory=lambda: array("i"))
     """Its number in a list."""
-    rows: dict[int, list[str]] = field(default_factory=dict)
-    """By part: the rows of lists as the table has them. They are kept here: another process may
+    rows: dict[int, Sequence[bytes]] = field(default_factory=dict)
+    """By part: the rows of lists, as JSON. They are kept here: another process may
     look at another version of a list meanwhile, and then numbers mean other rows."""
     names: Sequence[bytes] = field(default_factory=list)
     """The names of files; of rows without one, their own names."""
@@ -162,9 +162,19 @@ class Listing:
             message = f"What a function said of {self.name(number)} is not in the table"
             raise DatasetChangedError(message, hint="Look at the sources again: dataset.plan().")
         if part.is_list:
-            block, line = divmod(self.row[number], BLOCK)
-            made |= json.loads(self.rows[at][block].split("\n")[line])
+            made |= json.loads(self.rows[at][self.row[number]])
         return made
+
+    def values_of(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the same of many sources; of rows, all at once."""
+        if len(self.parts) > 1 or not isinstance(self.parts[0].metadata, Mapping):
+            return [self.values(number) for number in numbers]
+        constant = self.parts[0].metadata
+        if not self.parts[0].is_list:
+            return [dict(constant) for _ in numbers]
+        rows = self.rows[0]
+        lines = b",".join([rows[self.row[number]] for number in numbers])
+        return [{**constant, **row} for row in json.loads(b"[" + lines + b"]")]
 
     def has(self, number: int, read: str) -> bool:
         """Say whether a source has something to read."""
@@ -208,8 +218,9 @@ class _Names(Sequence[bytes]):
         return len(self._ends) - 1
 
     def __getitem__(self, number: Any) -> Any:  # noqa: ANN401 - no slices are asked for
-        at = range(len(self))[number]
-        return self._data[int(self._ends[at]) : int(self._ends[at + 1])]
+        if number < 0:
+            raise IndexError(number)
+        return self._data[self._ends.item(number) : self._ends.item(number + 1)]
 
 
 def stat_key(path: str | Path) -> bytes:
@@ -458,6 +469,8 @@ class _Look:
                     else:
                         found[each] = key
                         unread.append(each)
+        if len(found) == len(known) and not unread:
+            folder.found = dict(known)  # the same, and in order
         return sorted(below, reverse=True)
 
     def _scan_fitting(self, folder: _Folder, part: Part) -> list[bytes]:
@@ -759,7 +772,11 @@ class _Look:
     # putting it together
 
     def _listing(self) -> Listing:
-        made = Listing(self.table, self.parts, rows=self.blocks, changes=self.changes)
+        made = Listing(self.table, self.parts, changes=self.changes)
+        made.rows = {
+            part: _Names("\n".join(blocks).encode("utf-8", "surrogatepass").split(b"\n"))
+            for part, blocks in self.blocks.items()
+        }
         made.found = {read: [] for read in self.reads if read != FILE}
         memos: dict[str, list[bytes]] = {read: [] for read in (FILE, *made.found)}
         orphans: list[str] = []
