@@ -45,10 +45,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=_measure.rounds)
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    _measure.rounds = arguments.rounds
     table = Table("Batches: the order, overlap, and other loaders")
     parts = arguments.only or PARTS
     if "plan" in parts:

@@ -153,3 +153,17 @@ def test_the_datasets_benchmark_refuses_a_disk_without_room(tmp_path: Path) -> N
     )
     assert done.returncode == 1
     assert "Give another folder with --dir, or smaller --sizes and --rows." in done.stderr
+
+
+def test_the_batches_benchmark_measures_all_sides() -> None:
+    command = [sys.executable, str(SCRIPTS / "batches.py"), "--json", "--rounds", "1"]
+    command += ["--samples", "64", "--items", "2000", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout[done.stdout.index("{\n") :])["rows"]
+    assert [row["job"].partition(":")[0] for row in rows[:4]] == [
+        "plan an epoch of 2,000 items in 40 buckets", "memory of that plan", "overlap", "overlap",
+    ]  # fmt: skip
+    peers = [row["peer"] for row in rows[4:]]
+    assert any(peer.startswith("torch DataLoader, 2 workers") for peer in peers)
+    assert peers[-1].startswith("get_batch alone")
