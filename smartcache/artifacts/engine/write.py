@@ -8,7 +8,7 @@ checksum never decides alone. If it is equal, the record points to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from smartcache.artifacts.engine.engine import Engine
 from smartcache.artifacts.engine.packs import PackWriter
@@ -40,7 +40,7 @@ _MORE = 4096
 """More than headers, padding and the key of a record take."""
 
 
-def put(  # noqa: PLR0915 - the hot path: one call after the other
+def put(
     engine: Engine,
     key: bytes,
     value: object,
@@ -50,8 +50,22 @@ def put(  # noqa: PLR0915 - the hot path: one call after the other
     durable: bool = False,
 ) -> None:
     """Keep a value under a key, in place of the one that it had."""
-    layout, inline, tensors = encode(value)
     about = b"" if metadata is None else encode_metadata(metadata)
+    put_encoded(engine, key, *encode(value), about, expires=expires, durable=durable)
+
+
+def put_encoded(  # noqa: PLR0913, PLR0915 - the hot path: one call after the other
+    engine: Engine,
+    key: bytes,
+    layout: bytes,
+    inline: bytes,
+    tensors: Sequence[memoryview],
+    about: bytes,
+    *,
+    expires: int = 0,
+    durable: bool = False,
+) -> None:
+    """Keep what `encode` and `encode_metadata` have made of a value, or what was read as such."""
     if (
         len(inline) > MOST_INLINE or len(about) > MOST_INLINE or len(tensors) > MOST_PARTS
         or len(layout) > MOST_BODY - ALIGN
