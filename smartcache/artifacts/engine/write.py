@@ -54,7 +54,7 @@ def put(
     put_encoded(engine, key, *encode(value), about, expires=expires, durable=durable)
 
 
-def put_encoded(  # noqa: PLR0913, PLR0915 - the hot path: one call after the other
+def put_encoded(
     engine: Engine,
     key: bytes,
     layout: bytes,
