@@ -7,11 +7,11 @@ one object. A layer is imported when it is first used.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from smartcache.config import Settings, with_home
 from smartcache.progress import Progress, silent
@@ -19,7 +19,7 @@ from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
-    from smartcache.artifacts import ArtifactSet, ArtifactSets, SetInfo
+    from smartcache.artifacts import ArtifactSet, ArtifactSets, Memoized, Memory, Rule, SetInfo
     from smartcache.folders.checks import Allow
     from smartcache.folders.dedup import DedupPlan
     from smartcache.folders.records import Scan
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SmartCache:
@@ -147,7 +150,7 @@ class SmartCache:
         """All sets of artifacts of this store."""
         return sets_of(self.store)
 
-    def artifacts(
+    def artifacts(  # noqa: PLR0913 - a set has so many options
         self,
         name: str,
         *,
@@ -156,13 +159,21 @@ class SmartCache:
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
+        unused_for: float | timedelta | None = None,
+        compression: Rule | None = None,
+        memory: float | str | Memory | None = None,
         read_only: bool = False,
     ) -> ArtifactSet:
         """Open the set of a name and a fingerprint, made if it is not there.
 
-        `max_size` (bytes) and `ttl` (from a put) bound it, `evictable=False` forbids to evict
-        anything of it, `durable` makes every put survive power loss. What is given is kept with
-        the set, what is not given stays as it was; `math.inf` takes a bound back.
+        `max_size` (bytes), `ttl` (from a put) and `unused_for` (from the last use) bound it,
+        `evictable=False` forbids to evict anything of it, `durable` makes every put survive power
+        loss, `compression` ("auto", "zstd", ..., or one for each field) makes what is put smaller.
+        What is given is kept with the set, what is not given stays as it was; `math.inf` takes a
+        bound back.
+
+        `memory` ("2GB", bytes, or a `Memory` that several sets share) keeps values that this
+        process has read.
 
         `read_only` writes nothing at all, not even when an artifact was used. The set must be
         there: SetFormatError if it is not. `smartcache.artifacts.ArtifactSets` opens sets of other
@@ -170,8 +181,41 @@ class SmartCache:
         """
         return self.sets.open(
             name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable,
-            read_only=read_only,
+            unused_for=unused_for, compression=compression, memory=memory, read_only=read_only,
         )  # fmt: skip
+
+    def memoize(
+        self,
+        *,
+        fingerprint: Mapping[str, object] | None = None,
+        ignore: Iterable[str] = (),
+        ttl: float | timedelta | None = None,
+        name: str | None = None,
+        max_size: float | None = None,
+        compression: Rule | None = None,
+        memory: float | str | Memory | None = None,
+    ) -> Callable[[Callable[P, R]], Memoized[P, R]]:
+        """Decorate a function whose results are to be kept: tensors, and plain values.
+
+        `fingerprint` says what a result depends on besides the arguments; without it the source of
+        the function counts. `ignore` names parameters that do not matter. The other options are
+        those of `artifacts`. The function gets `forget(...)`, for the result of one call,
+        `forget_all()`, `key(...)` and `artifacts()`, the set that has the results.
+        """
+        from smartcache.artifacts import memoized
+
+        def open_set(name: str, identity: Mapping[str, object]) -> ArtifactSet:
+            return self.artifacts(
+                name, fingerprint=identity, max_size=max_size, compression=compression,
+                memory=memory,
+            )  # fmt: skip
+
+        def decorate(function: Callable[P, R]) -> Memoized[P, R]:
+            return memoized(
+                function, open_set, name=name, fingerprint=fingerprint, ignore=ignore, ttl=ttl
+            )
+
+        return decorate
 
     def dataset(
         self,

@@ -157,6 +157,12 @@ class UnknownCodecError(ArtifactError, LookupError):
     name: str = ""
 
 
+class MissingCompressionError(ArtifactError, ImportError):
+    """A part of an artifact is, or is to be, compressed with a package that is not here."""
+
+    name: str = ""
+
+
 class BadKeyError(ArtifactError, ValueError):
     """The key cannot be used, or no key can be made of the config; `path` says of what in it."""
 

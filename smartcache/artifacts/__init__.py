@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from smartcache.artifacts.keys import Digests as Digests
     from smartcache.artifacts.keys import compute_key as compute_key
     from smartcache.artifacts.keys import register_key_rule as register_key_rule
+    from smartcache.artifacts.memoize import Memoized as Memoized
+    from smartcache.artifacts.memoize import memoized as memoized
+    from smartcache.artifacts.memory import Kept as Kept
+    from smartcache.artifacts.memory import Memory as Memory
     from smartcache.artifacts.modules import remember_module as remember_module
     from smartcache.artifacts.sample import Handle as Handle
     from smartcache.artifacts.sample import Sample as Sample
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from smartcache.artifacts.sets import (
         SetVictim as SetVictim,
     )
+    from smartcache.artifacts.values.compression import Rule as Rule
     from smartcache.artifacts.values.encode import register_codec as register_codec
     from smartcache.artifacts.values.refusals import path_text as path_text
     from smartcache.artifacts.values.refusals import shown as shown
@@ -83,10 +88,13 @@ _HOMES = {
     "engine.recover": ("Rebuilt", "SetVerifyReport"),
     "inspect": ("ArtifactInfo", "Shown"),
     "keys": ("Digests", "compute_key", "register_key_rule"),
+    "memoize": ("Memoized", "memoized"),
+    "memory": ("Kept", "Memory"),
     "modules": ("remember_module",),
     "sample": ("Handle", "Sample"),
     "setfolder": ("Difference", "Fingerprint", "check_name"),
     "sets": ("ArtifactSets", "SetPlan", "SetResult", "SetVictim"),
+    "values.compression": ("Rule",),
     "values.encode": ("register_codec",),
     "values.refusals": ("path_text", "shown"),
     "values.tensors": ("TensorSpec",),

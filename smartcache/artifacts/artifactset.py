@@ -11,14 +11,15 @@ kernel frees the lease of a process that dies, and the next one computes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -30,8 +31,10 @@ from smartcache.artifacts.engine.engine import Engine, open_engine
 from smartcache.artifacts.engine.records import ARTIFACT
 from smartcache.artifacts.engine.recover import SetVerifyReport
 from smartcache.artifacts.keys import Digests, check_key, check_keys, key_text
+from smartcache.artifacts.memory import Kept, Memory, locked
 from smartcache.artifacts.sample import Sample
 from smartcache.artifacts.setfolder import Fingerprint, Options, SetFolder, check_option
+from smartcache.artifacts.values.encode import decode_metadata
 from smartcache.artifacts.values.refusals import with_article
 from smartcache.errors import (
     ArtifactError,
@@ -50,6 +53,8 @@ _FOR_EVER = (1 << 32) - 1
 _TRIES = 20
 """How often keys are looked up again that compaction moves away."""
 _LONGEST_REASON = 2000
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+"""Seconds between two looks of a task at what somebody else computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +184,10 @@ class ArtifactSet:
         make_room: Callable[[], None] | None = None,
         room_step: int = 0,
         read_only: bool = False,
+        memory: Memory | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._engine = open_engine(folder, read_only=read_only)
+        self._engine = open_engine(folder, read_only=read_only, clock=clock)
         self._release = weakref.finalize(self, Engine.release_later, self._engine)
         self._threads = threads
         self._longest = longest
@@ -189,6 +196,9 @@ class ArtifactSet:
         self._room_step = room_step
         """Bytes that are written before all sets together are measured again."""
         self._measured = self._engine.written_size
+        self._memory = memory
+        self._where = str(folder.path)
+        """By which a memory tells it from other sets."""
 
     @property
     def name(self) -> str:
@@ -210,6 +220,11 @@ class ArtifactSet:
         """What its artifacts depend on."""
         return self._engine.folder.fingerprint
 
+    @property
+    def memory(self) -> Memory | None:
+        """What keeps values that were read; None: nothing does."""
+        return self._memory
+
     def __repr__(self) -> str:
         what = f"{len(self):,} artifacts" if self._release.alive else "closed"
         return f"<ArtifactSet {self.name} {self.id[:8]}: {what}>"
@@ -217,7 +232,7 @@ class ArtifactSet:
     def __reduce__(self) -> tuple[object, ...]:
         """Go to another process as its folder: it is opened there."""
         options = self._threads, self._longest, self._make_room, self._room_step
-        return _reopened, (self.path, *options, self._engine.read_only)
+        return _reopened, (self.path, *options, self._engine.read_only, self._memory)
 
     def __enter__(self) -> Self:
         return self
@@ -253,9 +268,11 @@ class ArtifactSet:
             ttl = options.ttl
         write.put(
             engine, check_key(key), value, metadata=metadata,
-            expires=0 if ttl is None and self._longest is None else _expiry(ttl, self._longest),
+            expires=0 if ttl is None and self._longest is None else self._expiry(ttl),
             durable=options.durable if durable is None else durable,
         )  # fmt: skip
+        if self._memory is not None:
+            self._memory.drop((self._where, key))
         if engine.churn >= engine.look_at or self._make_room is not None:
             self._keep_bounds()
 
@@ -279,7 +296,11 @@ class ArtifactSet:
     def delete_many(self, keys: Iterable[str]) -> int:
         """Delete artifacts; return how many there were. If the set is durable, so is that."""
         durable = self._engine.folder.options.durable
-        count = write.delete(self._engine, check_keys(keys), durable=durable)
+        stored = check_keys(keys)
+        count = write.delete(self._engine, stored, durable=durable)
+        if self._memory is not None:
+            for key in stored:
+                self._memory.drop((self._where, key_text(key)))
         self._keep_bounds()
         return count
 
@@ -346,30 +367,82 @@ class ArtifactSet:
         """
         return Sample(self._engine, read.hold(self._engine, [check_key(key)])[0])
 
-    def get(self, key: str, default: object = None) -> Any:  # noqa: ANN401 - whatever was put
-        """Return the whole value of an artifact; `default` if there is none, or a damaged one."""
-        is_there, value = self._look(check_key(key), None)
-        return value if is_there else default
+    def get(self, key: str, default: object = None, *, views: bool = False) -> Any:  # noqa: ANN401 - whatever was put
+        """Return the whole value of an artifact; `default` if there is none, or a damaged one.
 
-    def _look(self, key: bytes, validate: Callable[[Sample], object] | None) -> tuple[bool, object]:
-        """Return whether there is a valid artifact, and its value."""
-        engine = self._engine
-        found = engine.hold_one(key)
+        With `views`, numpy arrays in it are read-only, and those in memory are not copied.
+        """
+        kept = None if self._memory is None else self._kept(key)
+        if kept is not None:
+            return kept.views() if views else kept.get()
+        found = self._look(key, None)
         if found is None:
-            return False, None
+            return default
+        return locked(found[0]) if views else found[0]
+
+    def get_with_metadata(self, key: str) -> tuple[Any, Any] | None:
+        """Return the whole value of an artifact and what was put beside it; None: there is none."""
+        kept = None if self._memory is None else self._kept(key)
+        if kept is not None:
+            return kept.get(), kept.get_metadata()
+        found = self._look(key, None)
+        return None if found is None else (found[0], decode_metadata(found[1]))
+
+    def _kept(self, key: str) -> Kept | None:
+        """Return what memory has of an artifact, if that is what the set has now."""
+        memory, engine = self._memory, self._engine
+        kept = memory.find((self._where, key))  # type: ignore[union-attr]
+        if kept is None:
+            return None
+        catalog = engine.catalog
+        if catalog.clock() < kept.until and catalog.is_unchanged(kept.changes):
+            engine.hits += 1
+            return kept
+        changes = catalog.changes
+        found = engine.hold_one(check_key(key))
+        if found is None or (found[0].pack.nonce, found[0].offset) != kept.place:
+            memory.drop((self._where, key), stale=True)  # type: ignore[union-attr]
+            return None
+        kept.changes, kept.until = changes, self._until(found[0].expires)
+        return kept
+
+    def _until(self, expires: int) -> float:
+        """Return when what is in memory must be looked at again; then a use is noted, too."""
+        now, step = self._engine.catalog.clock(), self._engine.step
+        until = (now // step + 1) * step
+        return min(until, expires) if expires > now else until
+
+    def _look(
+        self, key: str, validate: Callable[[Sample], object] | None
+    ) -> tuple[object, bytes] | None:
+        """Return value and metadata (encoded) of an artifact that is valid; None: there is none."""
+        engine = self._engine
+        stored = check_key(key)
+        changes = engine.catalog.changes
+        found = engine.hold_one(stored)
+        if found is None:
+            return None
         try:
-            held = read.held(engine, key, *found)
+            held = read.held(engine, stored, *found)
             if validate is not None and not validate(Sample(engine, held)):
-                return False, None
+                return None
             try:
-                return True, read.read_value(held)
+                value, about = read.read_value(held)
             except DamagedArtifactError as error:
-                if not read.is_damaged(held):
-                    return True, read.read_value(held)
-                read.settle(engine, key, held.place, error)
+                if read.is_damaged(held):
+                    read.settle(engine, stored, held.place, error)
+                    return None
+                value, about = read.read_value(held)
         except (ArtifactNotFoundError, DamagedArtifactError):
-            pass
-        return False, None
+            return None
+        if self._memory is not None:
+            place = held.place
+            with suppress(TypeError):  # an object of a codec that cannot be copied
+                self._memory.keep((self._where, key), Kept(
+                    value, decode_metadata(about), place=(place.pack.nonce, place.offset),
+                    changes=changes, until=self._until(place.expires),
+                ))  # fmt: skip
+        return value, about
 
     def metadata(self, key: str) -> Any:  # noqa: ANN401
         """Return what was put beside a value; no tensor is read for it."""
@@ -396,6 +469,10 @@ class ArtifactSet:
             engine, check_keys(keys), lambda some: read.hold(engine, some), out,
             pinned=pinned, threads=self._threads if threads is None else threads, ragged=ragged,
         )  # fmt: skip
+
+    async def get_batch_async(self, keys: Sequence[str], **options: Any) -> dict[Any, Any]:  # noqa: ANN401 - those of `get_batch`
+        """Do what `get_batch` does, while other tasks of the event loop go on."""
+        return await asyncio.to_thread(self.get_batch, keys, **options)
 
     def select(self, keys: Sequence[str]) -> Selection:
         """Return artifacts by their position in a list of keys, for many random batches.
@@ -436,35 +513,100 @@ class ArtifactSet:
         many seconds, or a `Retry`) it is not tried again before, and RememberedFailureError says
         why. Damage is a miss. What is returned is always what was kept.
         """
-        stored = check_key(key)
-        is_there, value = self._look(stored, validate)
-        if is_there:
-            return value
+        if self._memory is not None and validate is None:
+            kept = self._kept(key)
+            if kept is not None:
+                return kept.get()
+        found = self._look(key, validate)
+        if found is not None:
+            return found[0]
         rule = Retry.of(remember_failures)
-        engine = self._engine
-        engine.refuse_read_only()
-        with engine.leases.hold(key, what="computing"):
-            is_there, value = self._look(stored, validate)
-            if is_there:
-                return value
-            if rule is not None:
-                reason = self._refusal(stored, rule)
-                if reason is not None:
-                    raise reason
-            try:
+        self._engine.refuse_read_only()
+        with self._engine.leases.hold(key, what="computing"):
+            found = self._look(key, validate)
+            if found is not None:
+                return found[0]
+            with self._remembering(key, rule):
                 made = compute()
-            except Exception as error:
-                if rule is not None:
-                    self._remember(stored, error)
-                raise
-            self.put(key, made, metadata=metadata, ttl=ttl)
-            engine.index.drop_failures([stored])
-            is_there, value = self._look(stored, validate)  # under the lease it is not evicted
-            if is_there:
-                return value
-            self.delete(key)
-            message = f"What was computed for {key} of {self.name} was refused by `validate`"
-            raise ArtifactError(message, hint="Check `validate` and the computation.")
+            return self._keep_made(key, made, metadata, validate, ttl)
+
+    async def get_or_compute_async(
+        self,
+        key: str,
+        compute: Callable[[], object],
+        *,
+        metadata: object = None,
+        validate: Callable[[Sample], object] | None = None,
+        ttl: float | timedelta | None = None,
+        remember_failures: bool | float | Retry | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Do what `get_or_compute` does, while other tasks of the event loop go on.
+
+        `compute` is a coroutine function, or is called in a thread. Who waits for another task,
+        thread or process holds no thread meanwhile; a task that is cancelled lets go of the key.
+        """
+        rule = Retry.of(remember_failures)
+        pause = _FIRST_PAUSE
+        while True:
+            if self._memory is not None and validate is None:
+                kept = self._kept(key)
+                if kept is not None:
+                    return kept.get()
+            found = await asyncio.to_thread(self._look, key, validate)
+            if found is not None:
+                return found[0]
+            self._engine.refuse_read_only()
+            with ExitStack() as stack:
+                if self._engine.leases.try_hold([key], stack, what="computing"):
+                    found = await asyncio.to_thread(self._look, key, validate)
+                    if found is not None:
+                        return found[0]
+                    with self._remembering(key, rule):
+                        made: object = (
+                            compute()
+                            if iscoroutinefunction(compute)
+                            else (await asyncio.to_thread(compute))
+                        )
+                        if isinstance(made, Awaitable):
+                            made = await made
+                    return await asyncio.to_thread(
+                        self._keep_made, key, made, metadata, validate, ttl
+                    )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @contextmanager
+    def _remembering(self, key: str, rule: Retry | None) -> Iterator[None]:
+        """Refuse what failed before, and remember if it does now; None: nothing is remembered."""
+        stored = check_key(key)
+        if rule is not None:
+            refusal = self._refusal(stored, rule)
+            if refusal is not None:
+                raise refusal
+        try:
+            yield
+        except Exception as error:
+            if rule is not None:
+                self._remember(stored, error)
+            raise
+
+    def _keep_made(
+        self,
+        key: str,
+        made: object,
+        metadata: object,
+        validate: Callable[[Sample], object] | None,
+        ttl: float | timedelta | None,
+    ) -> object:
+        """Keep what was computed, and return what was kept; under the lease it is not evicted."""
+        self.put(key, made, metadata=metadata, ttl=ttl)
+        self._engine.index.drop_failures([check_key(key)])
+        found = self._look(key, validate)
+        if found is not None:
+            return found[0]
+        self.delete(key)
+        message = f"What was computed for {key} of {self.name} was refused by `validate`"
+        raise ArtifactError(message, hint="Check `validate` and the computation.")
 
     def compute_many(
         self,
@@ -589,7 +731,7 @@ class ArtifactSet:
             return None
         reason, count, failed_at = known
         is_spent = rule.most is not None and count >= rule.most
-        if not is_spent and time.time() >= failed_at + rule.after:
+        if not is_spent and self._engine.catalog.clock() >= failed_at + rule.after:
             return None
         times = "once" if count == 1 else f"{count} times"
         message = f"Artifact {key_text(key)} of {self.name} failed {times}: {reason}"
@@ -600,7 +742,7 @@ class ArtifactSet:
 
     def remember_failure(self, key: str, reason: str) -> None:
         """Remember that an artifact cannot be computed, and why."""
-        now = int(time.time())
+        now = int(self._engine.catalog.clock())
         self._engine.index.add_failure(check_key(key), reason[:_LONGEST_REASON], now)
 
     def failures(self) -> list[Failure]:
@@ -676,7 +818,30 @@ class ArtifactSet:
 
     def evict(self) -> Eviction:
         """Bring the set within its bounds now; puts do so by themselves."""
+        self._engine.refuse_read_only()
         return compact.enforce(self._engine)
+
+    def sweep(self) -> Eviction:
+        """Delete what is past its time; until then it takes room, but nobody gets it."""
+        self._engine.refuse_read_only()
+        done = compact.evict(self._engine, compact.victims(self._engine))
+        self._keep_bounds()
+        return done
+
+    def _expiry(self, ttl: float | timedelta | None) -> int:
+        """Return when something that is put now is past its time; 0: never."""
+        longest = self._longest
+        if ttl is None:
+            seconds = math.inf if longest is None else longest
+        else:
+            seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
+            check_option("ttl", seconds)
+            seconds = seconds if longest is None else min(seconds, longest)
+        if seconds > _FOR_EVER:
+            return 0
+        # Times are kept in whole seconds: nothing ends before its time.
+        expires = math.ceil(self._engine.catalog.clock() + seconds)
+        return 0 if expires > _FOR_EVER else expires
 
     def _keep_bounds(self) -> None:
         """Let go what should go; nobody has asked for it, so what goes wrong is no error."""
@@ -726,7 +891,7 @@ def describe(engine: Engine) -> SetInfo:
     engine.flush()
     table = engine.catalog.snapshot()
     is_artifact = table.kind == ARTIFACT
-    times = compact.used_at(engine, table)[is_artifact]
+    times = engine.used_at(table)[is_artifact]
     used = datetime.fromtimestamp(int(times.max()), UTC) if len(times) else None
     return SetInfo(
         name=folder.name, id=folder.id, fingerprint=folder.fingerprint, path=folder.path,
@@ -736,21 +901,6 @@ def describe(engine: Engine) -> SetInfo:
     )  # fmt: skip
 
 
-def _expiry(ttl: float | timedelta | None, longest: float | None) -> int:
-    """Return when something is past its time; 0: never."""
-    if ttl is None:
-        seconds = math.inf if longest is None else longest
-    else:
-        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
-        check_option("ttl", seconds)
-        seconds = seconds if longest is None else min(seconds, longest)
-    if seconds > _FOR_EVER:
-        return 0
-    # Times are kept in whole seconds: nothing ends before its time.
-    expires = math.ceil(time.time() + seconds)
-    return 0 if expires > _FOR_EVER else expires
-
-
 def _reopened(
     path: Path,
     threads: int,
@@ -758,8 +908,9 @@ def _reopened(
     make_room: Callable[[], None] | None,
     room_step: int,
     read_only: bool,  # noqa: FBT001
+    memory: Memory | None,
 ) -> ArtifactSet:
     return ArtifactSet(
         SetFolder.read(path, read_only=read_only), threads=threads, longest=longest,
-        make_room=make_room, room_step=room_step, read_only=read_only,
+        make_room=make_room, room_step=room_step, read_only=read_only, memory=memory,
     )  # fmt: skip

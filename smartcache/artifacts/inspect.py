@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from smartcache.artifacts.engine import compact, read
+from smartcache.artifacts.engine import read
 from smartcache.artifacts.engine.engine import Engine
 from smartcache.artifacts.engine.records import ARTIFACT
 from smartcache.artifacts.keys import check_key, key_text
@@ -123,7 +123,7 @@ def inspect(engine: Engine, key: bytes) -> ArtifactInfo:
         message = f"Artifact {key_text(key)} of {engine.name} is damaged: {error}"
         raise DamagedArtifactError(message, hint="Run 'smartcache artifacts verify'.") from error
     hash_ = np.uint64(catalog.hashes(key)[0])
-    times = compact.used_at(engine, table)[table.hash == hash_]
+    times = engine.used_at(table)[table.hash == hash_]
     expires = place.expires
     return ArtifactInfo(
         key=key_text(key),
@@ -132,7 +132,7 @@ def inspect(engine: Engine, key: bytes) -> ArtifactInfo:
         expires_at=datetime.fromtimestamp(expires, UTC) if expires else None,
         is_pinned=catalog.is_pinned(key),
         size=place.size,
-        parts=_parts(layout, meta.inline),
+        parts=_parts(layout, meta.values),
         metadata=_shown("metadata", *_attempt(lambda: decode_metadata(meta.metadata))),
     )
 

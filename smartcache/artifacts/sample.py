@@ -87,7 +87,7 @@ class Sample(Mapping[Any, object]):
             return self._tensor(node.slot)
         if self._meta is None:
             self._meta = self._reading(read.read_meta)
-        return node.read(*self._need().layout.opened(self._meta.inline), self._tensor)
+        return node.read(*self._need().layout.opened(self._meta.values), self._tensor)
 
     def _tensor(self, slot: int) -> object:
         return self._reading(lambda held: read.read_tensor(held, slot))
@@ -102,7 +102,7 @@ class Sample(Mapping[Any, object]):
 
     def value(self) -> object:
         """Return the whole value, in memory of its own."""
-        return self._reading(read.read_value)
+        return self._reading(read.read_value)[0]
 
     @property
     def metadata(self) -> object:

@@ -35,6 +35,7 @@ from typing import Any, Final, Self
 
 from blake3 import blake3
 
+from smartcache.artifacts.values.compression import check_rule
 from smartcache.artifacts.values.refusals import (
     RefusedError,
     explain,
@@ -76,6 +77,7 @@ _HINTS: Final[dict[type, str]] = {
 _UNITS: Final = {
     "max_size": "It is in bytes: 10**9 is a gigabyte.",
     "ttl": "It is in seconds, or a timedelta.",
+    "unused_for": "It is in seconds, or a timedelta.",
 }
 _TO_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -129,10 +131,10 @@ def check_folder(path: Path) -> None:
 
 
 def check_option(name: str, value: object) -> None:
-    """Refuse a size or a time to live that is not a number above 0."""
+    """Refuse a size, a count or a time to live that is not a number above 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and value > 0):  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number above 0, not {value!r}", hint=_UNITS[name])
+        raise ConfigError(f"{name} must be a number above 0, not {value!r}", hint=_UNITS.get(name))
 
 
 def make_private(path: Path) -> None:
@@ -334,11 +336,16 @@ class Options:
     """False: nothing goes but what is deleted or past its time."""
     durable: bool = False
     """Every put survives power loss."""
+    unused_for: float | None = None
+    """Seconds from the last use after which an artifact is gone; None: never."""
+    compression: str | Mapping[str, str] = "none"
+    """How what is put is compressed: one word, or one for each field."""
 
     def __post_init__(self) -> None:
         for name in _UNITS:
             if getattr(self, name) is not None:
                 check_option(name, getattr(self, name))
+        check_rule(self.compression)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,11 @@ from pathlib import Path
 from smartcache.artifacts.artifactset import ArtifactSet, SetInfo, describe
 from smartcache.artifacts.engine import compact, recover, write
 from smartcache.artifacts.engine.compact import Victim
-from smartcache.artifacts.engine.engine import closed_here, engine_of
+from smartcache.artifacts.engine.engine import Engine, closed_here, engine_of
 from smartcache.artifacts.engine.recover import Rebuilt, SetVerifyReport
 from smartcache.artifacts.inspect import ArtifactInfo, Shown, find_key, inspect, structures
 from smartcache.artifacts.keys import key_text
+from smartcache.artifacts.memory import Memory
 from smartcache.artifacts.setfolder import (
     Fingerprint,
     Options,
@@ -33,6 +34,7 @@ from smartcache.artifacts.setfolder import (
     check_name,
     is_id,
 )
+from smartcache.artifacts.values.compression import Rule, check_rule, need_packages
 from smartcache.errors import ArtifactError, BadSetNameError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
 from smartcache.store.locks import lock
@@ -103,13 +105,16 @@ class ArtifactSets:
         threads: int = 2,
         max_size: int | None = None,
         ttl: float | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """Take the folder; `clock` is for tests, in place of the time of day."""
         self.root = Path(root)
+        self._clock = clock
         self._threads = min(threads, 2)
         self._max_size = max_size
         self._ttl = ttl
 
-    def open(
+    def open(  # noqa: PLR0913 - a set has so many options
         self,
         name: str,
         fingerprint: Mapping[str, object] | Fingerprint,
@@ -118,13 +123,17 @@ class ArtifactSets:
         ttl: float | timedelta | None = None,
         evictable: bool | None = None,
         durable: bool | None = None,
+        unused_for: float | timedelta | None = None,
+        compression: Rule | None = None,
+        memory: float | str | Memory | None = None,
         read_only: bool = False,
     ) -> ArtifactSet:
         """Open the set of a name and a fingerprint, made if it is not there.
 
         Options that are given are kept with the set; the others stay as they are. `math.inf` takes
-        a `max_size` or a `ttl` back. With `read_only` nothing is written, not even when artifacts
-        are used: it works on a read-only filesystem, and with the set of another user.
+        a `max_size`, a `ttl` or an `unused_for` back. `memory` is of this process alone. With
+        `read_only` nothing is written, not even when artifacts are used: it works on a read-only
+        filesystem, and with the set of another user.
         """
         made = fingerprint if isinstance(fingerprint, Fingerprint) else Fingerprint.of(fingerprint)
         if read_only:
@@ -133,9 +142,18 @@ class ArtifactSets:
                 hint = f"Open it without read_only to make it; {_LISTED}"
                 message = f"There is no set {name!r} with this fingerprint in {self.root}"
                 raise SetFormatError(message, hint=hint, path=path)
-            return self._opened(SetFolder.read(path, read_only=True), read_only=True)
-        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
-        given = {"max_size": max_size, "ttl": seconds, "evictable": evictable, "durable": durable}
+            return self._opened(SetFolder.read(path, read_only=True), memory, read_only=True)
+        if compression is not None:
+            check_rule(compression)
+            need_packages(compression)
+        given = {
+            "max_size": max_size, "evictable": evictable, "durable": durable,
+            "ttl": ttl.total_seconds() if isinstance(ttl, timedelta) else ttl,
+            "unused_for": (
+                unused_for.total_seconds() if isinstance(unused_for, timedelta) else unused_for
+            ),
+            "compression": dict(compression) if isinstance(compression, Mapping) else compression,
+        }  # fmt: skip
         changes = {
             key: None if value == math.inf else value
             for key, value in given.items()
@@ -143,19 +161,27 @@ class ArtifactSets:
         }
         folder = SetFolder.make(self.root, name, made, replace(Options(), **changes))  # type: ignore[arg-type]
         folder = folder.with_options(replace(folder.options, **changes))  # type: ignore[arg-type]
-        return self._opened(folder)
+        return self._opened(folder, memory)
 
     def open_id(self, info: SetInfo) -> ArtifactSet:
         """Open a set that is there."""
-        return self._opened(SetFolder.read(info.path))
+        return self._opened(SetFolder.read(info.path), None)
 
-    def _opened(self, folder: SetFolder, *, read_only: bool = False) -> ArtifactSet:
+    def _opened(
+        self, folder: SetFolder, memory: float | str | Memory | None, *, read_only: bool = False
+    ) -> ArtifactSet:
         most = None if read_only else self._max_size
+        if memory is not None and not isinstance(memory, Memory):
+            memory = Memory(memory)
         return ArtifactSet(
             folder, threads=self._threads, longest=self._ttl,
             make_room=None if most is None else self.make_room,
-            room_step=min(_UNASKED, (most or 0) // 16), read_only=read_only,
+            room_step=min(_UNASKED, (most or 0) // 16), read_only=read_only, memory=memory,
+            clock=self._clock,
         )  # fmt: skip
+
+    def _engine(self, path: Path) -> AbstractContextManager[Engine]:
+        return engine_of(path, clock=self._clock)
 
     # looking
 
@@ -198,12 +224,12 @@ class ArtifactSets:
 
     def structures(self, info: SetInfo) -> list[tuple[Shown, ...]]:
         """Return the parts of each kind of artifact that a set has; values are left out."""
-        with engine_of(info.path) as engine:
+        with self._engine(info.path) as engine:
             return structures(engine)
 
     def inspect(self, info: SetInfo, key: str) -> ArtifactInfo:
         """Return what an artifact is, by its key or the beginning of it."""
-        with engine_of(info.path) as engine:
+        with self._engine(info.path) as engine:
             return inspect(engine, find_key(engine, key))
 
     # removing
@@ -228,7 +254,7 @@ class ArtifactSets:
         ArtifactNotFoundError, or BadKeyError for a beginning of several, before anything is done.
         Room comes back when a pack is half dead; what has to wait for that is not in the result.
         """
-        with engine_of(info.path) as engine:
+        with self._engine(info.path) as engine:
             found = list(dict.fromkeys(find_key(engine, key) for key in keys))
             places = [engine.catalog.find(key, expired=True) for key in found]
         size = sum(place.size for place in places if place is not None)
@@ -238,7 +264,7 @@ class ArtifactSets:
         )  # fmt: skip
 
         def execute(_: SetPlan, progress: Progress) -> SetResult:
-            with engine_of(info.path) as engine:
+            with self._engine(info.path) as engine:
                 count = write.delete(engine, found)
                 engine.sync_all()
                 freed = compact.compact(engine, progress=progress).freed
@@ -251,7 +277,7 @@ class ArtifactSets:
         victims, warnings = [], []
         for info in infos:
             try:
-                with engine_of(info.path) as engine:
+                with self._engine(info.path) as engine:
                     size = sum(each.dead for each in compact.worth_compacting(engine, force=force))
             except (SmartcacheError, OSError) as error:
                 warnings.append(f"{info.full_name} cannot be compacted: {error}")
@@ -261,7 +287,7 @@ class ArtifactSets:
 
         def execute(plan: SetPlan, progress: Progress) -> SetResult:
             def one(victim: SetVictim) -> SetResult:
-                with engine_of(victim.info.path) as engine:
+                with self._engine(victim.info.path) as engine:
                     done = compact.compact(engine, force=force, progress=progress)
                 return SetResult(freed_size=done.freed)
 
@@ -282,7 +308,8 @@ class ArtifactSets:
         of all sets, until the rest fits. Pinned ones and sets that are not evictable stay. A set
         that cannot be read is a warning.
         """
-        since = None if unused_for is None else int(time.time() - unused_for.total_seconds())
+        now = (self._clock or time.time)()
+        since = None if unused_for is None else int(now - unused_for.total_seconds())
         chosen = self.infos() if infos is None else infos
         over = 0 if max_size is None else sum(each.live for each in chosen) - max_size
         found: list[tuple[SetInfo, Victim]] = []
@@ -292,7 +319,7 @@ class ArtifactSets:
             try:
                 if info.problem:
                     raise ArtifactError(info.problem)
-                with engine_of(info.path) as engine:
+                with self._engine(info.path) as engine:
                     some = compact.victims(engine, free=max(0, over), unused_since=since)
                     found += [(info, victim) for victim in some]
                     worth = compact.worth_compacting(engine, share=_PRUNED)
@@ -334,7 +361,7 @@ class ArtifactSets:
         reports = []
         for info in self.infos() if infos is None else infos:
             try:
-                with engine_of(info.path) as engine:
+                with self._engine(info.path) as engine:
                     reports.append(recover.verify(engine, full=full, progress=progress))
             except (SmartcacheError, OSError) as error:
                 cure = error.hint if isinstance(error, SmartcacheError) else ""
@@ -345,7 +372,7 @@ class ArtifactSets:
 
     def rebuild(self, info: SetInfo, *, progress: Progress = silent) -> Rebuilt:
         """Make the footers of a set again, where they are missing, from the records."""
-        with engine_of(info.path) as engine:
+        with self._engine(info.path) as engine:
             return recover.rebuild(engine, progress=progress)
 
 

@@ -111,6 +111,7 @@ def test_what_would_write_is_refused(reader: ArtifactSet, path: Path) -> None:
         lambda: reader.compact(force=True),
         lambda: reader.forget_failure("k1"),
         reader.evict,
+        reader.sweep,
     ]
     for act in acts:
         with pytest.raises(StoreUnwritableError, match="opened for reading only") as caught:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -237,6 +237,14 @@ class Catalog:
     def __init__(self, folder: Path, set_id: bytes, instance: bytes, *, read_only: bool) -> None:
         self.folder = folder
         self.read_only = read_only
+        self.clock: Callable[[], float] = now
+        """The time of day, by which artifacts are past their time."""
+        self.is_unused: Callable[[int, Place], bool] | None = None
+        """Says of an artifact, by its key hash, whether it was not used for too long."""
+        self.unused: Callable[[Table], Flags] | None = None
+        """Says the same of all rows of a table."""
+        self.changes: object = object()
+        """Another one whenever what is known has changed."""
         self.set_id = set_id
         self.seed = int.from_bytes(set_id[:8], "little")
         self.instance = instance
@@ -306,6 +314,20 @@ class Catalog:
             if vanished == self._vanished and not self._must_load:
                 return
 
+    def is_unchanged(self, since: object) -> bool:
+        """Say whether all is as it was when `changes` was that: quicker than another look."""
+        if since is not self.changes or not self._is_settled or self._must_load or self._fd < 0:
+            return False
+        for pack in self._open:
+            if not pack.is_own and self._size_of(pack) != pack.seen:
+                return False
+        return os.fstat(self._fd).st_mtime_ns == self._folder_time
+
+    def wrote(self, pack: Pack, entries: Sequence[Entry], end: int) -> None:
+        """Take note of what this process has written to a pack."""
+        pack.wrote(entries, end)
+        self.changes = object()
+
     def _size_of(self, pack: Pack) -> int:
         try:
             return os.stat(f"{pack.name}{SUFFIX}", dir_fd=self._fd).st_size
@@ -317,7 +339,7 @@ class Catalog:
             if not found.st_nlink:
                 message = f"The set {self.folder.parent.name} was removed"
                 raise ArtifactError(message, hint="Open it again.", path=self.folder)
-            now = time.time_ns()
+            listed = time.time_ns()
             # Opened for this: where a listing stands is shared with the processes of a fork.
             own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
             try:
@@ -339,8 +361,9 @@ class Catalog:
             # Last: what compaction has moved is found in its new pack by then, at every moment.
             for name in self._names.keys() - names:
                 self._drop(self._names[name])
+            self.changes = object()
             self._folder_time = found.st_mtime_ns
-            self._is_settled = is_known and now - found.st_mtime_ns > _COARSE
+            self._is_settled = is_known and listed - found.st_mtime_ns > _COARSE
 
     def _is_left(self, name: str) -> bool:
         """Say whether nobody writes a pack; where that cannot be told, somebody may."""
@@ -457,6 +480,7 @@ class Catalog:
         pack.seen = size
 
     def _sort_out(self) -> None:
+        self.changes = object()
         unsealed = [pack for pack in self._names.values() if not pack.is_sealed]
         self._open = tuple(pack for pack in unsealed if not pack.is_closed)
         self._with_tails = tuple(
@@ -536,6 +560,7 @@ class Catalog:
         if self._intakes.get(nonce, 0) >= seq:
             return
         self._intakes[nonce] = seq
+        self.changes = object()
         self._must_load |= any(pack.nonce == nonce for pack in list(self._names.values()))
 
     def ranks(self, pack: Pack, rows: Rows) -> Column:
@@ -584,6 +609,7 @@ class Catalog:
                 pieces += [self._columns(pack, each) for each in rows]
         # What only packs said that are gone is not so any more: they had the last word of it.
         self._pins, self._lost = pins, lost
+        self.changes = object()
         if before is None and not with_table:
             return
         table = _merged(pieces)
@@ -644,9 +670,15 @@ class Catalog:
                 best = self._place(table, row, info) if is_here else None
         if best is None or lost > seq:
             return None
-        if not best.expires or expired or best.expires > time.time() or self.is_pinned(key):
+        if expired or not self._is_late(hash_, best) or self.is_pinned(key):
             return best
         return None
+
+    def _is_late(self, hash_: int, place: Place) -> bool:
+        """Say whether an artifact is past its time, pinned or not."""
+        if place.expires and place.expires <= self.clock():
+            return True
+        return self.is_unused is not None and self.is_unused(hash_, place)
 
     def _in_tails(self, key: bytes, hash_: int) -> tuple[Place | None, int, int]:
         """Look a key up in the tails: its place, its number, and that of a record that is lost."""
@@ -689,13 +721,14 @@ class Catalog:
 
     def _many(self, keys: Sequence[bytes]) -> list[Place | None]:
         tails = [(pack, pack.newest) for pack in self._with_tails]  # before the table: see `_one`
-        is_plain = not self._lost and not any(pack.lost for pack, _ in tails)
+        is_plain = self.is_unused is None and not self._lost
+        is_plain = is_plain and not any(pack.lost for pack, _ in tails)
         table = self.table
         if table is None:
             if not self._wants_table(len(keys)):
                 return [self._one(key) for key in keys]
             table = self.loaded()
-        now = time.time()
+        now = self.clock()
         found: list[Place | None] = [None] * len(keys)
         seqs = [-1] * len(keys)
         if len(table.hash):
@@ -836,8 +869,9 @@ class Catalog:
     def is_live(self, table: Table) -> Flags:
         """Say of each row whether it is an artifact that is not past its time."""
         live: Flags = table.kind == ARTIFACT
-        now = time.time()
-        late = live & (table.expires > 0) & (table.expires <= now)
+        late = live & (table.expires > 0) & (table.expires <= self.clock())
+        if self.unused is not None:
+            late |= live & self.unused(table)
         if late.any():
             live = live & ~late
             for key in self.pinned():
@@ -910,6 +944,11 @@ class Catalog:
     def bad(self) -> list[str]:
         """The names of files that are no packs of this set."""
         return sorted(self._bad)
+
+
+def now() -> float:
+    """Return the time of day in seconds: the clock of every set that was given none."""
+    return time.time()
 
 
 def row_of(hashes: Column, twins: Column, hash_: int, twin: int) -> int:

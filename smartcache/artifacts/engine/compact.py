@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -79,7 +80,6 @@ _PAUSE = 300.0
 """Seconds after which a compaction is tried again that could not be done."""
 _NO_BOUND = 1 << 60
 _PIECE = 8 << 20
-_NANO = 1_000_000_000
 _PACK_SHIFT = np.uint64(40)
 
 Reason = Literal["expired", "unused", "over size"]
@@ -455,8 +455,8 @@ class _Copying:
         hash_, twin = key_hashes(meta.key, self.catalog.seed)
         pieces[0] = artifact_meta(
             writer.nonce, start, parts, meta.key, bytes(meta.inline), bytes(meta.metadata),
-            layout=layout, expires=head.expires, created=head.created, size=offset, seq=seq,
-            hash_=hash_,
+            flags=head.flags, layout=layout, expires=head.expires, created=head.created,
+            size=offset, seq=seq, hash_=hash_,
         )  # fmt: skip
         self._moved.update(new)
         self._add(pieces, offset, Entry(
@@ -483,7 +483,7 @@ class _Copying:
             writer = engine.new_writer(size, is_fresh=True)
         self.writer = writer
         self.own = self.catalog.own(writer.name)
-        writer.tell = self.own.wrote
+        writer.tell = partial(self.catalog.wrote, self.own)
         self._moved = {}
         return writer
 
@@ -591,34 +591,16 @@ class Eviction:
     size: int = 0
 
 
-def used_at(engine: Engine, table: Table) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return when each artifact of a snapshot was last used: read, or else put."""
-    times = (table.seq // np.uint64(_NANO)).astype(np.int64)
-    # The numbers of a pack that was merely copied here are no times: it was used when it came.
-    for pack in engine.catalog.known_packs():
-        if pack.is_foreign:
-            with suppress(OSError):
-                came = int(os.stat(engine.path / f"{pack.name}{SUFFIX}").st_mtime)
-                is_mine = (table.place >> _PACK_SHIFT) == pack.number
-                times[is_mine] = np.maximum(times[is_mine], came)
-    hashes, uses = engine.index.uses() if engine.has_index else (times[:0], times[:0])
-    if len(hashes):
-        at = np.minimum(np.searchsorted(hashes, table.hash), len(hashes) - 1)
-        times = np.where(hashes[at] == table.hash, np.maximum(times, uses[at]), times)
-    return times
-
-
 def victims(engine: Engine, *, free: int = 0, unused_since: int | None = None) -> Iterator[Victim]:
     """Choose what goes: what is past its time, what was not used since, then until `free` bytes.
 
     Never pinned artifacts, those that somebody is computing (a lease), nor those that this process
     has an open sample of.
     """
-    engine.flush()
     catalog = engine.catalog
     table = catalog.snapshot()
     is_artifact = table.kind == ARTIFACT
-    times = used_at(engine, table)
+    times = engine.used_at(table)
     late = np.flatnonzero(is_artifact & ~catalog.is_live(table))
     chosen = late
     if engine.folder.options.evictable and (free or unused_since is not None):

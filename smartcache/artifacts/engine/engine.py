@@ -17,8 +17,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from blake3 import blake3
 
 from smartcache.artifacts.engine.catalog import Catalog, Pack, Place, Table
@@ -26,6 +28,8 @@ from smartcache.artifacts.engine.index import NAME, SetIndex, open_index
 from smartcache.artifacts.engine.packs import (
     PACK_BYTES,
     SUFFIX,
+    Column,
+    Flags,
     LocalPack,
     PackWriter,
     new_nonce,
@@ -58,6 +62,7 @@ _DELAY = 0.25
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Goes on while the machine sleeps: what is put after a week of that was not used a week ago."""
 _HOUR = 3600
+_NANO = 1_000_000_000
 _MOST_NOTED = 1 << 16
 
 
@@ -90,6 +95,10 @@ class Engine:
         """How much churn there is to be before the bounds are looked at again."""
         self.compact_again_at = 0.0
         """When compaction is tried again, by the monotonic clock."""
+        self.unused_for = 0.0
+        """Seconds from its last use after which an artifact is gone; 0: never."""
+        self.step = _HOUR
+        """Seconds to which uses are remembered."""
         self._own: Pack | None = None
         self._stat = os.stat(folder.path)
         self._index: SetIndex | None = None
@@ -99,6 +108,7 @@ class Engine:
         self._last_seq = 0
         self._users = 0
         self._is_open = True
+        self.follow(folder)
         self._begin_again()
         _engines.add(self)
 
@@ -110,8 +120,27 @@ class Engine:
         self._flush_gate = threading.Lock()
         self._uses: dict[int, int] = {}
         """By key hash: uses that are not written down yet."""
+        self._flushing: dict[int, int] = {}
+        """Those that are being written down."""
         self._noted: dict[bytes, int] = {}
         """The hour in which a use was noted, of artifacts that are in no table."""
+
+    def follow(self, folder: SetFolder) -> None:
+        """Have the options that the set has now."""
+        self.folder = folder
+        unused_for = folder.options.unused_for
+        if unused_for is None or self.read_only:  # who reads only, sees no uses
+            self.catalog.is_unused = self.catalog.unused = None
+            self.unused_for, self.step = 0.0, _HOUR
+        else:
+            self.unused_for = unused_for
+            self.step = max(1, min(_HOUR, int(unused_for / 10)))
+            self.catalog.is_unused, self.catalog.unused = self._is_unused, self._unused
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has closed it."""
+        return self._is_open
 
     @property
     def name(self) -> str:
@@ -181,7 +210,7 @@ class Engine:
             source = self.catalog.files[place.pack.name]
         except FileNotFoundError:
             return self.hold([key])[0]
-        if table is None or table.used.item(place.row) != int(time.time()) // _HOUR:
+        if table is None or table.used.item(place.row) != int(self.catalog.clock()) // self.step:
             self._note_uses([key], [place])
         else:
             self.hits += 1
@@ -251,7 +280,7 @@ class Engine:
             self._refuse_removed()
             writer = self.new_writer(size, is_fresh=False)
         self._own = self.catalog.own(writer.name)
-        writer.tell = self._own.wrote
+        writer.tell = partial(self.catalog.wrote, self._own)
         self.writer = writer
         return writer
 
@@ -275,7 +304,7 @@ class Engine:
         now = time.clock_gettime_ns(_CLOCK)
         # Sequence numbers are times: what was never read was last used when it was put. Whoever
         # writes meanwhile has the base that is there: so another one is higher by the least only.
-        base = max(bases, default=int(time.time() * 1e9) - now)
+        base = max(bases, default=int(catalog.clock() * 1e9) - now)
         self._base = max(base, highest + 1 - now)
         # As long as somebody writes with a base, there is a pack that says so: the writer's own.
         mine = [
@@ -376,8 +405,8 @@ class Engine:
             self.hits += len(places)
             self.note_rows(table, [place.row for place in places])  # type: ignore[union-attr]
             return
-        now = int(time.time())
-        hour = now // _HOUR
+        now = int(self.catalog.clock())
+        hour = now // self.step
         new: dict[int, int] = {}
         for key, place in zip(keys, places, strict=True):
             if place is None:
@@ -400,25 +429,73 @@ class Engine:
 
     def note_rows(self, table: Table, rows: list[int]) -> None:
         """Remember that artifacts of a table are used."""
-        now = int(time.time())
-        if not self.read_only and (table.used[rows] != now // _HOUR).any():
-            table.used[rows] = now // _HOUR
+        now = int(self.catalog.clock())
+        if not self.read_only and (table.used[rows] != now // self.step).any():
+            table.used[rows] = now // self.step
             self._uses.update(dict.fromkeys(table.hash[rows].tolist(), now))
             background.soon(self)
 
     def touch(self, key: bytes) -> None:
         """Count an artifact as used now."""
+        self.refuse_read_only()
         self.need([key])
-        self._uses[self.catalog.hashes(key)[0]] = int(time.time())
+        self.note_use(self.catalog.hashes(key)[0])
         self.flush()
+
+    def note_use(self, hash_: int) -> None:
+        """Remember that an artifact is used, by its key hash."""
+        if not self.read_only:
+            self._uses[hash_] = int(self.catalog.clock())
+            background.soon(self)
+
+    def used_at(self, table: Table) -> Column:
+        """Return when each artifact of a snapshot was last used: read, or else put."""
+        self.flush()
+        times = (table.seq // np.uint64(_NANO)).astype(np.int64)
+        # The numbers of a pack that was merely copied here are no times: it was used when it came.
+        for pack in self.catalog.known_packs():
+            if pack.is_foreign:
+                is_mine = (table.place >> np.uint64(40)) == pack.number
+                times[is_mine] = np.maximum(times[is_mine], self._came(pack))
+        hashes, uses = self.index.uses() if self.has_index else (times[:0], times[:0])
+        if len(hashes):
+            at = np.minimum(np.searchsorted(hashes, table.hash), len(hashes) - 1)
+            times = np.where(hashes[at] == table.hash, np.maximum(times, uses[at]), times)
+        return times
+
+    def _came(self, pack: Pack) -> int:
+        try:
+            return int(os.stat(self.path / f"{pack.name}{SUFFIX}").st_mtime)
+        except OSError:
+            return 0
+
+    def _is_unused(self, hash_: int, place: Place) -> bool:
+        """Say whether an artifact was not used for too long.
+
+        Uses are noted in steps, and written down a little later: nothing goes before its time.
+        """
+        late = self.catalog.clock() - self.unused_for - self.step
+        if place.seq // _NANO > late or (place.pack.is_foreign and self._came(place.pack) > late):
+            return False
+        # From what is noted last to what was written first: none is missed on its way.
+        for noted in (self._uses, self._flushing):
+            if noted.get(hash_, 0) > late:
+                return False
+        return not self.has_index or self.index.last_use(hash_) <= late
+
+    def _unused(self, table: Table) -> Flags:
+        found: Flags = self.used_at(table) <= self.catalog.clock() - self.unused_for - self.step
+        return found
 
     def flush(self) -> None:
         """Write down when artifacts were last used."""
         with self._flush_gate:
             while self._uses and self._is_open:
-                uses, self._uses = self._uses, {}
+                uses = self._flushing = self._uses
+                self._uses = {}
                 try:
                     self.index.add_uses(uses)
+                    self._flushing = {}
                 except FileNotFoundError:
                     if self.path.exists():
                         raise
@@ -556,22 +633,29 @@ _forking: list[threading.RLock] = []
 """What is held during a fork, so that nobody is in the middle of something."""
 
 
-def open_engine(folder: SetFolder, *, read_only: bool = False) -> Engine:
-    """Return the engine of a folder, with one user more; all in this process share it."""
+def open_engine(
+    folder: SetFolder, *, read_only: bool = False, clock: Callable[[], float] | None = None
+) -> Engine:
+    """Return the engine of a folder, with one user more; all in this process share it.
+
+    `clock` is from then on the clock of all of them.
+    """
     with _registry_gate:
         known = (str(folder.path), read_only)
         found = _open_engines.get(known)
         if found is None:
             found = _open_engines[known] = Engine(folder, read_only=read_only)
-        found.folder = folder  # its options may be others now
+        found.follow(folder)  # its options may be others now
+        if clock is not None:
+            found.catalog.clock = clock
         found._users += 1  # noqa: SLF001
         return found
 
 
 @contextmanager
-def engine_of(path: Path, *, read_only: bool = False) -> Iterator[Engine]:
+def engine_of(path: Path, *, clock: Callable[[], float] | None = None) -> Iterator[Engine]:
     """Have the set of a folder open for the length of a block."""
-    engine = open_engine(SetFolder.read(path, read_only=read_only), read_only=read_only)
+    engine = open_engine(SetFolder.read(path), clock=clock)
     try:
         yield engine
     finally:

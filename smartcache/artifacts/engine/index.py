@@ -107,6 +107,11 @@ class SetIndex(Database):
         with self.write():
             self._run_many(sql, [(_signed(each), time) for each, time in uses.items()])
 
+    def last_use(self, hash_: int) -> int:
+        """Return when an artifact was last used, by the hash of its key; 0: it is not noted."""
+        row = self._one("SELECT used_at FROM uses WHERE hash = ?", _signed(hash_))
+        return 0 if row is None else int(row[0])
+
     def uses(self) -> tuple[Column, Column]:
         """Return the hashes, sorted, and when each was last used."""
         rows = self._all("SELECT hash, used_at FROM uses")

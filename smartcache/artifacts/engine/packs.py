@@ -652,10 +652,11 @@ class PackWriter:
             self.layouts[body] = found
         return found
 
-    def holds(self, offset: int, tensor: memoryview) -> bool:
+    def holds(self, offset: int, tensor: bytes | memoryview) -> bool:
         """Say whether the pack has these very bytes at an offset."""
         stored = bytearray(len(tensor))
-        return os.preadv(self._fd, [stored], offset) == len(tensor) and stored == tensor
+        found = os.preadv(self._fd, [stored], offset)
+        return found == len(tensor) and stored == tensor  # type: ignore[comparison-overlap]
 
     def _reserve(self, size: int) -> None:
         """Ask the filesystem for room behind the end: on ext4, appends take a quarter less time.

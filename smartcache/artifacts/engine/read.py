@@ -39,6 +39,7 @@ from smartcache.artifacts.engine.records import (
     parse_meta,
 )
 from smartcache.artifacts.keys import key_text
+from smartcache.artifacts.values.compression import expand, expand_inline
 from smartcache.artifacts.values.layout import Layout
 from smartcache.artifacts.values.tensors import TensorSpec
 from smartcache.errors import (
@@ -58,7 +59,7 @@ _MOST_PIECES = 300
 _TRIES = 5
 _PROBES = 64
 """Batches that are asked for whether they are in memory after one that had to wait."""
-_LENGTHS = struct.Struct("<HII")
+_LENGTHS = struct.Struct("<BHIII")
 _SCRAP = bytearray(64)
 """Where the zeros between tensors are read to."""
 
@@ -159,9 +160,11 @@ def fill(held: Held, targets: Sequence[Buffer]) -> Meta:
         entry_of(meta, 0, place.offset)  # nothing lies outside of the pack
         for number, (spec, target) in enumerate(zip(specs, targets, strict=True)):
             part = meta.part(number)
-            if part.codec or part.nbytes != spec.nbytes:
-                raise DamagedArtifactError("a tensor of it has an unknown form")
-            source.read(place.offset + part.offset, [target], part.stored)
+            if part.nbytes != spec.nbytes:
+                raise DamagedArtifactError("its record and its layout do not fit")
+            read_part(held, part, target)
+        place.note_verified()
+        return meta
     at = 4
     for target in targets:
         if checksum(target) != meta.parts[at]:  # type: ignore[arg-type]
@@ -171,27 +174,46 @@ def fill(held: Held, targets: Sequence[Buffer]) -> Meta:
     return meta
 
 
+def read_part(held: Held, part: Part, target: Buffer) -> None:
+    """Read a tensor into memory of the right size, verified and decompressed."""
+    stored = bytearray(part.stored) if part.codec else target
+    held.source.read(held.place.offset + part.offset, [stored], part.stored)
+    if checksum(stored) != part.checksum:  # type: ignore[arg-type]
+        raise DamagedArtifactError("the checksum of a tensor of it is wrong")
+    if part.codec:
+        expand(part.codec, stored, target)  # type: ignore[arg-type]
+
+
 def check_room(held: Held) -> None:
     """Refuse, before any memory is taken, what is larger than the pack that it should lie in."""
     size = held.source.size
-    if size < held.place.offset + held.place.size or any(
-        spec.nbytes > size for spec in held.layout.tensors
-    ):
+    if size < held.place.offset + held.place.size:
         raise DamagedArtifactError("its pack ends before it does")
+    large = [slot for slot, spec in enumerate(held.layout.tensors) if spec.nbytes > size]
+    if large:  # compressed, or else not what was put
+        meta = read_meta(held)
+        entry_of(meta, 0, held.place.offset)
+        if any(
+            not meta.part(slot).codec or meta.part(slot).nbytes != held.layout.tensors[slot].nbytes
+            for slot in large
+        ):
+            raise DamagedArtifactError("its pack ends before it does")
 
 
-def inline_of(data: bytes, key: bytes) -> bytes:
-    """Return the inline bytes of a record that was verified before."""
-    key_size, parts, inline = _LENGTHS.unpack_from(data, 6)
+def small_of(data: bytes, key: bytes) -> tuple[bytes, bytes]:
+    """Return the inline bytes and the metadata of a record that was verified before."""
+    method, key_size, parts, inline, metadata = _LENGTHS.unpack_from(data, 5)
     start = BODY_AT + PART_BYTES * parts
     middle = start + key_size
     if data[start:middle] != key:
         raise DamagedArtifactError("its record is not the one that was written")
-    return data[middle : middle + inline]
+    end = middle + inline
+    found = data[middle:end]
+    return expand_inline(method, found) if method else found, data[end : end + metadata]
 
 
-def read_value(held: Held) -> object:
-    """Return the whole value of an artifact, in memory of its own."""
+def read_value(held: Held) -> tuple[object, bytes]:
+    """Return the whole value of an artifact, in memory of its own, and its metadata, encoded."""
     place, layout = held.place, held.layout
     specs = layout.tensors
     is_verified = place.is_verified
@@ -201,16 +223,17 @@ def read_value(held: Held) -> object:
         memory = held.source.view(place.offset, place.offset + place.size)
         if memory is not None:
             at = place.meta
-            inline = inline_of(memory[:at].tobytes(), held.key)
+            inline, about = small_of(memory[:at].tobytes(), held.key)
             tensors = []
             for spec in specs:
                 size = spec.nbytes
                 tensors.append(spec.copied(memory[at : at + size]))
                 at += size + 63 & ~63
-            return layout.decode(inline, tensors.__getitem__)
+            return layout.decode(inline, tensors.__getitem__), about
     made = [spec.new() for spec in specs]
     meta = fill(held, [target for _, target in made])
-    return layout.decode(meta.inline, [each for each, _ in made].__getitem__)
+    value = layout.decode(meta.values, [each for each, _ in made].__getitem__)
+    return value, bytes(meta.metadata)
 
 
 class Encoded(NamedTuple):
@@ -229,7 +252,7 @@ def read_encoded(engine: Engine, held: Held) -> Encoded:
     tensors = [memoryview(bytearray(spec.nbytes)) for spec in held.layout.tensors]
     meta = fill(held, tensors)
     layout = engine.catalog.layout_body(held.place.pack, held.place.layout)
-    return Encoded(layout, bytes(meta.inline), tensors, bytes(meta.metadata), meta.head.expires)
+    return Encoded(layout, bytes(meta.values), tensors, bytes(meta.metadata), meta.head.expires)
 
 
 def read_tensor(held: Held, slot: int) -> object:
@@ -240,8 +263,11 @@ def read_tensor(held: Held, slot: int) -> object:
         fill(held, [target for _, target in made])
         return made[slot][0]
     tensor, target = held.layout.tensors[slot].new()
-    part = _part(held, slot)
-    held.source.read(held.place.offset + part.offset, [target], part.stored)
+    if held.place.is_plain:
+        start, size = _plain_part(held, slot)
+        held.source.read(start, [target], size)
+    else:
+        read_part(held, read_meta(held).part(slot), target)
     return tensor
 
 
@@ -249,22 +275,29 @@ def view_tensor(held: Held, slot: int) -> Bytes:
     """Return the bytes of a tensor where they lie, read-only; verified the first time."""
     if not held.place.is_verified_by_now:
         read_through(held)
-    part = _part(held, slot)
-    start = held.place.offset + part.offset
     source = held.source
-    found = source.view(start, start + part.stored) if source.is_whole else None
-    if found is None:
-        found = np.empty(part.stored, np.uint8)
-        source.read(start, [found], part.stored)
-    return found
-
-
-def _part(held: Held, slot: int) -> Part:
+    part = None
     if held.place.is_plain:
-        specs = held.layout.tensors
-        at = held.place.meta + sum(padded(spec.nbytes) for spec in specs[:slot])
-        return Part(at, specs[slot].nbytes, 0, specs[slot].nbytes, 0)
-    return read_meta(held).part(slot)
+        start, size = _plain_part(held, slot)
+    else:
+        part = read_meta(held).part(slot)
+        start, size = held.place.offset + part.offset, part.stored
+    if part is not None and part.codec:
+        found = np.empty(part.nbytes, np.uint8)
+        read_part(held, part, found)
+        return found
+    mapped = source.view(start, start + size) if source.is_whole else None
+    if mapped is None:
+        mapped = np.empty(size, np.uint8)
+        source.read(start, [mapped], size)
+    return mapped
+
+
+def _plain_part(held: Held, slot: int) -> tuple[int, int]:
+    """Return where a tensor lies in the pack, and its length: they follow one after the other."""
+    specs = held.layout.tensors
+    before = sum(padded(spec.nbytes) for spec in specs[:slot])
+    return held.place.offset + held.place.meta + before, specs[slot].nbytes
 
 
 def read_through(held: Held) -> None:
@@ -419,7 +452,7 @@ class _Batch:
                 self.unread.append(index)
                 continue
             try:
-                plan.keep(index, inline_of(memory[start:at].tobytes(), key))
+                plan.keep(index, small_of(memory[start:at].tobytes(), key)[0])
             except DamagedArtifactError as error:
                 raise _DamagedInBatchError(self.held[index], str(error)) from error
             plan.indices.append(index)
@@ -470,7 +503,7 @@ class _Batch:
             if checksum(target) != value:
                 raise DamagedArtifactError("the checksum of a tensor of it is wrong")
         place.note_verified()
-        plan.keep(index, meta.inline)
+        plan.keep(index, meta.values)
         return True
 
     def _read_odd(self, index: int, each: Held, plan: _Plan) -> None:
@@ -485,7 +518,7 @@ class _Batch:
                 tensor, memory = spec.new()
                 made.append(tensor)
                 targets.append(memory)
-        plan.keep(index, fill(each, targets).inline, made)
+        plan.keep(index, fill(each, targets).values, made)
 
 
 class _DamagedInBatchError(Exception):
@@ -788,7 +821,7 @@ class Selection:
                     meta = read_meta(each)
                 except DamagedArtifactError as error:
                     raise settle(self._engine, each.key, each.place, error) from error
-                found[start + number] = node.read(*each.layout.opened(meta.inline), _no_tensor)
+                found[start + number] = node.read(*each.layout.opened(meta.values), _no_tensor)
         return found
 
     def lengths(

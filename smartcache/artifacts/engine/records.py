@@ -7,7 +7,9 @@ multiple of 64 too:
     header    what it is, its lengths, sequence number and key hash; a checksum of these, seeded
               with a random number of the pack and with the place: a copy of a record inside of a
               tensor, or at another place, is never taken for a record
-    body      a checksum of the rest of it; a `Part` for each tensor; key, inline bytes, metadata
+    body      a checksum of the rest of it; a `Part` for each tensor; key, inline bytes, metadata.
+              Tensors and inline bytes may be compressed (`values.compression`): a part says how,
+              and of the inline bytes the flags of the header
 
     kind      what its body has
     artifact  parts, key, inline bytes, metadata; the header says where in the pack its layout is
@@ -34,6 +36,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest, xxh3_128_digest, xxh3_128_intdigest
 
 from smartcache.artifacts.keys import key_text
+from smartcache.artifacts.values.compression import LARGEST, expand_inline
 from smartcache.errors import BadKeyError, DamagedArtifactError, SetFormatError
 
 ALIGN = 64
@@ -126,6 +129,7 @@ class Header(NamedTuple):
 
     kind: int
     flags: int
+    """Of an artifact: how its inline bytes are compressed. Of an `end`: whether it is sealed."""
     key: int
     """Length of the key."""
     parts: int
@@ -217,13 +221,13 @@ def bare_record(
 
 def artifact_meta(  # noqa: PLR0913 - a record has so many parts
     nonce: int, offset: int, parts: list[int], key: bytes, inline: bytes, metadata: bytes,
-    *, layout: int, expires: int, created: int, size: int, seq: int, hash_: int,
+    *, flags: int, layout: int, expires: int, created: int, size: int, seq: int, hash_: int,
 ) -> bytes:  # fmt: skip
     """Return an artifact's record up to its tensors. `parts`: the numbers of all `Part`s."""
     count = len(parts) // 5
     body = b"".join((parts_struct(count).pack(*parts), key, inline, metadata))
     text = _HEADER.pack(
-        _MAGIC, ARTIFACT, 0, len(key), count, len(inline), len(metadata), layout >> 6, expires,
+        _MAGIC, ARTIFACT, flags, len(key), count, len(inline), len(metadata), layout >> 6, expires,
         created, size, seq, hash_,
     )  # fmt: skip
     return b"".join((
@@ -240,7 +244,14 @@ class Meta(NamedTuple):
     parts: tuple[int, ...]
     """Five numbers for each part."""
     inline: memoryview
+    """As it is stored."""
     metadata: memoryview
+
+    @property
+    def values(self) -> bytes | memoryview:
+        """The inline bytes, decompressed."""
+        flags = self.head.flags
+        return expand_inline(flags, self.inline) if flags else self.inline
 
     def part(self, number: int) -> Part:
         """Return one of the parts."""
@@ -428,7 +439,7 @@ def entry_of(meta: Meta, seed: int, offset: int) -> Entry:
         is_inside = head.meta <= part.offset <= head.size - part.stored
         if not is_inside and not PACK_HEADER_BYTES <= start <= offset - part.stored:
             raise DamagedArtifactError("a tensor of it lies outside of its pack")
-        if not part.codec and part.nbytes != part.stored:
+        if part.nbytes != part.stored if not part.codec else part.nbytes > LARGEST:
             raise DamagedArtifactError("the lengths of a tensor of it do not fit")
     return Entry(
         head.kind, *hashes, head.seq, offset, head.size, head.meta, head.layout << 6,

@@ -7,7 +7,6 @@ checksum never decides alone. If it is equal, the record points to it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from smartcache.artifacts.engine.engine import Engine
@@ -33,6 +32,7 @@ from smartcache.artifacts.engine.records import (
     plain_record,
     small_entry,
 )
+from smartcache.artifacts.values.compression import Stored, compress
 from smartcache.artifacts.values.encode import encode, encode_metadata
 from smartcache.errors import UnsupportedValueError
 
@@ -54,7 +54,7 @@ def put(
     put_encoded(engine, key, *encode(value), about, expires=expires, durable=durable)
 
 
-def put_encoded(
+def put_encoded(  # noqa: C901, PLR0915 - the hot path: one call after the other
     engine: Engine,
     key: bytes,
     layout: bytes,
@@ -72,10 +72,16 @@ def put_encoded(
     ):  # fmt: skip
         hint = "Put large data as tensors or arrays."
         raise UnsupportedValueError("the value is too large to be kept", hint=hint)
-    sums = [checksum(tensor) for tensor in tensors]
-    sizes = [len(tensor) for tensor in tensors]
+    lengths = [len(tensor) for tensor in tensors]
+    stored: Sequence[Stored] = tensors
+    flags, methods = 0, [0] * len(tensors)
+    rule = engine.folder.options.compression
+    if rule != "none":
+        inline, flags, stored, methods = compress(rule, layout, inline, tensors)
+    sums = [checksum(each) for each in stored]
+    sizes = [len(each) for each in stored]
     hash_, twin = key_hashes(key, engine.catalog.seed)
-    now = int(time.time())
+    now = int(engine.catalog.clock())
     meta = padded(BODY_AT + PART_BYTES * len(sums) + len(key) + len(inline) + len(about))
     bound = meta + sum(sizes) + 64 * len(sizes) + len(layout) + _MORE
     with engine.mutex:
@@ -86,23 +92,25 @@ def put_encoded(
         start = writer.end
         offset = meta
         parts: list[int] = []
-        pieces: list[bytes | memoryview] = [b""]
+        pieces: list[Stored] = [b""]
         pointers: list[tuple[int, int]] = []
         new: dict[int, tuple[int, int]] = {}
         known = writer.sums
-        for tensor, size, value_sum in zip(tensors, sizes, sums, strict=True):
+        for tensor, size, method, length, value_sum in zip(
+            stored, sizes, methods, lengths, sums, strict=True
+        ):
             if value_sum in known:
-                other, length = known[value_sum]
-                if length == size and writer.holds(other, tensor):
-                    parts += (other - start, size, 0, size, value_sum)
+                other, there = known[value_sum]
+                if there == size and writer.holds(other, tensor):
+                    parts += (other - start, size, method, length, value_sum)
                     pointers.append((other, size))
                     continue
             elif value_sum in new and new[value_sum][1] == size:
                 other = new[value_sum][0]
                 if _is_among(pieces, other - start, meta, tensor):
-                    parts += (other - start, size, 0, size, value_sum)
+                    parts += (other - start, size, method, length, value_sum)
                     continue
-            parts += (offset, size, 0, size, value_sum)
+            parts += (offset, size, method, length, value_sum)
             new[value_sum] = (start + offset, size)
             pieces.append(tensor)
             gap = -size & 63
@@ -111,10 +119,10 @@ def put_encoded(
             offset += size + gap
         seq = engine.next_seq()
         pieces[0] = artifact_meta(
-            writer.nonce, start, parts, key, inline, about, layout=at_layout, expires=expires,
-            created=now, size=offset, seq=seq, hash_=hash_,
+            writer.nonce, start, parts, key, inline, about, flags=flags, layout=at_layout,
+            expires=expires, created=now, size=offset, seq=seq, hash_=hash_,
         )  # fmt: skip
-        is_plain = len(new) == len(sums)
+        is_plain = len(new) == len(sums) and not any(methods)
         entry = Entry(
             ARTIFACT, hash_, twin, seq, start, offset, meta, at_layout, expires, is_plain, key,
             tuple(pointers),
@@ -123,11 +131,15 @@ def put_encoded(
         known.update(new)
         engine.written(offset)
         end = writer.end
+    if engine.unused_for:
+        engine.note_use(hash_)
     if durable:
         engine.sync(writer, end)
 
 
-def _is_among(pieces: list[bytes | memoryview], offset: int, meta: int, tensor: memoryview) -> bool:
+def _is_among(
+    pieces: list[bytes | memoryview], offset: int, meta: int, tensor: bytes | memoryview
+) -> bool:
     """Say whether what is to be written at an offset of this record has these very bytes."""
     at = meta
     for piece in pieces[1:]:

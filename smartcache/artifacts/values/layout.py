@@ -80,7 +80,7 @@ class Node(NamedTuple):
 class Layout:
     """A parsed layout: decodes the inline bytes of every value that has it."""
 
-    __slots__ = ("_numbers", "_read", "fields", "struct", "tensor", "tensors")
+    __slots__ = ("_numbers", "_read", "fields", "owners", "struct", "tensor", "tensors")
 
     def __init__(self, root: Node, cursor: Cursor) -> None:
         """Take what was parsed: use `parse` or `known_layout`."""
@@ -94,6 +94,8 @@ class Layout:
         """The fixed part of the inline bytes."""
         self.tensors = tuple(cursor.tensors)
         """What is in each tensor slot."""
+        self.owners = tuple(cursor.owners)
+        """Which field of the dict each slot belongs to; None: the value is no dict."""
 
     @classmethod
     def parse(cls, data: bytes) -> Layout:
@@ -153,7 +155,7 @@ def known_layout(body: bytes) -> Layout:
 class Cursor:
     """Where a parser is, and what it has found so far."""
 
-    __slots__ = ("at", "data", "formats", "sections", "tensors")
+    __slots__ = ("at", "data", "formats", "owner", "owners", "sections", "tensors")
 
     def __init__(self, data: bytes, at: int = 0) -> None:
         self.data = data
@@ -161,6 +163,9 @@ class Cursor:
         self.formats: list[str] = []
         self.sections = 0
         self.tensors: list[TensorSpec] = []
+        self.owners: list[Hashable] = []
+        self.owner: Hashable = None
+        """The field of the whole value that is being parsed."""
 
     def take(self, size: int) -> bytes:
         """Return the next bytes; LayoutError if there are not so many."""
@@ -308,6 +313,7 @@ def _tensor(cursor: Cursor) -> Node:
     if spec.nbytes > INLINE_BYTES:
         slot = len(cursor.tensors)
         cursor.tensors.append(spec)
+        cursor.owners.append(cursor.owner)
         return Node(lambda _fixed, _starts, _data, fill: fill(slot), slot=slot, tensor=spec)
     place = cursor.number(f"{spec.nbytes}s")
     make = spec.from_bytes
@@ -414,6 +420,8 @@ def _dict(cursor: Cursor, depth: int) -> Node:
     fields: dict[Hashable, Node] = {}
     for _ in range(count):
         name = _key(cursor, depth)
+        if depth == MAX_DEPTH - 1:
+            cursor.owner = name
         node = _parse(cursor, depth)
         try:
             fields[name] = node

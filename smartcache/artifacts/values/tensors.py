@@ -241,6 +241,12 @@ class TensorSpec:
             raise LayoutError(f"no tensor is that large: {dtype} of shape {shape}")
         return cls(kind, dtype, shape, prod(shape) * size)
 
+    @property
+    def item_size(self) -> int:
+        """The bytes of one element; at least 1."""
+        size = torch_item_size(self.dtype) if self.kind == "torch" else numpy_item_size(self.dtype)
+        return size or 1
+
     def new(self) -> tuple[object, memoryview]:
         """Return a tensor or array with whatever is in its memory, and that memory to write to."""
         if self.kind == "torch":
