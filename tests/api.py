@@ -14,12 +14,15 @@ from smartcache.artifacts import (
     Difference,
     Fingerprint,
     Handle,
+    Kept,
+    Memory,
     Retry,
     Sample,
     Selection,
     SetInfo,
     TensorSpec,
     compute_key,
+    memoized,
     register_codec,
     register_key_rule,
     remember_module,
@@ -28,12 +31,14 @@ from smartcache.artifacts.engine import compact as artifacts_compact
 from smartcache.artifacts.engine import engine as artifacts_engine
 from smartcache.artifacts.engine import packs as artifacts_packs
 from smartcache.artifacts.engine import read as artifacts_read
+from smartcache.artifacts.engine import records as engine_records
 from smartcache.artifacts.engine import write as artifacts_write
 from smartcache.artifacts.engine.engine import Engine
 from smartcache.artifacts.engine.index import SetIndex
 from smartcache.artifacts.engine.write import delete_exactly
 from smartcache.artifacts.keys import check_key, key_text
 from smartcache.artifacts.setfolder import ABSENT, Options, SetFolder
+from smartcache.artifacts.values import compression as values_compression
 from smartcache.artifacts.values import encode as values_encode
 from smartcache.artifacts.values.encode import encode
 from smartcache.artifacts.values.layout import INLINE_BYTES, decoders, known_layout
@@ -102,6 +107,7 @@ from smartcache.errors import (
     IndexDamagedError,
     LayoutError,
     LeaseTimeoutError,
+    MissingCompressionError,
     MissingWeightsError,
     NoSpaceError,
     NothingToUndoError,
@@ -456,6 +462,7 @@ __all__ = [
     "ItemError",
     "Job",
     "Journal",
+    "Kept",
     "Key",
     "Keys",
     "Known",
@@ -472,6 +479,8 @@ __all__ = [
     "Member",
     "MemberRow",
     "Memo",
+    "Memory",
+    "MissingCompressionError",
     "MissingWeightsError",
     "ModelFolder",
     "Mount",
@@ -618,6 +627,7 @@ __all__ = [
     "edited",
     "encode",
     "encoded",
+    "engine_records",
     "errors",
     "examine",
     "explain",
@@ -686,6 +696,7 @@ __all__ = [
     "main",
     "make_report",
     "markdown",
+    "memoized",
     "modules_of",
     "mount_of",
     "nan_in",
@@ -789,6 +800,7 @@ __all__ = [
     "usage_of_sets",
     "value_digest",
     "values_Layout",
+    "values_compression",
     "values_encode",
     "variable",
     "variant_of",

@@ -47,6 +47,10 @@ class Memoized(Protocol[P, R_co]):
         """Return what the function returns, computed now or before."""
         ...
 
+    def __get__(self, instance: object, owner: type | None = None, /) -> Callable[..., R_co]:
+        """Return the method of an object, as of any function in a class."""
+        ...
+
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Return the key of a call."""
         ...

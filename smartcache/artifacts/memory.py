@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from smartcache.artifacts.setfolder import check_option
+from smartcache.artifacts.values.tensors import TORCH, torch_carrier, torch_name
 from smartcache.sizes import format_size, parse_size
 
 Copy = Callable[[Any], Any]
@@ -160,13 +161,23 @@ def frozen(value: Any) -> tuple[Any, Copy | None, int]:  # noqa: ANN401, PLR0911
     if cls in _CONTAINERS:
         return _frozen_items(value)
     if cls is np.ndarray and not value.dtype.hasobject:
-        return value.copy(), np.ndarray.copy, int(value.nbytes)
+        made = value.copy()
+        made.flags.writeable = False
+        return made, np.ndarray.copy, int(made.nbytes)
     torch = sys.modules.get("torch")
-    if torch is not None and cls is torch.Tensor:
-        return value.detach().clone(), torch.Tensor.clone, int(value.nbytes)
+    name = torch_name(value.dtype) if torch is not None and cls is torch.Tensor else None
+    if torch is not None and name is not None:
+        clone = torch.Tensor.clone if name in TORCH else _clone_bits
+        return clone(value.detach()), clone, int(value.nbytes)
     if issubclass(cls, np.generic):
         return value, None, sys.getsizeof(value)
     return copy.deepcopy(value), copy.deepcopy, sys.getsizeof(value)
+
+
+def _clone_bits(tensor: Any) -> Any:  # noqa: ANN401
+    """Return a copy of a tensor of a dtype with which torch itself can do little."""
+    carrier = torch_carrier(str(tensor.dtype).removeprefix("torch."))
+    return tensor.view(carrier).clone().view(tensor.dtype)
 
 
 def _frozen_dict(value: dict[Any, Any]) -> tuple[Any, Copy, int]:
@@ -213,12 +224,11 @@ def _frozen_items(value: Any) -> tuple[Any, Copy | None, int]:  # noqa: ANN401
 
 
 def locked(value: Any) -> Any:  # noqa: ANN401
-    """Return a value with read-only views of its arrays; everything else is a copy."""
+    """Return a value with read-only views of its arrays, which are locked; the rest is a copy."""
     cls = type(value)
     if cls is np.ndarray and not value.dtype.hasobject:
-        view = value.view()
-        view.flags.writeable = False
-        return view
+        value.flags.writeable = False  # first: else whoever has the view could unlock it
+        return value.view()
     if cls is dict:
         return {key: locked(item) for key, item in value.items()}
     if cls in (list, tuple):

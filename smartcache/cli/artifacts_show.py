@@ -142,6 +142,11 @@ def _about(info: SetInfo) -> Iterator[list[str]]:
     yield ["  bound", bound if options.evictable else f"{bound}; nothing is evicted"]
     ttl = None if options.ttl is None else format_age(timedelta(seconds=options.ttl))
     yield ["  time to live", ttl or "for ever"]
+    if options.unused_for is not None:
+        yield ["  gone if not used for", format_age(timedelta(seconds=options.unused_for))]
+    rule = options.compression
+    words = rule if isinstance(rule, str) else ", ".join(f"{k}: {v}" for k, v in rule.items())
+    yield ["  compression", words]
     yield ["  a put survives", "power loss" if options.durable else "a crash of its process"]
 
 

@@ -18,6 +18,8 @@ from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 
 PACK_BYTES = 12_000
+MEMORY = 20_000
+"""Bytes: room for some of the values, not for all."""
 VALUES = 12
 UNBOUND = 1 << 40
 _clock_gettime_ns = time.clock_gettime_ns
@@ -52,13 +54,18 @@ def contents_of(opened: ArtifactSet) -> dict[str, tuple[object, object, bool]]:
     """Return what a set holds: values and metadata, exactly, and what is pinned."""
     found = {}
     for key in opened:
-        found[key] = exactly(opened.get(key)), opened.metadata(key), opened.is_pinned(key)
+        sample = opened[key]
+        found[key] = exactly(sample.value()), sample.metadata, opened.is_pinned(key)
+        for _ in range(2):  # where there is a memory, the second time it comes from there
+            both = opened.get_with_metadata(key)
+            assert both is not None
+            assert (exactly(both[0]), both[1]) == found[key][:2]
     assert len(opened) == len(found)
     return found
 
 
 class Actor:
-    """One process that has the set open."""
+    """One process that has the set open, and values of some artifacts in memory."""
 
     def __init__(self) -> None:
         self.sets: ArtifactSets
@@ -66,7 +73,7 @@ class Actor:
 
     def open(self, root: Path) -> None:
         self.sets = ArtifactSets(root)
-        self.opened = open_set(self.sets, pack_bytes=PACK_BYTES)
+        self.opened = open_set(self.sets, pack_bytes=PACK_BYTES, memory=MEMORY)
 
     def close(self) -> None:
         self.opened.close()

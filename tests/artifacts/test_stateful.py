@@ -4,7 +4,8 @@ Processes die in the middle of a write, the machine is started again, footers ar
 is lost, packs come from another folder, and they are so small that they are filled, compacted and
 unlinked all the time. After every step:
 
-- both processes find the same keys as the dict, values and metadata exactly equal;
+- both processes find the same keys as the dict, values and metadata exactly equal, in memory as on
+  the disk;
 - footers say exactly what the records say, the newest record of each key is what the set returns,
   and its figures add up: all of that read without the package;
 - samples that are held are what they were, whatever became of their artifact.

@@ -122,10 +122,12 @@ def expand(method: int, stored: Buffer, target: memoryview | Bytes) -> None:
                 is_right = reader.readinto(memory) == size and not reader.read(1)
         else:
             if method == LZ4:
-                data = package.decompress(stored, uncompressed_size=size)
+                data, is_whole = package.decompress(stored, uncompressed_size=size), True
             else:
-                data = zlib.decompressobj().decompress(stored, size + 1)
-            is_right = len(data) == size
+                reader = zlib.decompressobj()
+                data = reader.decompress(stored, size + 1)
+                is_whole = reader.eof and not reader.unused_data
+            is_right = is_whole and len(data) == size
             if is_right:
                 memory[:] = data
     except MemoryError:

@@ -1,0 +1,451 @@
+"""Functions whose results are kept; and the async variants of computing and reading."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.api import (
+    ArtifactSet,
+    ArtifactSets,
+    BadKeyError,
+    ConfigError,
+    RememberedFailureError,
+    SmartCache,
+    UnsupportedValueError,
+    memoized,
+)
+from tests.artifacts.opening import array, open_set
+from tests.artifacts.peer import Clock
+from tests.processes.children import Child
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[SmartCache]:
+    with SmartCache(tmp_path / "store") as opened:
+        yield opened
+
+
+class TestMemoize:
+    def test_the_same_arguments_are_computed_once(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize()
+        def embed(text: str, scale: float = 1.0, *, flip: bool = False) -> dict[str, Any]:
+            """Say what it does."""
+            calls.append(text)
+            return {"x": np.full(3000, scale), "flip": flip, "n": [1]}
+
+        first = embed("a")
+        assert first["x"].sum() == 3000
+        for again in (embed("a", 1.0), embed(text="a", flip=False), embed("a")):
+            assert again["flip"] is False
+            again["n"].append(2)
+        assert calls == ["a"]
+        embed("a", 2.0)
+        embed("b")
+        embed("a", flip=True)
+        embed("a", 1)  # an int is another value
+        assert len(calls) == 5
+        assert embed("a")["n"] == [1]
+        assert embed.__name__ == "embed"
+        assert embed.__doc__ == "Say what it does."
+        assert len(embed.artifacts()) == 5
+
+    def test_tensors_and_arrays_count_by_their_content(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize(memory="1MB")
+        def total(values: Any) -> Any:  # noqa: ANN401
+            calls.append(1)
+            return values.sum()
+
+        assert total(np.arange(5)) == total(np.arange(5)) == 10
+        assert total(np.arange(6)) == 15
+        assert len(calls) == 2
+
+    def test_forgetting(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize()
+        def double(number: int, *more: int) -> int:
+            calls.append(number)
+            return 2 * number
+
+        assert [double(1), double(2), double(2, 3)] == [2, 4, 4]
+        assert double.forget(2) is True
+        assert double.forget(2) is False
+        assert double.forget(9) is False
+        double(1), double(2, 3)
+        assert len(calls) == 3
+        double(2)
+        assert len(calls) == 4
+        assert double.forget_all() == 3
+        double(1)
+        assert len(calls) == 5
+
+    def test_what_is_ignored_makes_no_difference(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize(ignore=["device", "log"])
+        def embed(text: str, device: str = "cpu", **log: object) -> str:
+            calls.append(device)
+            return text
+
+        embed("a", device="cuda", verbose=object())
+        embed("a")
+        assert calls == ["cuda"]
+        assert embed.forget("a", "mps")
+
+    def test_none_and_plain_values_are_results(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize()
+        def nothing(what: object) -> object:
+            calls.append(what)
+            return what
+
+        some: list[object] = [None, 0, "", [], {"a": (1, 2)}, b"x"]
+        for value in some:
+            assert nothing(value) == nothing(value) == value
+        assert len(calls) == 6
+
+    def test_what_is_raised_is_not_kept(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize()
+        def broken() -> int:
+            calls.append(1)
+            if len(calls) < 3:
+                raise ValueError("not yet")
+            return 5
+
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not yet"):
+                broken()
+        assert [broken(), broken()] == [5, 5]
+        assert len(calls) == 3
+
+    def test_results_end_with_their_time(self, tmp_path: Path) -> None:
+        clock = Clock()
+        sets = ArtifactSets(tmp_path / "sets", clock=clock)
+        calls = []
+
+        def now() -> int:
+            calls.append(1)
+            return len(calls)
+
+        kept = memoized(now, sets.open, ttl=60)
+        assert [kept(), kept()] == [1, 1]
+        clock.now += 61
+        assert [kept(), kept()] == [2, 2]
+
+    def test_another_fingerprint_is_another_set(self, cache: SmartCache) -> None:
+        def embed() -> int:
+            return len(calls)
+
+        calls: list[int] = []
+        one = cache.memoize(fingerprint={"model": "a"})(embed)
+        two = cache.memoize(fingerprint={"model": "b"})(embed)
+        assert one() == 0
+        calls.append(1)
+        assert two() == 1
+        assert one() == 0
+        assert cache.memoize(fingerprint={"model": "a"})(embed)() == 0
+
+    def test_arguments_that_no_key_can_be_made_of_are_refused(self, cache: SmartCache) -> None:
+        @cache.memoize()
+        def look(thing: object) -> int:
+            return 1
+
+        with pytest.raises(BadKeyError, match="thing"):
+            look(object())
+
+    def test_results_that_cannot_be_kept_are_refused(self, cache: SmartCache) -> None:
+        @cache.memoize()
+        def make() -> object:
+            return {"thing": object()}
+
+        with pytest.raises(UnsupportedValueError) as caught:
+            make()
+        assert caught.value.path == "thing"
+
+    def test_methods_work_if_the_object_is_ignored(self, cache: SmartCache) -> None:
+        class Model:
+            calls = 0
+
+            @cache.memoize(ignore=["self"])
+            def embed(self, text: str) -> str:
+                self.calls += 1
+                return text
+
+        model = Model()
+        assert [model.embed("a"), model.embed("a")] == ["a", "a"]
+        assert model.calls == 1
+
+    def test_options_are_those_of_the_set(self, cache: SmartCache) -> None:
+        @cache.memoize(name="thumbnails", compression="gzip", max_size=10**6, memory="1MB")
+        def make(n: int) -> Any:  # noqa: ANN401
+            return np.zeros(n)
+
+        make(9000)
+        opened = make.artifacts()
+        assert opened.name == "thumbnails"
+        assert opened.describe().options.compression == "gzip"
+        assert opened.describe().options.max_size == 10**6
+        assert opened.stats().live < 2000
+        assert opened.memory is not None
+
+    def test_bad_uses_are_refused_at_once(self, cache: SmartCache) -> None:
+        def many() -> Iterator[int]:
+            yield 1
+
+        with pytest.raises(ConfigError, match="is a generator"):
+            cache.memoize()(many)
+        with pytest.raises(ConfigError, match="no parameter 'nope'") as caught:
+            cache.memoize(ignore=["nope"])(array)
+        assert "seed" in caught.value.hint
+        with pytest.raises(UnsupportedValueError, match="model"):
+            cache.memoize(fingerprint={"model": object()})(array)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            cache.memoize()(lambda: 1)
+        made: dict[str, Any] = {}
+        exec("def made(): return 1", made)  # noqa: S102
+        with pytest.raises(ConfigError, match="has no file"):
+            cache.memoize()(made["made"])
+        named = cache.memoize(name="made", fingerprint={"code": 1})(made["made"])
+        assert named() == 1
+
+    def test_threads_and_processes_compute_once(self, cache: SmartCache, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+
+        @cache.memoize()
+        def slow(n: int) -> int:
+            with log.open("a") as file:
+                file.write("x")
+            time.sleep(0.2)
+            return n
+
+        def ask() -> list[int]:
+            with ThreadPoolExecutor(4) as pool:
+                return list(pool.map(slow, [7] * 4))
+
+        children = [Child(ask) for _ in range(4)]
+        assert [child.result() for child in children] == [[7] * 4] * 4
+        assert log.read_text() == "x"
+
+
+PROGRAM = """
+import sys
+from smartcache import SmartCache
+cache = SmartCache(sys.argv[1])
+{decorator}
+def work(n):
+    {body}
+print(work(3))
+"""
+
+
+class TestIdentity:
+    """What tells the results of one function from those of another."""
+
+    def run(self, path: Path, body: str, decorator: str = "@cache.memoize()") -> str:
+        path.write_text(PROGRAM.format(body=body, decorator=decorator))
+        done = subprocess.run(
+            [sys.executable, str(path), str(path.parent / "store")],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def test_an_edited_function_computes_anew_but_not_for_a_comment(self, tmp_path: Path) -> None:
+        path, log = tmp_path / "program.py", tmp_path / "log"
+        note = f"open({str(log)!r}, 'a').write('x'); "
+        assert self.run(path, note + "return n + 1") == "4"
+        assert self.run(path, note + "return n + 1  # as before") == "4"
+        assert self.run(path, note + "return n + 1", "@cache.memoize(ttl=900)") == "4"
+        assert log.read_text() == "x"
+        assert self.run(path, note + "return n + 2") == "5"
+        assert log.read_text() == "xx"
+
+    def test_with_a_fingerprint_only_that_counts(self, tmp_path: Path) -> None:
+        path = tmp_path / "program.py"
+        decorator = "@cache.memoize(fingerprint={'code': 1})"
+        assert self.run(path, "return n + 1", decorator) == "4"
+        assert self.run(path, "return n + 2", decorator) == "4"
+        assert self.run(path, "return n + 2", "@cache.memoize(fingerprint={'code': 2})") == "5"
+
+    def test_two_programs_do_not_share_unless_they_say_so(self, tmp_path: Path) -> None:
+        decorator = "@cache.memoize(fingerprint={'code': 1})"
+        assert self.run(tmp_path / "one.py", "return 1", decorator) == "1"
+        assert self.run(tmp_path / "two.py", "return 2", decorator) == "2"
+        decorator = "@cache.memoize(name='shared', fingerprint={'code': 1})"
+        assert self.run(tmp_path / "one.py", "return 1", decorator) == "1"
+        assert self.run(tmp_path / "two.py", "return 2", decorator) == "1"
+
+
+class TestAsync:
+    def run(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        return asyncio.run(asyncio.wait_for(work(), 30))
+
+    def test_many_tasks_compute_once_while_others_go_on(self, latents: ArtifactSet) -> None:
+        calls = []
+        ticks: list[int] = []
+
+        async def compute() -> int:
+            calls.append(1)
+            await asyncio.sleep(0.1)
+            return 5
+
+        async def tick() -> None:
+            while not ticks or ticks[-1] < 1000:
+                ticks.append(len(ticks))
+                await asyncio.sleep(0.005)
+
+        async def work() -> list[int]:
+            ticking = asyncio.ensure_future(tick())
+            found = await asyncio.gather(
+                *(latents.get_or_compute_async("key", compute) for _ in range(40))
+            )
+            ticking.cancel()
+            return found
+
+        assert self.run(work) == [5] * 40
+        assert calls == [1]
+        assert len(ticks) >= 5
+
+    def test_a_plain_function_runs_in_a_thread(self, latents: ArtifactSet) -> None:
+        async def work() -> list[object]:
+            threads = await asyncio.gather(
+                latents.get_or_compute_async("a", threading.get_ident),
+                latents.get_or_compute_async("b", lambda: asyncio.sleep(0, "made")),
+            )
+            return [*threads, threading.get_ident()]
+
+        thread, made, own = self.run(work)
+        assert thread != own
+        assert made == "made"
+
+    def test_tasks_threads_and_processes_compute_once(
+        self, sets: ArtifactSets, tmp_path: Path
+    ) -> None:
+        log = tmp_path / "log"
+
+        def compute() -> int:
+            with log.open("a") as file:
+                file.write("x")
+            time.sleep(0.2)
+            return 7
+
+        def ask() -> list[int]:
+            async def work() -> list[int]:
+                loop = asyncio.get_running_loop()
+                plain = [
+                    loop.run_in_executor(None, opened.get_or_compute, "key", compute)
+                    for _ in range(3)
+                ]
+                tasks = [opened.get_or_compute_async("key", compute) for _ in range(5)]
+                return list(await asyncio.gather(*plain, *tasks))
+
+            with open_set(sets) as opened:
+                return list(self.run(work))
+
+        children = [Child(ask) for _ in range(3)]
+        assert [child.result() for child in children] == [[7] * 8] * 3
+        assert log.read_text() == "x"
+
+    def test_more_waiting_tasks_than_threads_do_not_hang(self, latents: ArtifactSet) -> None:
+        """Who waits holds no thread of the pool in which the others compute."""
+
+        def number(key: str) -> int:
+            time.sleep(0.01)
+            return int(key[1:])
+
+        async def work() -> list[int]:
+            keys = [f"k{n % 10}" for n in range(200)]
+            jobs = (latents.get_or_compute_async(key, partial(number, key)) for key in keys)
+            return list(await asyncio.gather(*jobs))
+
+        assert self.run(work) == [n % 10 for n in range(200)]
+
+    def test_a_cancelled_task_lets_go_of_the_key(self, latents: ArtifactSet) -> None:
+        async def work() -> object:
+            begun = asyncio.Event()
+
+            async def never() -> int:
+                begun.set()
+                await asyncio.sleep(3600)
+                return 1
+
+            task = asyncio.ensure_future(latents.get_or_compute_async("key", never))
+            await begun.wait()
+            other = asyncio.ensure_future(latents.get_or_compute_async("key", lambda: 2))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return await other
+
+        assert self.run(work) == 2
+
+    def test_failures_validation_and_memory_are_as_without_async(self, sets: ArtifactSets) -> None:
+        async def broken() -> int:
+            raise ValueError("no pixels")
+
+        async def work() -> None:
+            with pytest.raises(ValueError, match="no pixels"):
+                await opened.get_or_compute_async("bad", broken, remember_failures=True)
+            with pytest.raises(RememberedFailureError):
+                await opened.get_or_compute_async("bad", broken, remember_failures=True)
+            await opened.get_or_compute_async("key", lambda: 1, metadata=1)
+            assert await opened.get_or_compute_async("key", lambda: 2) == 1
+            found = await opened.get_or_compute_async(
+                "key", lambda: 2, metadata=2, validate=lambda sample: sample.metadata == 2
+            )
+            assert found == 2
+            assert opened.get_with_metadata("key") == (2, 2)
+
+        with open_set(sets, memory="1MB") as opened:
+            self.run(work)
+            assert opened.memory is not None
+            assert opened.memory.hits >= 2
+
+    def test_batches(self, latents: ArtifactSet) -> None:
+        latents.put_many({f"k{n}": {"x": array(n), "n": n} for n in range(8)})
+
+        async def work() -> Mapping[str, Any]:
+            out = latents.get_batch(["k0", "k1"])
+            return await latents.get_batch_async(["k3", "k2"], out=out)
+
+        batch = self.run(work)
+        assert batch["n"] == [3, 2]
+        assert np.array_equal(batch["x"][1], array(2))
+
+    def test_coroutine_functions_are_memoised_as_such(self, cache: SmartCache) -> None:
+        calls = []
+
+        @cache.memoize(ignore=["delay"])
+        async def fetch(name: str, delay: float = 0.0) -> str:
+            calls.append(name)
+            await asyncio.sleep(delay)
+            return name.upper()
+
+        async def work() -> list[str]:
+            return list(await asyncio.gather(*(fetch("a", 0.05) for _ in range(10)), fetch("b")))
+
+        assert self.run(work) == ["A"] * 10 + ["B"]
+        assert sorted(calls) == ["a", "b"]
+        assert inspect.iscoroutinefunction(fetch)
+        assert fetch.forget("a")
