@@ -522,7 +522,11 @@ class ArtifactSet:
             return found[0]
         rule = Retry.of(remember_failures)
         self._engine.refuse_read_only()
-        with self._engine.leases.hold(key, what="computing"):
+        leases = self._engine.leases
+        with ExitStack() as stack:
+            # A claim costs a tenth of a lease of its own; who finds it taken waits for it by one.
+            if not leases.try_hold([key], stack, what="computing"):
+                stack.enter_context(leases.hold(key, what="computing"))
             found = self._look(key, validate)
             if found is not None:
                 return found[0]
