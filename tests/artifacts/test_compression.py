@@ -59,7 +59,7 @@ def parts_of(opened: ArtifactSet, key: str) -> dict[str, tuple[str, float]]:
         held.place.pack.nonce, held.place.offset,
     )  # fmt: skip
     parts = {
-        str(owner): (names[meta.part(slot).codec], meta.part(slot).stored / meta.part(slot).nbytes)
+        str(owner): (names[meta.part(slot).method], meta.part(slot).stored / meta.part(slot).nbytes)
         for slot, owner in enumerate(held.layout.owners)
     }
     parts["*"] = (names[meta.head.flags], len(meta.inline) / max(1, len(meta.values)))

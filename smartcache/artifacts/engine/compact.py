@@ -451,7 +451,7 @@ class _Copying:
             new[where] = start + offset
             pieces += (memoryview(buffer), padding(part.stored))
             offset += padded(part.stored)
-            is_plain = is_plain and not part.codec
+            is_plain = is_plain and not part.method
         hash_, twin = key_hashes(meta.key, self.catalog.seed)
         pieces[0] = artifact_meta(
             writer.nonce, start, parts, meta.key, bytes(meta.inline), bytes(meta.metadata),

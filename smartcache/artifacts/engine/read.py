@@ -176,12 +176,12 @@ def fill(held: Held, targets: Sequence[Buffer]) -> Meta:
 
 def read_part(held: Held, part: Part, target: Buffer) -> None:
     """Read a tensor into memory of the right size, verified and decompressed."""
-    stored = bytearray(part.stored) if part.codec else target
+    stored = bytearray(part.stored) if part.method else target
     held.source.read(held.place.offset + part.offset, [stored], part.stored)
     if checksum(stored) != part.checksum:  # type: ignore[arg-type]
         raise DamagedArtifactError("the checksum of a tensor of it is wrong")
-    if part.codec:
-        expand(part.codec, stored, target)  # type: ignore[arg-type]
+    if part.method:
+        expand(part.method, stored, target)  # type: ignore[arg-type]
 
 
 def check_room(held: Held) -> None:
@@ -194,7 +194,7 @@ def check_room(held: Held) -> None:
         meta = read_meta(held)
         entry_of(meta, 0, held.place.offset)
         if any(
-            not meta.part(slot).codec or meta.part(slot).nbytes != held.layout.tensors[slot].nbytes
+            not meta.part(slot).method or meta.part(slot).nbytes != held.layout.tensors[slot].nbytes
             for slot in large
         ):
             raise DamagedArtifactError("its pack ends before it does")
@@ -282,7 +282,7 @@ def view_tensor(held: Held, slot: int) -> Bytes:
     else:
         part = read_meta(held).part(slot)
         start, size = held.place.offset + part.offset, part.stored
-    if part is not None and part.codec:
+    if part is not None and part.method:
         found = np.empty(part.nbytes, np.uint8)
         read_part(held, part, found)
         return found

@@ -169,7 +169,7 @@ class Part(NamedTuple):
     """From the beginning of the record; negative: in an earlier record of the pack."""
     stored: int
     """Bytes in the pack."""
-    codec: int
+    method: int
     """How they are compressed; 0: not at all."""
     nbytes: int
     checksum: int
@@ -434,12 +434,12 @@ def entry_of(meta: Meta, seed: int, offset: int) -> Entry:
         if part.offset < 0:
             is_plain = False
             pointers.append((start, part.stored))
-        is_plain = is_plain and part.offset == expected and not part.codec
+        is_plain = is_plain and part.offset == expected and not part.method
         expected += padded(part.stored)
         is_inside = head.meta <= part.offset <= head.size - part.stored
         if not is_inside and not PACK_HEADER_BYTES <= start <= offset - part.stored:
             raise DamagedArtifactError("a tensor of it lies outside of its pack")
-        if part.nbytes != part.stored if not part.codec else part.nbytes > LARGEST:
+        if part.nbytes != part.stored if not part.method else part.nbytes > LARGEST:
             raise DamagedArtifactError("the lengths of a tensor of it do not fit")
     return Entry(
         head.kind, *hashes, head.seq, offset, head.size, head.meta, head.layout << 6,
