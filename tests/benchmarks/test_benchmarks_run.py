@@ -167,3 +167,22 @@ def test_the_batches_benchmark_measures_all_sides() -> None:
     peers = [row["peer"] for row in rows[4:]]
     assert any(peer.startswith("torch DataLoader, 2 workers") for peer in peers)
     assert peers[-1].startswith("get_batch alone")
+
+
+@pytest.mark.torch
+def test_the_layers_benchmark_measures_all_sides() -> None:
+    command = [sys.executable, str(SCRIPTS / "layers.py"), "--json", "--rounds", "1"]
+    command += ["--lists", "8", "--arrays", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    jobs = [row["job"] for row in printed["rows"]]
+    acts = ("put", "hit on disk", "hit in memory", "get_or_compute, missing")
+    for what in ("4 KB token lists", "256 KiB arrays"):
+        assert all(f"{what}: {act}" in jobs for act in acts)
+    assert sum(job.startswith("256 KiB of token ids, ") for job in jobs) == 6
+    assert all((row["holds"] is None) == (row["aim"] == "") for row in printed["rows"])
+    assert any("pickle files" in row["peer"] for row in printed["rows"])
+    for name in ("diskcache", "cachetools"):
+        is_here = any(name in row["peer"] for row in printed["rows"])
+        assert is_here or f"Left out: {name}; pip install {name}" in printed["notes"]
