@@ -120,6 +120,10 @@ class Memory:
                 self._kept.move_to_end(key)
             return found
 
+    def peek(self, key: Hashable) -> Kept | None:
+        """Return what is kept under a key; that counts neither as a use nor as a hit."""
+        return self._kept.get(key)
+
     def keep(self, key: Hashable, kept: Kept) -> None:
         """Keep something, and let go what was used least recently; too large: keep nothing."""
         with self._gate:
@@ -141,6 +145,13 @@ class Memory:
             self.size -= 0 if before is None else before.size
             self.hits -= stale
             self.misses += stale
+
+    def drop_all(self, which: Callable[[Kept], bool] = lambda _: True) -> int:
+        """Let go of all that a function says yes to; return how many."""
+        with self._gate:
+            gone = [key for key, kept in self._kept.items() if which(kept)]
+            self.size -= sum(self._kept.pop(key).size for key in gone)
+            return len(gone)
 
 
 def _empty(max_size: float, max_count: int | None) -> Memory:
