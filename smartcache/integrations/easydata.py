@@ -126,8 +126,8 @@ class MemoryCache:
         self._clock = clock
         self._memory = Memory(math.inf if max_bytes is None else max_bytes, max_count=max_size or 1)
         self._gate = threading.Lock()
-        self._turns: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
-        """By key: held by the thread that computes it."""
+        self._turns: WeakValueDictionary[object, threading.RLock] = WeakValueDictionary()
+        """By process and key: held by the thread that computes it, which a fork does not have."""
 
     def get(self, key: str) -> Found:
         """Return the value and its metadata; None: there is none, or it is past its time."""
@@ -139,14 +139,15 @@ class MemoryCache:
 
     def put(self, key: str, value: object, metadata: CacheMetadata | None = None) -> None:
         """Keep a value in place of what the key had; UnsupportedValueError: it has no copies."""
+        if not self.max_size:
+            return
         lasts = math.inf if self.expiry_seconds is None else self.expiry_seconds
         try:
             kept = Kept(value, metadata, until=self._clock() + lasts)
         except (TypeError, RecursionError) as error:
             hint = "Put what it is made from: plain values, arrays, tensors."
             raise UnsupportedValueError(f"{key!r} cannot be copied: {error}", hint=hint) from error
-        if self.max_size:
-            self._memory.keep(key, kept)
+        self._memory.keep(key, kept)
 
     def contains(self, key: str) -> bool:
         """Say whether there is a value; that counts neither as a hit nor as a use."""
@@ -181,7 +182,7 @@ class MemoryCache:
         if not self.max_size:
             return compute_fn()
         with self._gate:
-            turn = self._turns.setdefault(key, threading.RLock())
+            turn = self._turns.setdefault((os.getpid(), key), threading.RLock())
         with turn:
             found = self.get(key)
             if found is not None and _is_valid(found[1], validate_fn):

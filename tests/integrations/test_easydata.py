@@ -1083,7 +1083,7 @@ class TestConfigs:
     def test_a_disabled_cache_keeps_nothing(self, tmp_path: Path) -> None:
         compute = Counted(2)
         with CacheStageConfig(enabled=False, cache_dir=tmp_path / "none").open() as cache:
-            cache.put("key", 1)
+            cache.put("key", threading.Lock())
             for _ in range(2):
                 assert cache.get_or_compute("key", compute) == 2
             assert cache.get("key") is None
