@@ -13,6 +13,7 @@ is looked through once, when it comes: what is then called for each of its conta
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 import threading
@@ -103,8 +104,8 @@ class Memory:
         return key in self._kept
 
     def __repr__(self) -> str:
-        most = format_size(int(self.max_size))
-        return f"<Memory: {len(self):,} values, {format_size(self.size)} of {most}>"
+        most = "" if self.max_size == math.inf else f" of {format_size(int(self.max_size))}"
+        return f"<Memory: {len(self):,} values, {format_size(self.size)}{most}>"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Go to another process without what it keeps."""
@@ -120,6 +121,10 @@ class Memory:
                 self.hits += 1
                 self._kept.move_to_end(key)
             return found
+
+    def peek(self, key: Hashable) -> Kept | None:
+        """Return what is kept under a key; that counts neither as a use nor as a hit."""
+        return self._kept.get(key)
 
     def keep(self, key: Hashable, kept: Kept) -> None:
         """Keep something, and let go what was used least recently; too large: keep nothing."""
@@ -142,6 +147,13 @@ class Memory:
             self.size -= 0 if before is None else before.size
             self.hits -= stale
             self.misses += stale
+
+    def drop_all(self, which: Callable[[Kept], bool] = lambda _: True) -> int:
+        """Let go of all that a function says yes to; return how many."""
+        with self._gate:
+            gone = [key for key, kept in self._kept.items() if which(kept)]
+            self.size -= sum(self._kept.pop(key).size for key in gone)
+            return len(gone)
 
 
 def _empty(max_size: float, max_count: int | None) -> Memory:
