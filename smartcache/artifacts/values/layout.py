@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -75,15 +75,32 @@ class Node(NamedTuple):
     """Which tensor it is, also of a small one that has no slot."""
     fields: dict[Hashable, Node] | None = None
     """The items of a dict."""
+    place: int | None = None
+    """Of a small tensor: where its bytes are in the fixed part."""
+    inside: tuple[tuple[Hashable, Node], ...] = ()
+    """What can have tensors in it of a list, tuple or codec; by index, or None for a codec."""
+
+    def tensors(self, *steps: Hashable) -> Iterator[tuple[tuple[Hashable, ...], Node]]:
+        """Go through all tensors, small ones too, each with the keys and indices that lead there.
+
+        Codecs are passed through: nothing is decoded.
+        """
+        if self.tensor is not None:
+            yield steps, self
+        for name, node in (self.fields or {}).items():
+            yield from node.tensors(*steps, name)
+        for step, node in self.inside:
+            yield from node.tensors(*steps, *(() if step is None else (step,)))
 
 
 class Layout:
     """A parsed layout: decodes the inline bytes of every value that has it."""
 
-    __slots__ = ("_numbers", "_read", "fields", "struct", "tensor", "tensors")
+    __slots__ = ("_numbers", "_read", "fields", "root", "struct", "tensor", "tensors")
 
     def __init__(self, root: Node, cursor: Cursor) -> None:
         """Take what was parsed: use `parse` or `known_layout`."""
+        self.root = root
         self._read = root.read
         self._numbers = len(cursor.formats)
         self.fields = root.fields
@@ -311,7 +328,7 @@ def _tensor(cursor: Cursor) -> Node:
         return Node(lambda _fixed, _starts, _data, fill: fill(slot), slot=slot, tensor=spec)
     place = cursor.number(f"{spec.nbytes}s")
     make = spec.from_bytes
-    return Node(lambda fixed, _starts, _data, _fill: make(fixed[place]), tensor=spec)
+    return Node(lambda fixed, _starts, _data, _fill: make(fixed[place]), tensor=spec, place=place)
 
 
 def _numpy_scalar(cursor: Cursor) -> Node:
@@ -404,7 +421,14 @@ def _sequence(container: int) -> Callable[[Cursor, int], Node]:
             return collect(tuple([read(fixed, starts, data, fill) for read in reads]))
 
         chosen = read_list if container == _LIST else read_others
-        return Node(chosen, is_hashable=container in b"(>" and all_hashable)
+        return Node(
+            chosen, is_hashable=container in b"(>" and all_hashable,
+            inside=tuple(
+                (index, node)
+                for index, node in enumerate(nodes)
+                if node.tensor is not None or node.fields or node.inside
+            ),
+        )  # fmt: skip
 
     return parse
 
@@ -458,7 +482,8 @@ def _codec(cursor: Cursor, depth: int) -> Node:
     name = cursor.text()
     if not 0 < len(name) <= LONGEST_NAME:
         raise LayoutError("a layout with a codec without a name")
-    inside = _parse(cursor, depth).read
+    node = _parse(cursor, depth)
+    inside = node.read
 
     def read(fixed: Fixed, starts: Starts, data: Data, fill: Fill) -> object:
         decode = decoders.get(name)
@@ -471,7 +496,7 @@ def _codec(cursor: Cursor, depth: int) -> Node:
         except Exception as error:
             raise LayoutError(f"the codec {name!r} cannot read what is stored: {error}") from error
 
-    return Node(read)
+    return Node(read, inside=((None, node),))
 
 
 _LIST: Final = ord("[")
