@@ -288,7 +288,7 @@ def plan_copy(
     artifacts = size = kept = total = 0
     for origin in origins:
         there: set[bytes] = set()
-        if (sets.root / origin.full_name).exists():
+        if (sets.root / origin.full_name / "set.json").exists():
             with sets.open(origin.name, origin.fingerprint, read_only=True) as opened:
                 there.update(check_keys(opened))
         for each in origin.arrivals():
@@ -469,7 +469,7 @@ def _opened_tar(path: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarI
 def _plan_tar(sets: ArtifactSets, path: Path) -> CarryPlan:
     """Plan to unpack a tar beside the sets, and to copy from there."""
     with _opened_tar(path) as (tar, members):
-        size = sum(each.size for each in members)
+        size = sum(each.size for each in members if each.name != INDEX)
         names = {each.name.rpartition("/")[0] for each in members} - {""}
         artifacts = 0
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):

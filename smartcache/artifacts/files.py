@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 from smartcache.artifacts.carry import Carried, CarryPlan, KeyRule, below
@@ -47,7 +48,7 @@ def plan_files(
     files = _keyed(found, root, rule)
     known: set[str] = set()
     full_name = f"{check_name(name)}/{made.id(name)}"
-    if (sets.root / full_name).exists():
+    if (sets.root / full_name / "set.json").exists():
         with sets.open(name, made, read_only=True) as opened:
             for key, (_, _, note) in files.items():
                 with suppress(ArtifactError):  # not there, or damaged
@@ -152,8 +153,10 @@ def _load(path: Path) -> object:
         return _plain(need_torch().load(path, map_location="cpu", weights_only=True))
     except ArtifactError:
         raise
+    except UnpicklingError as error:  # torch would go on to say how to run it nevertheless
+        raise ArtifactError("it holds objects that only pickle could load") from error
     except Exception as error:  # whatever a foreign library raises
-        first, *_ = str(error).strip().splitlines() or [""]
+        first = re.split(r"[.;]\s|\n", str(error).strip())[0]
         raise ArtifactError(f"{type(error).__name__}: {first:.300}") from error
 
 

@@ -47,6 +47,7 @@ from smartcache.artifacts.keys import check_key, key_text
 from smartcache.artifacts.setfolder import Fingerprint, check_name
 from smartcache.artifacts.values.encode import decode_metadata
 from smartcache.artifacts.values.layout import known_layout, no_tensor
+from smartcache.artifacts.values.refusals import shown
 from smartcache.artifacts.values.tensors import TORCH, TensorSpec
 from smartcache.errors import (
     ArtifactError,
@@ -268,7 +269,7 @@ def _named(key: bytes, encoded: Encoded) -> dict[str, _Tensor]:
     fixed = layout.opened(encoded.inline)[0]
     found: dict[str, _Tensor] = {}
     for steps, node in layout.root.tensors():
-        words = [key_text(key), *(each if isinstance(each, str) else repr(each) for each in steps)]
+        words = [key_text(key), *(each if isinstance(each, str) else shown(each) for each in steps)]
         name = first = "/".join(_ESCAPED.sub(_escape, word) for word in words)
         number = 1
         while name in found:  # 1 and "1" are two keys of a dict

@@ -126,10 +126,14 @@ def import_command(
     one that needs pickle is named and left out. What is there already is not written again. If it
     is interrupted, run the same command again to continue.
     """
-    from smartcache.artifacts import plan_import
+    from smartcache.artifacts import ArtifactSets, plan_import
+    from smartcache.store.layout import Layout
 
     session = ctx.ensure_object(Session)
     values = None if fingerprint is None else _fingerprint(fingerprint)
+    if not session.has_store():  # what cannot be imported makes none
+        nothing = ArtifactSets(Layout(session.settings.home).sets)
+        plan_import(nothing, path, name=name, fingerprint=values, key=key)
     with sets_to_fill(session, create=not dry_run) as sets:
         plan = plan_import(sets, path, name=name, fingerprint=values, key=key)
         result = _carry(session, plan, dry_run=dry_run)
