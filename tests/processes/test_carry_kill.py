@@ -65,9 +65,13 @@ def each_moment(
     check: Callable[[str], None],
 ) -> None:
     """Kill a run at each moment; then run it to its end, and look."""
+
+    def whole() -> None:
+        act(root, form, "whole")
+
     moments = [
         each
-        for each in points_of(lambda: act(root, form, "whole") and None)
+        for each in points_of(whole)
         if each.place.startswith(("carry", "claim", "pack: made", "set: pack left", "compact"))
     ]
     assert moments
