@@ -10,6 +10,8 @@ from smartcache import artifacts, config, errors, functions, store
 from smartcache.artifacts import (
     ArtifactSet,
     ArtifactSets,
+    Carried,
+    CarryPlan,
     Computed,
     Difference,
     Fingerprint,
@@ -27,6 +29,9 @@ from smartcache.artifacts import (
     register_key_rule,
     remember_module,
 )
+from smartcache.artifacts import plan_export as carry_plan_export
+from smartcache.artifacts import plan_import as carry_plan_import
+from smartcache.artifacts import shards as artifacts_shards
 from smartcache.artifacts.engine import compact as artifacts_compact
 from smartcache.artifacts.engine import engine as artifacts_engine
 from smartcache.artifacts.engine import packs as artifacts_packs
@@ -412,6 +417,8 @@ __all__ = [
     "Call",
     "Candidate",
     "CannotLinkError",
+    "Carried",
+    "CarryPlan",
     "Census",
     "Change",
     "ChangedError",
@@ -586,6 +593,7 @@ __all__ = [
     "artifacts_engine",
     "artifacts_packs",
     "artifacts_read",
+    "artifacts_shards",
     "artifacts_write",
     "as_kept",
     "bar_class",
@@ -598,6 +606,8 @@ __all__ = [
     "bundle_encode",
     "cache_mapping",
     "canonical",
+    "carry_plan_export",
+    "carry_plan_import",
     "check_hex",
     "check_key",
     "claim",

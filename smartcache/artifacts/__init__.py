@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from smartcache.artifacts.artifactset import (
         SetStats as SetStats,
     )
+    from smartcache.artifacts.carry import Carried as Carried
+    from smartcache.artifacts.carry import CarryPlan as CarryPlan
+    from smartcache.artifacts.carry import plan_export as plan_export
+    from smartcache.artifacts.carry import plan_import as plan_import
     from smartcache.artifacts.engine.packs import PackSource as PackSource
     from smartcache.artifacts.engine.recover import (
         Rebuilt as Rebuilt,
@@ -84,6 +88,7 @@ _HOMES = {
         "SetInfo",
         "SetStats",
     ),
+    "carry": ("CarryPlan", "Carried", "plan_export", "plan_import"),
     "engine.packs": ("PackSource",),
     "engine.recover": ("Rebuilt", "SetVerifyReport"),
     "inspect": ("ArtifactInfo", "Shown"),

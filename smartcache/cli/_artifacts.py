@@ -64,6 +64,19 @@ def all_sets(session: Session) -> Iterator[ArtifactSets]:
         yield sets_of(stores[0]) if stores else ArtifactSets(nothing)
 
 
+@contextmanager
+def sets_to_fill(session: Session, *, create: bool) -> Iterator[ArtifactSets]:
+    """Open the store for its sets, made if it may be."""
+    from smartcache.cache import sets_of
+
+    if not create:
+        with all_sets(session) as sets:
+            yield sets
+        return
+    with session.store(create=True) as store:
+        yield sets_of(store)
+
+
 def chosen(sets: ArtifactSets, words: Sequence[str]) -> list[SetInfo]:
     """Return the sets that words name, each once; all of them without words."""
     if not words:

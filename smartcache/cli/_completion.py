@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     import click
@@ -50,6 +50,11 @@ def _offering(function: Callable[[click.Context], Offered]) -> Completer:
         ]
 
     return complete
+
+
+def words(offered: Mapping[str, str]) -> Completer:
+    """Return what offers these words, each with what is said beside it."""
+    return _offering(lambda _: iter(offered.items()))
 
 
 @_offering

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from smartcache.cli import _completion
-from smartcache.cli._artifacts import MORE, all_sets, fields_of
+from smartcache.cli._artifacts import MORE, all_sets, fields_of, sets_to_fill
 from smartcache.cli._command import FILE, asks, command, group, never_asks
 from smartcache.cli._failures import FAILED
 from smartcache.cli._output import out
@@ -592,7 +592,7 @@ def import_command(session: Session, *, folder: Path, dry_run: bool) -> None:
     """
     from smartcache.training import copy_dataset, dataset_folder, exported_dataset
 
-    with exported_dataset(folder) as dataset, _sets_to_fill(session, create=not dry_run) as sets:
+    with exported_dataset(folder) as dataset, sets_to_fill(session, create=not dry_run) as sets:
         name, path = dataset.name, dataset_folder(sets.root, dataset.name)
         if (path / "dataset.json").exists():
             message = f"There is a dataset {name!r} in the store already"
@@ -605,19 +605,6 @@ def import_command(session: Session, *, folder: Path, dry_run: bool) -> None:
     _show_copied(f"import {name}", copied, path, dry_run=dry_run)
     if not dry_run:
         out.talk(f"In Python: cache.open_dataset({name!r})")
-
-
-@contextmanager
-def _sets_to_fill(session: Session, *, create: bool) -> Iterator[ArtifactSets]:
-    """Open the store for its sets, made if it may be."""
-    from smartcache.cache import sets_of
-
-    if not create:
-        with all_sets(session) as sets:
-            yield sets
-        return
-    with session.store(create=True) as store:
-        yield sets_of(store)
 
 
 @contextmanager

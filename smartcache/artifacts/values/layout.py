@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -75,15 +75,32 @@ class Node(NamedTuple):
     """Which tensor it is, also of a small one that has no slot."""
     fields: dict[Hashable, Node] | None = None
     """The items of a dict."""
+    place: int | None = None
+    """Of a small tensor: where its bytes are in the fixed part."""
+    inside: tuple[tuple[Hashable, Node], ...] = ()
+    """What can have tensors in it of a list, tuple or codec; by index, or None for a codec."""
+
+    def tensors(self, *steps: Hashable) -> Iterator[tuple[tuple[Hashable, ...], Node]]:
+        """Go through all tensors, small ones too, each with the keys and indices that lead there.
+
+        Codecs are passed through: nothing is decoded.
+        """
+        if self.tensor is not None:
+            yield steps, self
+        for name, node in (self.fields or {}).items():
+            yield from node.tensors(*steps, name)
+        for step, node in self.inside:
+            yield from node.tensors(*steps, *(() if step is None else (step,)))
 
 
 class Layout:
     """A parsed layout: decodes the inline bytes of every value that has it."""
 
-    __slots__ = ("_numbers", "_read", "fields", "owners", "struct", "tensor", "tensors")
+    __slots__ = ("_numbers", "_read", "fields", "owners", "root", "struct", "tensor", "tensors")
 
     def __init__(self, root: Node, cursor: Cursor) -> None:
         """Take what was parsed: use `parse` or `known_layout`."""
+        self.root = root
         self._read = root.read
         self._numbers = len(cursor.formats)
         self.fields = root.fields
@@ -94,7 +111,11 @@ class Layout:
         """The fixed part of the inline bytes."""
         self.tensors = tuple(cursor.tensors)
         """What is in each tensor slot."""
-        self.owners = tuple(cursor.owners)
+        self.owners = tuple(
+            steps[0] if root.fields is not None else None
+            for steps, node in root.tensors()
+            if node.slot is not None
+        )
         """Which field of the dict each slot belongs to; None: the value is no dict."""
 
     @classmethod
@@ -155,7 +176,7 @@ def known_layout(body: bytes) -> Layout:
 class Cursor:
     """Where a parser is, and what it has found so far."""
 
-    __slots__ = ("at", "data", "formats", "owner", "owners", "sections", "tensors")
+    __slots__ = ("at", "data", "formats", "sections", "tensors")
 
     def __init__(self, data: bytes, at: int = 0) -> None:
         self.data = data
@@ -163,9 +184,6 @@ class Cursor:
         self.formats: list[str] = []
         self.sections = 0
         self.tensors: list[TensorSpec] = []
-        self.owners: list[Hashable] = []
-        self.owner: Hashable = None
-        """The field of the whole value that is being parsed."""
 
     def take(self, size: int) -> bytes:
         """Return the next bytes; LayoutError if there are not so many."""
@@ -313,11 +331,10 @@ def _tensor(cursor: Cursor) -> Node:
     if spec.nbytes > INLINE_BYTES:
         slot = len(cursor.tensors)
         cursor.tensors.append(spec)
-        cursor.owners.append(cursor.owner)
         return Node(lambda _fixed, _starts, _data, fill: fill(slot), slot=slot, tensor=spec)
     place = cursor.number(f"{spec.nbytes}s")
     make = spec.from_bytes
-    return Node(lambda fixed, _starts, _data, _fill: make(fixed[place]), tensor=spec)
+    return Node(lambda fixed, _starts, _data, _fill: make(fixed[place]), tensor=spec, place=place)
 
 
 def _numpy_scalar(cursor: Cursor) -> Node:
@@ -410,7 +427,14 @@ def _sequence(container: int) -> Callable[[Cursor, int], Node]:
             return collect(tuple([read(fixed, starts, data, fill) for read in reads]))
 
         chosen = read_list if container == _LIST else read_others
-        return Node(chosen, is_hashable=container in b"(>" and all_hashable)
+        return Node(
+            chosen, is_hashable=container in b"(>" and all_hashable,
+            inside=tuple(
+                (index, node)
+                for index, node in enumerate(nodes)
+                if node.tensor is not None or node.fields or node.inside
+            ),
+        )  # fmt: skip
 
     return parse
 
@@ -420,8 +444,6 @@ def _dict(cursor: Cursor, depth: int) -> Node:
     fields: dict[Hashable, Node] = {}
     for _ in range(count):
         name = _key(cursor, depth)
-        if depth == MAX_DEPTH - 1:
-            cursor.owner = name
         node = _parse(cursor, depth)
         try:
             fields[name] = node
@@ -466,7 +488,8 @@ def _codec(cursor: Cursor, depth: int) -> Node:
     name = cursor.text()
     if not 0 < len(name) <= LONGEST_NAME:
         raise LayoutError("a layout with a codec without a name")
-    inside = _parse(cursor, depth).read
+    node = _parse(cursor, depth)
+    inside = node.read
 
     def read(fixed: Fixed, starts: Starts, data: Data, fill: Fill) -> object:
         decode = decoders.get(name)
@@ -479,7 +502,7 @@ def _codec(cursor: Cursor, depth: int) -> Node:
         except Exception as error:
             raise LayoutError(f"the codec {name!r} cannot read what is stored: {error}") from error
 
-    return Node(read)
+    return Node(read, inside=((None, node),))
 
 
 _LIST: Final = ord("[")
