@@ -24,10 +24,9 @@ import re
 import shutil
 import stat
 import tarfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
@@ -38,7 +37,7 @@ from smartcache.artifacts.engine.catalog import Place
 from smartcache.artifacts.engine.engine import Engine
 from smartcache.artifacts.engine.read import Encoded
 from smartcache.artifacts.keys import check_keys, key_text
-from smartcache.artifacts.setfolder import Fingerprint, SetFolder, is_id
+from smartcache.artifacts.setfolder import Fingerprint, Options, SetFolder, is_id
 from smartcache.artifacts.sets import ArtifactSets
 from smartcache.artifacts.values.layout import COUNT, Layout, known_layout
 from smartcache.errors import (
@@ -122,6 +121,8 @@ class Origin(NamedTuple):
 
     name: str
     fingerprint: Fingerprint
+    options: Options
+    """Those of a set that is made by the copy; one that is there keeps its own."""
     arrivals: Callable[[], Iterator[Arrival]]
 
     @property
@@ -146,7 +147,8 @@ def plan_export(
         from smartcache.artifacts.shards import plan_shards
 
         return plan_shards(opened, path, shard_size)
-    origin = Origin(opened.name, opened.fingerprint, partial(_arrivals, opened))
+    options = opened.describe().options
+    origin = Origin(opened.name, opened.fingerprint, options, partial(_arrivals, opened))
     if form == "folder":
         with suppress(FileNotFoundError):
             if os.path.samefile(path / origin.full_name, opened.path):
@@ -314,7 +316,9 @@ def _copy(sets: ArtifactSets, origins: list[Origin], total: int, progress: Progr
     problems: list[str] = []
     with progress("Copying", total, "bytes") as job:
         for origin in origins:
-            with sets.open(origin.name, origin.fingerprint) as opened:
+            is_new = not (sets.root / origin.full_name / "set.json").exists()
+            options = asdict(origin.options) if is_new else {}
+            with sets.open(origin.name, origin.fingerprint, **options) as opened:
                 for each in origin.arrivals():
                     try:
                         new = each.read()
@@ -334,7 +338,7 @@ def _copy(sets: ArtifactSets, origins: list[Origin], total: int, progress: Progr
 def _put(opened: ArtifactSet, each: Arrival, new: Encoded) -> bool:
     """Keep an artifact unless it is there, and equal; say whether it was not."""
     engine, longest = opened._engine, opened._longest  # noqa: SLF001
-    now = time.time()
+    now = engine.catalog.clock()
     try:
         old = read_artifact(engine, each.key)
     except (DamagedArtifactError, LayoutError):
@@ -415,7 +419,7 @@ def _folder_origin(path: Path) -> Origin:
         with ArtifactSet(folder, read_only=True) as opened:
             yield from _arrivals(opened)
 
-    return Origin(folder.name, folder.fingerprint, arrivals)
+    return Origin(folder.name, folder.fingerprint, folder.options, arrivals)
 
 
 def _write_tar(path: Path, folder: Path, count: int, progress: Progress) -> None:

@@ -347,6 +347,12 @@ class Options:
                 check_option(name, getattr(self, name))
         check_rule(self.compression)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return what set.json says; options of another release are left out."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in data.items() if key in known})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetFolder:
@@ -424,8 +430,6 @@ class SetFolder:
             if version != FORMAT:
                 message = f"{path} has format {version!r}; this smartcache reads format {FORMAT}"
                 raise SetFormatError(message, path=path)
-            known = {each.name for each in fields(Options)}
-            options = {key: value for key, value in document["options"].items() if key in known}
             fingerprint = Fingerprint.from_json(document["fingerprint"])
             name = check_name(document["name"])
             if document["id"] != path.name or fingerprint.id(name) != path.name:
@@ -436,7 +440,7 @@ class SetFolder:
                 path=path, name=name, id=path.name, instance=document["instance"],
                 fingerprint=fingerprint,
                 created_at=datetime.fromisoformat(document["created_at"]),
-                options=Options(**options),
+                options=Options.from_json(document["options"]),
             )  # fmt: skip
         except FileNotFoundError:
             hint = "Open it with its name and fingerprint, which makes the file again."

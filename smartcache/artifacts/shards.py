@@ -22,6 +22,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
@@ -44,7 +45,7 @@ from smartcache.artifacts.carry import (
 from smartcache.artifacts.engine.engine import Engine
 from smartcache.artifacts.engine.read import Encoded
 from smartcache.artifacts.keys import check_key, key_text
-from smartcache.artifacts.setfolder import Fingerprint, check_name
+from smartcache.artifacts.setfolder import Fingerprint, Options, check_name
 from smartcache.artifacts.values.encode import decode_metadata
 from smartcache.artifacts.values.layout import known_layout, no_tensor
 from smartcache.artifacts.values.refusals import shown
@@ -56,6 +57,7 @@ from smartcache.errors import (
     DestinationExistsError,
     LayoutError,
     SetFormatError,
+    SmartcacheError,
 )
 from smartcache.progress import Progress
 from smartcache.store.room import need_room
@@ -95,7 +97,7 @@ def plan_shards(opened: ArtifactSet, path: Path, shard_size: int) -> CarryPlan:
     folder = engine.folder
     about = {
         "format": _FORMAT, "name": folder.name, "id": folder.id,
-        "fingerprint": folder.fingerprint.to_json(),
+        "fingerprint": folder.fingerprint.to_json(), "options": asdict(folder.options),
     }  # fmt: skip
     index = read_index(path)
     if index is None and os.path.lexists(path / INDEX):
@@ -436,7 +438,8 @@ def shards_origin(shards: Mapping[Path, set[str]], about: Mapping[str, Any]) -> 
         name, fingerprint = check_name(about["name"]), Fingerprint.from_json(about["fingerprint"])
         if fingerprint.id(name) != about["id"]:
             raise SetFormatError("its id is another one")
-    except (ArtifactError, KeyError, TypeError, RecursionError) as error:
+        options = Options.from_json(about["options"])
+    except (SmartcacheError, AttributeError, KeyError, TypeError, RecursionError) as error:
         message = f"The export does not say which set it is of: {error}"
         raise SetFormatError(message, hint=_AGAIN) from error
 
@@ -453,7 +456,7 @@ def shards_origin(shards: Mapping[Path, set[str]], about: Mapping[str, Any]) -> 
                     if arrival is not None:
                         yield arrival
 
-    return Origin(name, fingerprint, arrivals)
+    return Origin(name, fingerprint, options, arrivals)
 
 
 def _whole(path: Path, id_: str, keys: set[str]) -> _Shard:

@@ -103,6 +103,32 @@ class TestExact:
         shutil.rmtree(base)
 
     @pytest.mark.parametrize("form", FORMS)
+    def test_options_travel_and_so_does_what_is_compressed(
+        self, form: Form, sets: ArtifactSets, other: ArtifactSets, tmp_path: Path
+    ) -> None:
+        """A set that is made has those of the export; one that is there keeps its own."""
+        value = {"ids": np.arange(9000), "text": ["a cat"] * 500, "zeros": np.zeros(50_000)}
+        options: dict[str, Any] = {
+            "compression": {"ids": "zstd", "*": "gzip"},
+            "ttl": 900.0,
+            "max_size": 10**7,
+        }
+        with open_set(sets, **options) as opened:
+            opened.put("key", value)
+            plan_export(opened, tmp_path / "out", form=form).execute()
+            size = opened.stats().live
+        plan_import(other, tmp_path / "out").execute()
+        with open_set(other) as there:
+            assert exactly(there.get("key")) == exactly(value)
+            assert there.stats().live == size
+            found = there.describe().options
+            assert {name: getattr(found, name) for name in options} == options
+        open_set(other, compression="none").close()
+        assert carried(plan_import(other, tmp_path / "out")) == (0, 1)
+        with open_set(other) as there:
+            assert there.describe().options.compression == "none"
+
+    @pytest.mark.parametrize("form", FORMS)
     def test_a_codec_that_nobody_has_registered_is_no_obstacle(
         self, form: Form, latents: ArtifactSet, other: ArtifactSets, tmp_path: Path
     ) -> None:
