@@ -165,7 +165,8 @@ def _is_padded(tensor: memoryview, spec: TensorSpec) -> bool:
     if 8 * np.count_nonzero(some) <= 7 * len(some):
         return True
     row = size * spec.shape[-1] if len(spec.shape) > 1 else spec.nbytes
-    return 2 * row <= spec.nbytes and tensor[-row:] == tensor[-2 * row : -row]
+    # As bytes: memoryviews compare themselves element by element.
+    return 2 * row <= spec.nbytes and bytes(tensor[-row:]) == bytes(tensor[-2 * row : -row])
 
 
 def _compressed(method: int, data: memoryview, item_size: int) -> tuple[Stored, int]:
