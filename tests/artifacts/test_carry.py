@@ -10,7 +10,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import numpy as np
 import pytest
@@ -192,6 +192,8 @@ class TestShards:
         with safe_open(path, framework="pt") as file:
             read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             document = json.loads(file.metadata()["artifact:0"])
+        for begin, width in offsets(path):
+            assert begin % width == 0  # some programs cannot read what is not aligned
         start = "img%2F1.png/"
         assert torch.equal(read[f"{start}latent"], value["latent"])  # type: ignore[arg-type]
         assert read[f"{start}ids"].tolist() == [0, 1, 2, 3, 4]
@@ -344,6 +346,23 @@ class TestShards:
             plan_export(latents, tmp_path)
         assert (tmp_path / "index.json").read_text() == '{"weight_map": {}}'
 
+    def test_an_index_is_there_only_when_everything_is(
+        self, latents: ArtifactSet, tmp_path: Path
+    ) -> None:
+        """Otherwise the old one would hide the shards that are new."""
+
+        def interrupted(*_: object, **__: object) -> NoReturn:
+            raise KeyboardInterrupt
+
+        fill(latents)
+        plan_export(latents, tmp_path / "out").execute()
+        latents.put("new", array(9))
+        with pytest.raises(KeyboardInterrupt):
+            plan_export(latents, tmp_path / "out").execute(interrupted)
+        assert not (tmp_path / "out/index.json").exists()
+        assert carried(plan_export(latents, tmp_path / "out")) == (1, 6)
+        assert (tmp_path / "out/index.json").exists()
+
     def test_an_interrupted_export_is_imported_as_far_as_it_goes(
         self, latents: ArtifactSet, tmp_path: Path, other: ArtifactSets
     ) -> None:
@@ -370,6 +389,18 @@ class TestShards:
         (problem,) = done.problems
         assert problem == "key-1: its bytes are not those that were exported"
         assert contents(other).keys() == {"key-0", "key-2"}
+
+
+def offsets(path: Path) -> list[tuple[int, int]]:
+    """Return where the tensors of a shard begin, and the bytes of their elements."""
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    widths = {"BF16": 2, "I64": 8, "F64": 8, "U8": 1}
+    return [
+        (each["data_offsets"][0], widths[each["dtype"]])
+        for name, each in header.items()
+        if name != "__metadata__"
+    ]
 
 
 def rewrite(path: Path, change: Change) -> None:
@@ -416,7 +447,10 @@ class TestHostileShards:
                 id="huge offsets",
             ),
             pytest.param(
-                lambda header, _: header["key-2/latent"].update(data_offsets=[-4096, 0]),
+                lambda header, _: (
+                    header["key-2/latent"].update(data_offsets=[-4096, 0]),
+                    header["key-2/mean"].update(data_offsets=[4096, 4104]),
+                )[0],
                 id="negative offsets",
             ),
             pytest.param(
@@ -466,6 +500,7 @@ class TestHostileShards:
         fill(latents, 2)
         plan_export(latents, tmp_path / "out").execute()
         index = json.loads((tmp_path / "out/index.json").read_text())
+        shutil.copy(tmp_path / "out/latents-00001.safetensors", tmp_path)
         index["artifacts"]["key-1"] = shard
         (tmp_path / "out/index.json").write_text(json.dumps(index))
         with pytest.raises(SetFormatError):
@@ -634,6 +669,22 @@ class TestTar:
             plan_import(other, tmp_path / "out.tar")
         assert not other.root.exists()
 
+    def test_a_sparse_member_is_refused_in_whichever_form(
+        self, latents: ArtifactSet, tmp_path: Path, other: ArtifactSets
+    ) -> None:
+        """A few bytes that say they are a terabyte."""
+        fill(latents, 1)
+        plan_export(latents, tmp_path / "out.tar", form="tar").execute()
+        with tarfile.open(tmp_path / "out.tar", "a:", format=tarfile.PAX_FORMAT) as tar:
+            member = tarfile.TarInfo("sparse")
+            sparse = {"major": "1", "minor": "0", "realsize": str(1 << 40)}
+            sparse["name"] = f"latents/{latents.id}/0123456789abcdef.pack"
+            member.pax_headers = {f"GNU.sparse.{name}": value for name, value in sparse.items()}
+            member.size = 512
+            tar.addfile(member, io.BytesIO(b"1\n0\n0\n".ljust(512, b"\0")))
+        with pytest.raises(SetFormatError, match="in it"):
+            plan_import(other, tmp_path / "out.tar")
+
     @pytest.mark.parametrize("size", [0, 100, 5000, 20_000])
     def test_what_is_cut_off_or_none_is_refused(
         self, size: int, latents: ArtifactSet, tmp_path: Path, other: ArtifactSets
@@ -663,6 +714,9 @@ class TestFiles:
         (folder / "notes.txt").write_text("not a tensor")
         (folder / "link.pt").symlink_to(folder / "a.pt")
         (folder / "loop").symlink_to(folder)
+        (tmp_path / "theirs").mkdir()
+        np.savez(tmp_path / "theirs/e.npz", x=np.arange(5))
+        (folder / "elsewhere").symlink_to(tmp_path / "theirs")
         return folder
 
     def brought(
