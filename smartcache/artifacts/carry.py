@@ -460,7 +460,7 @@ def _write_tar(path: Path, folder: Path, count: int, progress: Progress) -> None
 @contextmanager
 def _opened_tar(path: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
     """Open a tar of ours, all of its members looked at."""
-    hint = "'smartcache artifacts export' writes what can be imported; so do .pt, .npz ... files."
+    hint = "What 'smartcache artifacts export' writes can be imported, and .pt, .npz ... files."
     try:
         with tarfile.open(path, "r:") as tar:
             members = tar.getmembers()
@@ -478,7 +478,8 @@ def _opened_tar(path: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarI
     except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
         if isinstance(error, SmartcacheError):
             raise
-        raise SetFormatError(f"{path} is no whole tar: {error}", hint=hint, path=path) from error
+        message = f"{path} cannot be imported: it is neither tensors nor a whole tar ({error})"
+        raise SetFormatError(message, hint=hint, path=path) from error
 
 
 def _plan_tar(sets: ArtifactSets, path: Path) -> CarryPlan:
