@@ -199,7 +199,7 @@ class TestImport:
         (tmp_path / "notes.txt").write_text("x")
         for name, said in (
             ("nowhere", "No such file"), ("empty", "nothing that can be imported"),
-            ("notes.txt", "no whole tar"),
+            ("notes.txt", "nor a whole tar"),
         ):  # fmt: skip
             assert said in sc("artifacts", "import", name, code=1).error
         assert "Missing argument 'PATH'" in sc("artifacts", "import", code=2).error
