@@ -11,7 +11,6 @@ kernel frees the lease of a process that dies, and the next one computes.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import weakref
@@ -472,6 +471,8 @@ class ArtifactSet:
 
     async def get_batch_async(self, keys: Sequence[str], **options: Any) -> dict[Any, Any]:  # noqa: ANN401 - those of `get_batch`
         """Do what `get_batch` does, while other tasks of the event loop go on."""
+        import asyncio
+
         return await asyncio.to_thread(self.get_batch, keys, **options)
 
     def select(self, keys: Sequence[str]) -> Selection:
@@ -549,6 +550,8 @@ class ArtifactSet:
         `compute` is a coroutine function, or is called in a thread. Who waits for another task,
         thread or process holds no thread meanwhile; a task that is cancelled lets go of the key.
         """
+        import asyncio  # takes as long as all of this package
+
         rule = Retry.of(remember_failures)
         pause = _FIRST_PAUSE
         while True:
