@@ -8,6 +8,7 @@
     │   ├── UnsupportedValueError(TypeError)  a value that cannot be kept, and where it is
     │   ├── LayoutError(ValueError)         the description of an artifact is malformed
     │   ├── UnknownCodecError(LookupError)  a value that needs a codec nobody has registered
+    │   ├── MissingCompressionError         compressed with a package that is not installed
     │   ├── BadKeyError(ValueError)         no key, or a config of which no key can be made
     │   ├── BadSetNameError(ValueError)
     │   ├── BatchShapeError(ValueError)     artifacts that do not fit into one batch, or a buffer
@@ -157,7 +158,7 @@ class UnknownCodecError(ArtifactError, LookupError):
     name: str = ""
 
 
-class MissingCompressionError(ArtifactError, ImportError):
+class MissingCompressionError(ArtifactError):
     """A part of an artifact is, or is to be, compressed with a package that is not here."""
 
     name: str = ""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,18 +25,25 @@ from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, check_whole, engine_of, open_set, packs_of
 from tests.artifacts.strategies import values
 
+if TYPE_CHECKING:
+    import torch
+
 METHODS = ("gzip", "lz4", "zstd", "blosc2", "auto")
 NUMBER = values_compression.METHODS
 
 
 def padded() -> torch.Tensor:
     """Return an embedding of which most is padding."""
+    import torch
+
     made = torch.zeros(256, 64, dtype=torch.float16)
     made[:30] = torch.randn(30, 64)
     return made
 
 
 def sample() -> dict[str, Any]:
+    import torch
+
     return {
         "latent": torch.randn(4, 32, 32).half(),
         "bf16": torch.randn(64, 200).bfloat16(),
@@ -71,6 +77,8 @@ class TestEveryMethod:
     def test_values_come_back_in_every_way_of_reading(
         self, sets: ArtifactSets, method: str
     ) -> None:
+        import torch
+
         value = sample()
         wanted = exactly(value)
         with open_set(sets, compression=method) as opened:
@@ -122,6 +130,8 @@ class TestEveryMethod:
             check_whole(opened)
 
     def test_equal_tensors_are_kept_once(self, sets: ArtifactSets, method: str) -> None:
+        import torch
+
         with open_set(sets, compression=method) as opened:
             embedding = padded()
             opened.put("a", {"text": embedding, "n": 1})
@@ -183,6 +193,8 @@ def test_every_value_comes_back_exactly(tmp_path_factory: Any, value: object, me
 
 class TestAuto:
     def test_it_chooses_by_what_a_tensor_is(self, sets: ArtifactSets) -> None:
+        import torch
+
         with open_set(sets, compression="auto") as opened:
             value = sample() | {
                 "bf16_short": torch.randn(20, 100).bfloat16(),
