@@ -412,13 +412,20 @@ class ArtifactSet:
         return min(until, expires) if expires > now else until
 
     def _look(
-        self, key: str, validate: Callable[[Sample], object] | None
+        self,
+        key: str,
+        validate: Callable[[Sample], object] | None,
+        *,
+        expired: bool = False,
     ) -> tuple[object, bytes] | None:
-        """Return value and metadata (encoded) of an artifact that is valid; None: there is none."""
+        """Return value and metadata (encoded) of an artifact that is valid; None: there is none.
+
+        With `expired` it may be past its time.
+        """
         engine = self._engine
         stored = check_key(key)
         changes = engine.catalog.changes
-        found = engine.hold_one(stored)
+        found = engine.look(stored) if expired else engine.hold_one(stored)
         if found is None:
             return None
         try:
@@ -434,7 +441,7 @@ class ArtifactSet:
                 value, about = read.read_value(held)
         except (ArtifactNotFoundError, DamagedArtifactError):
             return None
-        if self._memory is not None:
+        if self._memory is not None and not expired:
             place = held.place
             with suppress(TypeError):  # an object of a codec that cannot be copied
                 self._memory.keep((self._where, key), Kept(
@@ -608,7 +615,8 @@ class ArtifactSet:
         """Keep what was computed, and return what was kept; under the lease it is not evicted."""
         self.put(key, made, metadata=metadata, ttl=ttl)
         self._engine.index.drop_failures([check_key(key)])
-        found = self._look(key, validate)
+        # What has a short time to live may be past it by now, and was computed all the same.
+        found = self._look(key, validate) or self._look(key, validate, expired=True)
         if found is not None:
             return found[0]
         self.delete(key)

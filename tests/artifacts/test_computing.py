@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -116,6 +117,17 @@ class TestOnce:
     def test_a_ttl_below_a_second_is_long_enough_to_read_it(self, latents: ArtifactSet) -> None:
         for n in range(5):
             assert latents.get_or_compute(f"k{n}", lambda: 1, ttl=0.01) == 1
+
+    @pytest.mark.parametrize("memory", [None, "1MB"])
+    def test_what_ends_before_it_is_read_is_returned_to_who_has_computed_it(
+        self, tmp_path: Path, memory: str | None
+    ) -> None:
+        """The machine may be busy in between."""
+        times = itertools.count(1000.0, 5)
+        sets = ArtifactSets(tmp_path / "sets", clock=lambda: next(times))
+        with open_set(sets, memory=memory) as opened:
+            assert opened.get_or_compute("key", lambda: [1], ttl=0.01) == [1]
+            assert opened.get("key") is None
 
     def test_what_is_larger_than_the_bound_is_returned_all_the_same(
         self, sets: ArtifactSets
