@@ -303,6 +303,10 @@ class ArtifactSet:
         self._keep_bounds()
         return count
 
+    def discard(self, sample: Sample) -> bool:
+        """Delete an artifact, unless its key has another one by now; False: it has, or has none."""
+        return write.delete_exactly(self._engine, sample.key_bytes, sample.seq)
+
     def __delitem__(self, key: str) -> None:
         """Delete an artifact; ArtifactNotFoundError if there is none."""
         if not self.delete(key):
@@ -443,10 +447,12 @@ class ArtifactSet:
             return None
         if self._memory is not None and not expired:
             place = held.place
-            with suppress(TypeError):  # an object of a codec that cannot be copied
+            # An object of a codec may raise anything where it cannot be copied.
+            with suppress(Exception):
                 self._memory.keep((self._where, key), Kept(
                     value, decode_metadata(about), place=(place.pack.nonce, place.offset),
                     changes=changes, until=self._until(place.expires),
+                    least=place.meta + sum(spec.nbytes for spec in held.layout.tensors),
                 ))  # fmt: skip
         return value, about
 
@@ -579,7 +585,7 @@ class ArtifactSet:
                         made: object = (
                             compute()
                             if iscoroutinefunction(compute)
-                            else (await asyncio.to_thread(compute))
+                            else (await asyncio.to_thread(_in_thread, compute))
                         )
                         if isinstance(made, Awaitable):
                             made = await made
@@ -613,12 +619,15 @@ class ArtifactSet:
         ttl: float | timedelta | None,
     ) -> object:
         """Keep what was computed, and return what was kept; under the lease it is not evicted."""
-        self.put(key, made, metadata=metadata, ttl=ttl)
-        self._engine.index.drop_failures([check_key(key)])
-        # What has a short time to live may be past it by now, and was computed all the same.
-        found = self._look(key, validate) or self._look(key, validate, expired=True)
-        if found is not None:
-            return found[0]
+        for _ in range(_TRIES):
+            self.put(key, made, metadata=metadata, ttl=ttl)
+            self._engine.index.drop_failures([check_key(key)])
+            # What has a short time to live may be past it by now, and was computed all the same.
+            found = self._look(key, validate) or self._look(key, validate, expired=True)
+            if found is not None:
+                return found[0]
+            if key in self:
+                break  # else somebody has deleted it at once: as well before it was put
         self.delete(key)
         message = f"What was computed for {key} of {self.name} was refused by `validate`"
         raise ArtifactError(message, hint="Check `validate` and the computation.")
@@ -885,6 +894,14 @@ class Selection(read.Selection):
     def __reduce__(self) -> tuple[object, ...]:
         """Go to another process as the set and the keys: it is made again there."""
         return Selection, (self._set, self._keys)
+
+
+def _in_thread(compute: Callable[[], object]) -> object:
+    """Compute; a StopIteration cannot leave a thread: who waits for it would wait for ever."""
+    try:
+        return compute()
+    except StopIteration as error:
+        raise RuntimeError("the computation raised StopIteration") from error
 
 
 def _values_of(returned: object, keys: list[str]) -> list[object]:

@@ -137,9 +137,13 @@ def _where(function: Callable[..., object], title: str) -> str:
     """Return what tells a function from those of other programs that are called the same."""
     module = getattr(function, "__module__", None)
     code = getattr(function, "__code__", None)
+    hint = 'Give it one: memoize(name="...").'
     if code is None or module is None or not os.path.exists(code.co_filename):
-        hint = 'Give it one: memoize(name="...").'
         raise ConfigError(f"{title} has no file, so its results have no name", hint=hint)
+    if function.__name__ == "<lambda>":  # so is every other one
+        raise ConfigError(f"{title} has no name, so its results have none", hint=hint)
+    if inspect.ismethod(function):
+        raise ConfigError(f"{title} belongs to an object that is no part of its key", hint=hint)
     if module == "__main__":  # every program has one
         module = os.path.realpath(code.co_filename)
     return f"{module}:{title}"

@@ -47,11 +47,12 @@ class Kept:
 
     def __init__(
         self, value: object, metadata: object = None, *, place: object = None,
-        changes: object = None, until: float = 0.0,
+        changes: object = None, until: float = 0.0, least: int = 0,
     ) -> None:  # fmt: skip
+        """Copy a value; `least` is the size of what it was read from, if Python does not know."""
         self.value, self.copied, size = frozen(value)
         self.metadata, self.metadata_copied, more = frozen(metadata)
-        self.size = size + more + _ENTRY
+        self.size = max(size + more, least) + _ENTRY
         self.place = place
         """Of which record it is."""
         self.changes = changes
@@ -177,11 +178,12 @@ def frozen(value: Any) -> tuple[Any, Copy | None, int]:  # noqa: ANN401, PLR0911
         made.flags.writeable = False
         return made, np.ndarray.copy, int(made.nbytes)
     torch = sys.modules.get("torch")
-    name = torch_name(value.dtype) if torch is not None and cls is torch.Tensor else None
+    is_tensor = torch is not None and cls is torch.Tensor and value.layout is torch.strided
+    name = torch_name(value.dtype) if is_tensor else None
     if torch is not None and name is not None:
         clone = torch.Tensor.clone if name in TORCH else _clone_bits
         return clone(value.detach()), clone, int(value.nbytes)
-    if issubclass(cls, np.generic):
+    if issubclass(cls, np.generic) and cls is not np.void:  # its fields can be set
         return value, None, sys.getsizeof(value)
     return copy.deepcopy(value), copy.deepcopy, sys.getsizeof(value)
 
@@ -194,6 +196,8 @@ def _clone_bits(tensor: Any) -> Any:  # noqa: ANN401
 
 def _frozen_dict(value: dict[Any, Any]) -> tuple[Any, Copy, int]:
     made, size = {}, sys.getsizeof(value)
+    if not _SCALARS.issuperset(map(type, value)) and any(frozen(key)[1] for key in value):
+        return copy.deepcopy(value), copy.deepcopy, size  # keys of the caller's own making
     changeable: list[tuple[Hashable, Copy]] = []
     for key, item in value.items():
         made[key], copied, more = frozen(item)
@@ -215,7 +219,7 @@ def _frozen_dict(value: dict[Any, Any]) -> tuple[Any, Copy, int]:
 def _frozen_items(value: Any) -> tuple[Any, Copy | None, int]:  # noqa: ANN401
     cls = type(value)
     size = sys.getsizeof(value)
-    if cls is bytearray or cls in (set, frozenset) or _SCALARS.issuperset(map(type, value)):
+    if cls is bytearray or _SCALARS.issuperset(map(type, value)):
         if cls is not bytearray:
             size += sum(map(sys.getsizeof, value))
         return cls(value), _COPIES.get(cls), size
@@ -225,6 +229,8 @@ def _frozen_items(value: Any) -> tuple[Any, Copy | None, int]:  # noqa: ANN401
     made = cls([each for each, _, _ in parts])
     if not any(copies):
         return made, _COPIES.get(cls), size
+    if cls in (set, frozenset):  # in which order they come is not known
+        return made, copy.deepcopy, size
 
     def copy_items(kept: Any) -> Any:  # noqa: ANN401
         return cls([

@@ -56,7 +56,7 @@ from smartcache.store.kernel import sync_directory
 from smartcache.store.locks import lock
 
 FORMAT = 2
-_FILE = "set.json"
+FILE = "set.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ID = re.compile(r"[0-9a-f]{32}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
@@ -375,7 +375,7 @@ class SetFolder:
         """
         path = sets / check_name(name) / fingerprint.id(name)
         try:
-            if not (path / _FILE).exists():
+            if not (path / FILE).exists():
                 sets.parent.mkdir(parents=True, exist_ok=True)
                 for each in (sets, path.parent, path):
                     _make_folder(each)
@@ -385,7 +385,7 @@ class SetFolder:
                 _make_folder(path / "leases")
                 # Whoever comes first decides: with two instances, one would disown its packs.
                 with lock(path / "lock", exclusive=True):
-                    if not (path / _FILE).exists():
+                    if not (path / FILE).exists():
                         cls(
                             path=path, name=name, id=path.name, instance=secrets.token_hex(8),
                             fingerprint=fingerprint, options=options,
@@ -418,7 +418,7 @@ class SetFolder:
         try:
             if not read_only:
                 check_folder(path)
-            with open(os.open(path / _FILE, _TO_READ), "rb") as file:
+            with open(os.open(path / FILE, _TO_READ), "rb") as file:
                 document: Any = json.loads(file.read(_LARGEST))
             version = document["format"]
             if version == 1:
@@ -435,7 +435,7 @@ class SetFolder:
             if document["id"] != path.name or fingerprint.id(name) != path.name:
                 raise SetFormatError(f"{path} is not the set that its name says", path=path)
             if _INSTANCE.fullmatch(document["instance"]) is None:
-                raise SetFormatError(f"{path / _FILE} names no instance", path=path)
+                raise SetFormatError(f"{path / FILE} names no instance", path=path)
             return cls(
                 path=path, name=name, id=path.name, instance=document["instance"],
                 fingerprint=fingerprint,
@@ -445,12 +445,12 @@ class SetFolder:
         except FileNotFoundError:
             hint = "Open it with its name and fingerprint, which makes the file again."
             raise SetFormatError(
-                f"{path} is not a set: it has no {_FILE}", hint=hint, path=path
+                f"{path} is not a set: it has no {FILE}", hint=hint, path=path
             ) from None
         except (ArtifactError, ConfigError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SetFormatError(f"{path / _FILE} is damaged: {error!r}", path=path) from error
+            raise SetFormatError(f"{path / FILE} is damaged: {error!r}", path=path) from error
 
     def write(self) -> None:
         """Write set.json, in one step."""
@@ -463,14 +463,14 @@ class SetFolder:
             "fingerprint": self.fingerprint.to_json(),
             "options": asdict(self.options),
         }
-        temporary = self.path / f".{_FILE}-{secrets.token_hex(4)}"
+        temporary = self.path / f".{FILE}-{secrets.token_hex(4)}"
         make_private(temporary)
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=2, ensure_ascii=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self.path / _FILE)
+        temporary.replace(self.path / FILE)
         sync_directory(self.path)
 
 

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from blake3 import blake3
 
@@ -72,6 +72,9 @@ _DATASET = re.compile(r"([0-9a-f]{64})(?:\.json|-[0-9a-f]{16})")
 _LARGEST = 1 << 30
 _verified: set[Path] = set()
 """Folders of datasets whose checksums this process has compared."""
+
+
+_memory_caches: WeakSet[MemoryCache] = WeakSet()
 
 
 @dataclass
@@ -125,9 +128,14 @@ class MemoryCache:
         self.expiry_seconds = expiry_seconds
         self._clock = clock
         self._memory = Memory(math.inf if max_bytes is None else max_bytes, max_count=max_size or 1)
+        self._begin_again()
+        _memory_caches.add(self)
+
+    def _begin_again(self) -> None:
+        """Let nobody compute: at first, and in the child of a fork, which has no other threads."""
         self._gate = threading.Lock()
-        self._turns: WeakValueDictionary[object, threading.RLock] = WeakValueDictionary()
-        """By process and key: held by the thread that computes it, which a fork does not have."""
+        self._turns: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
+        """By key: held by the thread that computes it."""
 
     def get(self, key: str) -> Found:
         """Return the value and its metadata; None: there is none, or it is past its time."""
@@ -144,7 +152,7 @@ class MemoryCache:
         lasts = math.inf if self.expiry_seconds is None else self.expiry_seconds
         try:
             kept = Kept(value, metadata, until=self._clock() + lasts)
-        except (TypeError, RecursionError) as error:
+        except Exception as error:  # whatever the copying of an object may raise
             hint = "Put what it is made from: plain values, arrays, tensors."
             raise UnsupportedValueError(f"{key!r} cannot be copied: {error}", hint=hint) from error
         self._memory.keep(key, kept)
@@ -182,7 +190,7 @@ class MemoryCache:
         if not self.max_size:
             return compute_fn()
         with self._gate:
-            turn = self._turns.setdefault((os.getpid(), key), threading.RLock())
+            turn = self._turns.setdefault(key, threading.RLock())
         with turn:
             found = self.get(key)
             if found is not None and _is_valid(found[1], validate_fn):
@@ -209,6 +217,14 @@ class MemoryCache:
 
     def _is_old(self, kept: Kept) -> bool:
         return self._clock() >= kept.until
+
+
+def _begin_in_child() -> None:
+    for cache in list(_memory_caches):
+        cache._begin_again()  # noqa: SLF001 - of this module
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 class DiskCache:
@@ -279,12 +295,12 @@ class DiskCache:
         gone = self._set.sweep().artifacts
         if self.expiry_seconds is None:
             return gone
-        old = []
         for key in self._set:
             with suppress(ArtifactNotFoundError, DamagedArtifactError):
-                if self._is_old(self._set.metadata(key)):
-                    old.append(key)
-        return gone + self._set.delete_many(old)
+                sample = self._set[key]
+                if self._is_old(sample.metadata):
+                    gone += self._set.discard(sample)
+        return gone
 
     def get_or_compute(
         self,

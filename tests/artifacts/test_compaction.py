@@ -315,3 +315,21 @@ def test_asked_for_it_says_what_keeps_it_from_being_done_and_changes_nothing(
         check(opened, set(range(15, 20)))
         assert opened.compact().packs
         check(opened, set(range(15, 20)))
+
+
+def test_a_pack_that_was_compacted_and_is_claimed_is_not_taken_for_a_damaged_one(
+    sets: ArtifactSets,
+) -> None:
+    """Who claims a pack that is gone makes an empty file of its name for a moment."""
+    with open_set(sets) as opened:
+        opened.put("dead", array(1))
+        opened.put("key", array(2))
+        opened.delete("dead")
+        seal(opened)
+        assert opened.get("key") is not None
+        (old,) = packs_of(opened)
+        assert Child(lambda: opened.compact(force=True).packs).result() == 1
+        old.touch(0o600)
+        engine_of(opened).catalog.files.clear()
+        for _ in range(2):
+            assert np.array_equal(opened.get("key"), array(2))

@@ -454,3 +454,21 @@ def _compute_all(
     with open_set(sets) as opened:
         done = opened.compute_many(keys, compute, batch=4)
     return sorted(done.found + done.computed + done.waited), done.failed
+
+
+def test_what_is_deleted_as_soon_as_it_is_computed_was_not_refused(sets: ArtifactSets) -> None:
+    """Another thread deletes it between the put and the look that follows."""
+    is_over = threading.Event()
+    with open_set(sets) as opened, ThreadPoolExecutor(1) as pool:
+
+        def delete() -> None:
+            while not is_over.is_set():
+                opened.delete("key")
+
+        job = pool.submit(delete)
+        try:
+            for _ in range(300):
+                assert opened.get_or_compute("key", lambda: 7) == 7
+        finally:
+            is_over.set()
+        job.result()

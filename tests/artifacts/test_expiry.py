@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import ArtifactSets, ConfigError
+from tests.api import ArtifactSet, ArtifactSets, ConfigError
 from tests.artifacts.opening import array, check_whole, engine_of, open_set, size_of
 from tests.artifacts.peer import Clock
 from tests.processes.children import Child
@@ -241,3 +243,61 @@ class TestClock:
         for unused_for, step in ((0.5, 1), (5, 1), (100, 10), (86400, 3600), (math.inf, 3600)):
             with open_set(sets, unused_for=unused_for) as opened:
                 assert engine_of(opened).step == step
+
+
+class TestSeveralProcesses:
+    def test_a_single_use_is_told_to_others_while_its_process_goes_on(
+        self, sets: ArtifactSets, clock: Clock
+    ) -> None:
+        with open_set(sets, unused_for=100) as opened:
+            opened.put("key", 1)
+        clock.now += 95
+        reading, writing = os.pipe()
+
+        def use_once() -> object:
+            os.close(writing)
+            with open_set(sets) as theirs:
+                found = theirs.get("key")
+                os.read(reading, 1)  # until the other one has looked
+                return found
+
+        child = Child(use_once)
+        time.sleep(0.8)
+        clock.now += 55
+        with open_set(sets) as opened:
+            assert opened.get("key") == 1
+        os.close(writing)
+        assert child.result() == 1
+
+    def test_who_has_it_open_follows_what_another_one_sets(
+        self, sets: ArtifactSets, clock: Clock
+    ) -> None:
+        def bound() -> None:
+            open_set(sets, unused_for=100, compression="gzip").close()
+
+        with open_set(sets, memory="1MB") as opened:
+            opened.put("key", 1)
+            opened.put("used", 1)
+            opened.get("key")
+            Child(bound).result()
+            for _ in range(3):
+                clock.now += 50
+                assert opened.get("used") == 1
+            assert opened.get("key") is None
+            assert opened.describe().options.compression == "gzip"
+
+    @pytest.mark.parametrize("look", [lambda each: each.get("key"), lambda each: len(each) or None])
+    def test_nothing_goes_early_where_the_index_was_lost(
+        self, sets: ArtifactSets, clock: Clock, look: Callable[[ArtifactSet], object]
+    ) -> None:
+        with open_set(sets, unused_for=100) as opened:
+            opened.put("key", 1)
+            clock.now += 95
+            opened.get("key")
+        for path in opened.path.glob("index.sqlite3*"):
+            path.unlink()
+        clock.now += 95
+        with open_set(sets) as opened:
+            assert look(opened) == 1
+            clock.now += 211
+            assert look(opened) is None

@@ -220,13 +220,29 @@ class TestMemoize:
         with pytest.raises(UnsupportedValueError, match="model"):
             cache.memoize(fingerprint={"model": object()})(array)
         with pytest.raises(ConfigError, match="cannot be read"):
-            cache.memoize()(lambda: 1)
+            cache.memoize(name="named")(lambda: 1)
         made: dict[str, Any] = {}
         exec("def made(): return 1", made)  # noqa: S102
         with pytest.raises(ConfigError, match="has no file"):
             cache.memoize()(made["made"])
         named = cache.memoize(name="made", fingerprint={"code": 1})(made["made"])
         assert named() == 1
+
+    def test_what_would_share_results_with_others_is_refused(self, cache: SmartCache) -> None:
+        """All lambdas of a module have one name, and so have the methods of all objects."""
+        with pytest.raises(ConfigError, match="has no name"):
+            cache.memoize(fingerprint={"version": 1})(lambda n: n + 1)
+
+        class Scale:
+            def __init__(self, by: int) -> None:
+                self.by = by
+
+            def scaled(self, n: int) -> int:
+                return n * self.by
+
+        with pytest.raises(ConfigError, match="belongs to an object"):
+            cache.memoize()(Scale(2).scaled)
+        assert cache.memoize(name="scaled", fingerprint={"by": 3})(Scale(3).scaled)(2) == 6
 
     def test_threads_and_processes_compute_once(self, cache: SmartCache, tmp_path: Path) -> None:
         log = tmp_path / "log"
@@ -449,3 +465,16 @@ class TestAsync:
         assert sorted(calls) == ["a", "b"]
         assert inspect.iscoroutinefunction(fetch)
         assert fetch.forget("a")
+
+
+def test_a_stop_iteration_in_a_thread_does_not_stop_the_event_loop(sets: ArtifactSets) -> None:
+    """No future can have it: who waited for the thread waited for ever, with the key held."""
+
+    async def ask(opened: ArtifactSet) -> object:
+        empty: Iterator[int] = iter(())
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await asyncio.wait_for(opened.get_or_compute_async("key", partial(next, empty)), 5)
+        return await opened.get_or_compute_async("key", lambda: 7)
+
+    with open_set(sets) as opened:
+        assert asyncio.run(ask(opened)) == 7

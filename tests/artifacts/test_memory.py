@@ -551,3 +551,35 @@ class TestThreads:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda _: opened.get("key"), range(4000)))
         assert figures(opened.memory) == (4000, 1, 1)
+
+
+class Boxed:
+    """An object that has a codec, and of which Python does not say what it takes."""
+
+    def __init__(self, array: object) -> None:
+        self.array = array
+
+    def __deepcopy__(self, memo: object) -> Boxed:
+        if self.array is None:
+            raise RuntimeError("it cannot be copied")
+        return Boxed(self.array)
+
+
+def test_objects_of_codecs_count_by_their_tensors_and_may_refuse_to_be_copied(
+    sets: ArtifactSets,
+) -> None:
+    register_codec("boxed", Boxed, lambda each: [each.array], lambda kept: Boxed(kept[0]))
+    try:
+        with open_set(sets, memory="100KB") as opened:
+            for n in range(5):
+                opened.put(f"k{n}", {"boxed": Boxed(array(n, 40_000))})
+                opened.get(f"k{n}")
+            memory = opened.memory
+            assert memory is not None
+            assert len(memory) == 2
+            assert memory.size > 80_000
+            opened.put("none", Boxed(None))
+            assert opened.get("none").array is None
+            assert "none" not in memory
+    finally:
+        forget_codecs()

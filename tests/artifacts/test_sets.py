@@ -29,7 +29,7 @@ from tests.api import (
     SmartCache,
 )
 from tests.artifacts.meanwhile import Meanwhile
-from tests.artifacts.opening import FINGERPRINT, array, check_whole, open_set, packs_of
+from tests.artifacts.opening import FINGERPRINT, array, check_whole, open_set, packs_of, seal
 from tests.processes.artifact_writers import in_fork
 from tests.processes.children import Child
 
@@ -434,3 +434,36 @@ class TestLostPacks:
             opened.compact(force=True)
         assert not pack.exists()
         assert not sets.verify()[0].damage
+
+
+class TestAnotherInItsPlace:
+    def test_a_set_that_another_process_removed_can_be_opened_again(
+        self, sets: ArtifactSets
+    ) -> None:
+        def replace() -> None:
+            sets.plan_remove(sets.infos()).execute()
+            with open_set(sets) as new:
+                new.put("key", 2)
+
+        with open_set(sets, memory="1MB") as old:
+            old.put("key", 1)
+            old.get("key")
+            seal(old)
+            Child(replace).result()
+            with pytest.raises(ArtifactError, match="was removed"):
+                old.get("key")
+            with open_set(sets, memory=old.memory) as new:
+                assert new.get("key") == 2
+
+    def test_a_set_that_was_moved_away_is_not_the_one_that_is_there_now(
+        self, sets: ArtifactSets
+    ) -> None:
+        with open_set(sets, memory="1MB") as old:
+            old.put("key", 1)
+            old.get("key")
+            old.path.rename(old.path.with_name("elsewhere"))
+            with open_set(sets, memory=old.memory) as new:
+                assert new.get("key") is None
+                new.put("key", 2)
+            with open_set(sets) as new:
+                assert new.get("key") == 2

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.api import ArtifactSet, ArtifactSets
+from tests.api import ArtifactSet, ArtifactSets, artifacts_packs
 from tests.artifacts.meanwhile import Meanwhile
-from tests.artifacts.opening import array, check_whole, open_set
+from tests.artifacts.opening import array, check_whole, engine_of, open_set
 from tests.processes.children import Child
 
 
@@ -177,3 +179,63 @@ class TestDuringCompaction:
 def _compacted(opened: ArtifactSet) -> None:
     opened.compact(force=True)
     time.sleep(0.01)
+
+
+class TestInTheMiddle:
+    def test_what_others_put_is_found_while_a_pack_is_left(
+        self, sets: ArtifactSets, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As soon as its writer lets go of a pack, another process may go on with it."""
+        found: list[object] = []
+        close = artifacts_packs.PackWriter.close
+
+        def close_and_look(self: artifacts_packs.PackWriter, **options: Any) -> None:  # noqa: ANN401
+            close(self, **options)
+            monkeypatch.undo()
+            Child(lambda: opened.put("key", 2)).result()
+            found.append(opened.get("key"))
+
+        with open_set(sets, memory="1MB") as opened:
+            opened.put("key", 1)
+            assert opened.get("key") == 1
+            monkeypatch.setattr(artifacts_packs.PackWriter, "close", close_and_look)
+            with engine_of(opened).mutex:
+                engine_of(opened).leave_pack(sealed=False)
+        assert found == [2]
+
+    def test_no_old_value_is_served_while_another_thread_reads_what_is_new(
+        self, sets: ArtifactSets, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        goes, go = os.pipe()
+        done, tell = os.pipe()
+
+        def put_twice() -> None:
+            os.close(go)
+            with open_set(sets) as theirs:
+                for number in (1, 2):
+                    theirs.put("key", number)
+                    os.write(tell, b"x")
+                    os.read(goes, 1)
+
+        child = Child(put_twice)
+        os.read(done, 1)
+        with open_set(sets, memory="1MB") as opened, ThreadPoolExecutor(1) as pool:
+            time.sleep(0.06)
+            assert [opened.get("key") for _ in range(2)] == [1, 1]
+            os.write(go, b"x")
+            os.read(done, 1)
+            catalog = engine_of(opened).catalog
+            sort_out = catalog._sort_out  # noqa: SLF001
+            jobs: list[Future[object]] = []
+
+            def sort_out_late() -> None:
+                monkeypatch.undo()
+                jobs.append(pool.submit(opened.get, "key"))
+                wait(jobs, 0.2)
+                sort_out()
+
+            monkeypatch.setattr(catalog, "_sort_out", sort_out_late)
+            catalog.refresh()
+            assert jobs[0].result() == 2
+        os.write(go, b"x")
+        child.result()

@@ -1187,3 +1187,46 @@ import smartcache.integrations.easydata
 assert not {"torch", "datasets", "pyarrow"} & {*sys.modules}
 """
     run_python(code)
+
+
+class TestMeanwhile:
+    def test_sweep_leaves_what_was_put_after_it_has_looked(
+        self, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with (
+            DiskCache(tmp_path, clock=clock) as lasting,
+            DiskCache(tmp_path, expiry_seconds=10, clock=clock) as brief,
+        ):
+            lasting.put("key", 1)
+            clock.now += 20
+            is_old = brief._is_old  # noqa: SLF001
+
+            def is_old_and_replaced(about: object) -> bool:
+                found = is_old(about)
+                lasting.put("key", 2)
+                return found
+
+            monkeypatch.setattr(brief, "_is_old", is_old_and_replaced)
+            assert brief.sweep() == 0
+            monkeypatch.undo()
+            assert brief.get("key") == (2, None)
+
+    def test_a_fork_waits_for_no_thread_that_is_beginning_to_compute(self) -> None:
+        cache = MemoryCache()
+        with cache._gate:  # noqa: SLF001 - as another thread may hold it at a fork
+            assert Child(lambda: cache.get_or_compute("key", lambda: 7)).result() == 7
+
+
+def test_what_lies_in_sets_or_is_a_key_or_a_record_is_copied_too() -> None:
+    class Mutable:
+        value = 0
+
+    cache = MemoryCache()
+    one = Mutable()
+    cache.put("values", [{one}, {(one, 1): 2}, np.zeros(1, [("a", "i4")])[0]])
+    first, _ = cache.get("values") or ([], None)
+    (inside,), ((key, _),), record = first
+    inside.value = key.value = record["a"] = one.value = 7
+    second, _ = cache.get("values") or ([], None)
+    (inside,), ((key, _),), record = second
+    assert (inside.value, key.value, record["a"]) == (0, 0, 0)

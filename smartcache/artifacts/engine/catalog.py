@@ -243,6 +243,8 @@ class Catalog:
         """Says of an artifact, by its key hash, whether it was not used for too long."""
         self.unused: Callable[[Table], Flags] | None = None
         """Says the same of all rows of a table."""
+        self.listed: Callable[[], None] = lambda: None
+        """Called when something else may have changed in the folder."""
         self.changes: object = object()
         """Another one whenever what is known has changed."""
         self.set_id = set_id
@@ -267,7 +269,8 @@ class Catalog:
         self._folder_time = 0
         self._is_settled = False
         """The folder was listed so long after its last change that it cannot have changed since."""
-        self._must_load = False
+        self._loads_wanted = self._loads_done = 0
+        """Where they differ, footers are to be read again, or are being read by another thread."""
         self._bad: set[str] = set()
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -309,19 +312,27 @@ class Catalog:
                         self._grow(pack)
             if self._must_load:
                 with self.gate:
-                    self._must_load = False
-                    self._load()
+                    if self._must_load:
+                        self._load()
             if vanished == self._vanished and not self._must_load:
                 return
 
+    @property
+    def _must_load(self) -> bool:
+        return self._loads_wanted != self._loads_done
+
     def is_unchanged(self, since: object) -> bool:
-        """Say whether all is as it was when `changes` was that: quicker than another look."""
+        """Say whether all is as it was when `changes` was that: quicker than another look.
+
+        `changes` is compared last: another thread changes it before it says up to where it has
+        looked.
+        """
         if since is not self.changes or not self._is_settled or self._must_load or self._fd < 0:
             return False
         for pack in self._open:
             if not pack.is_own and self._size_of(pack) != pack.seen:
                 return False
-        return os.fstat(self._fd).st_mtime_ns == self._folder_time
+        return os.fstat(self._fd).st_mtime_ns == self._folder_time and since is self.changes
 
     def wrote(self, pack: Pack, entries: Sequence[Entry], end: int) -> None:
         """Take note of what this process has written to a pack."""
@@ -361,6 +372,7 @@ class Catalog:
             # Last: what compaction has moved is found in its new pack by then, at every moment.
             for name in self._names.keys() - names:
                 self._drop(self._names[name])
+            self.listed()
             self.changes = object()
             self._folder_time = found.st_mtime_ns
             self._is_settled = is_known and listed - found.st_mtime_ns > _COARSE
@@ -376,10 +388,11 @@ class Catalog:
         """Take note of a pack that was not known; False: it has to be looked at again."""
         is_left = self._is_left(name)  # before it is read
         try:
-            source = self.files[name]
+            source = LocalPack(self.folder / f"{name}{SUFFIX}")
             if source.size < PACK_HEADER_BYTES:
                 # It is being made; or its maker was killed, and then it stays as it is.
                 return is_left and source.is_old
+            source = self.files[name]
             state = read_state(source, name, self.set_id)
         except FileNotFoundError:
             self._vanished += 1
@@ -393,9 +406,9 @@ class Catalog:
         pack.is_foreign = state.header.instance not in (self.instance, b"")
         pack.is_closed = is_left
         self.packs.append(pack)
-        self._take_over(pack, source, state)
+        pack.seen = self._take_over(pack, source, state)
         if not state.is_sealed and not pack.is_foreign:
-            self._scan(pack, source)
+            pack.seen = self._scan(pack, source)
         self._names[name] = pack
         return True
 
@@ -415,24 +428,26 @@ class Catalog:
             self._is_settled = False
             return
         if state.is_sealed or pack.is_foreign:
-            self._take_over(pack, source, state)
+            size = self._take_over(pack, source, state)
             pack.newest, pack.pins, pack.lost, pack.intakes = {}, {}, {}, {}
         else:
             if state.footers and not pack.is_own:
                 pack.is_closed = self._is_left(pack.name)
-            self._scan(pack, source)
+            size = self._scan(pack, source)
         self._sort_out()
+        pack.seen = size  # last: another thread that finds this size looks no further
 
-    def _take_over(self, pack: Pack, source: LocalPack, state: PackState) -> None:
-        """Know a pack by its footers."""
+    def _take_over(self, pack: Pack, source: LocalPack, state: PackState) -> int:
+        """Know a pack by its footers; return up to where it is known."""
         for footer in state.footers:
             pack.layouts = footer.layouts | pack.layouts
             pack.max_seq = max(pack.max_seq, footer.max_seq)
         size = source.size
         pack.rows += self._rows(pack, source, state)
         self._take_in(pack)
-        pack.end = pack.tail_end = pack.seen = size if pack.is_foreign else state.end
+        pack.end = pack.tail_end = size if pack.is_foreign else state.end
         pack.is_sealed = state.is_sealed
+        return pack.end
 
     def _rows(self, pack: Pack, source: LocalPack, state: PackState) -> list[Rows]:
         """Return what the footers of a pack say.
@@ -467,7 +482,8 @@ class Catalog:
             for entry, rank in zip(rows.entries(), ranks, strict=True):
                 yield entry if entry.seq == rank else entry._replace(seq=rank)
 
-    def _scan(self, pack: Pack, source: LocalPack) -> None:
+    def _scan(self, pack: Pack, source: LocalPack) -> int:
+        """Take note of the tail of a pack; return the size up to which it was looked at."""
         size = source.size
         for found in scan(source, pack.nonce, self.seed, pack.tail_end, size):
             if found.entry is not None:
@@ -477,7 +493,7 @@ class Catalog:
             elif found.head is not None and found.head.kind == LAYOUT and found.inline:
                 pack.layouts.setdefault(found.offset, found.inline)
             pack.tail_end = found.end
-        pack.seen = size
+        return size
 
     def _sort_out(self) -> None:
         self.changes = object()
@@ -497,7 +513,7 @@ class Catalog:
             pack.is_gone = True
             self.files.forget(pack.name)
             self._sort_out()
-            self._must_load = True
+            self._loads_wanted += 1
 
     def look_again(self, file_name: str) -> None:
         """Take note of it that a pack could not be opened."""
@@ -505,7 +521,7 @@ class Catalog:
             pack = self._names.get(file_name.removesuffix(SUFFIX))
             if pack is not None:
                 self._drop(pack)
-            self._must_load = True
+            self._loads_wanted += 1
 
     def own(self, name: str) -> Pack:
         """Return the pack that this process writes from now on, all of it known."""
@@ -537,7 +553,7 @@ class Catalog:
             self._note(pack, rows, self._pins, self._lost)
         if self.table is not None and pack.rows:
             if pack.is_foreign:  # what it had before may have other ranks now
-                self._must_load = True
+                self._loads_wanted += 1
                 return
             self.table = _merged([self.table, *(self._columns(pack, r) for r in pack.rows)])
             pack.rows = []
@@ -557,11 +573,12 @@ class Catalog:
 
     def note_intake(self, nonce: int, seq: int) -> None:
         """Take note of it that the records of a foreign pack count."""
-        if self._intakes.get(nonce, 0) >= seq:
-            return
-        self._intakes[nonce] = seq
-        self.changes = object()
-        self._must_load |= any(pack.nonce == nonce for pack in list(self._names.values()))
+        with self.gate:
+            if self._intakes.get(nonce, 0) >= seq:
+                return
+            self._intakes[nonce] = seq
+            self._loads_wanted += any(pack.nonce == nonce for pack in self._names.values())
+            self.changes = object()
 
     def ranks(self, pack: Pack, rows: Rows) -> Column:
         """Return the sequence numbers of rows; those of a foreign pack count from its intake."""
@@ -589,6 +606,7 @@ class Catalog:
 
         What was noted of artifacts is carried over.
         """
+        wanted = self._loads_wanted
         before = self.table
         pieces = []
         packs = list(self._names.values())
@@ -609,8 +627,9 @@ class Catalog:
                 pieces += [self._columns(pack, each) for each in rows]
         # What only packs said that are gone is not so any more: they had the last word of it.
         self._pins, self._lost = pins, lost
-        self.changes = object()
         if before is None and not with_table:
+            self.changes = object()
+            self._loads_done = wanted
             return
         table = _merged(pieces)
         if before is not None and len(before.hash) and len(table.hash):
@@ -621,6 +640,8 @@ class Catalog:
         self.table = table
         for pack in packs:
             pack.rows = []
+        self.changes = object()
+        self._loads_done = wanted
 
     def loaded(self) -> Table:
         """Return the table, made if it is not there."""

@@ -513,6 +513,7 @@ class _Copying:
             self._flush()
         finally:
             self.writer = self.own = None
+            own.is_own = False  # as in `leave_pack`
             try:
                 writer.close(sealed=True, note=self.engine.note_pack)
             finally:

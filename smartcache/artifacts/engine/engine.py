@@ -41,7 +41,7 @@ from smartcache.artifacts.engine.records import (
     PackHeader,
 )
 from smartcache.artifacts.keys import key_text
-from smartcache.artifacts.setfolder import SetFolder
+from smartcache.artifacts.setfolder import FILE, SetFolder
 from smartcache.errors import (
     ArtifactError,
     ArtifactNotFoundError,
@@ -108,7 +108,10 @@ class Engine:
         self._last_seq = 0
         self._users = 0
         self._is_open = True
+        self._told: os.stat_result | None = None
+        """The set.json whose options are followed."""
         self.follow(folder)
+        self.catalog.listed = self._follow_file
         self._begin_again()
         _engines.add(self)
 
@@ -137,6 +140,16 @@ class Engine:
             self.step = max(1, min(_HOUR, int(unused_for / 10)))
             self.catalog.is_unused, self.catalog.unused = self._is_unused, self._unused
 
+    def _follow_file(self) -> None:
+        """Have the options that another process has given the set."""
+        with suppress(SmartcacheError, OSError):
+            found = os.stat(self.path / FILE)
+            told = self._told
+            if told is None or (found.st_ino, found.st_mtime_ns) != (told.st_ino, told.st_mtime_ns):
+                if not self.is_elsewhere():
+                    self.follow(SetFolder.read(self.path, read_only=self.read_only))
+                self._told = found
+
     @property
     def is_open(self) -> bool:
         """Whether nobody has closed it."""
@@ -155,7 +168,8 @@ class Engine:
             self.refuse_read_only()
             with self._index_gate:
                 if self._index is None:
-                    self._index = open_index(self.path, wal=not is_network(self.path))
+                    now = int(self.catalog.clock())
+                    self._index = open_index(self.path, now, wal=not is_network(self.path))
         return self._index
 
     @property
@@ -337,6 +351,8 @@ class Engine:
         self.writer = self._own = None
         if writer is None:
             return
+        if own is not None:  # before others may write it: what they put is looked for from now on
+            own.is_own = False
         try:
             with self._sync_gate:
                 try:
@@ -387,11 +403,17 @@ class Engine:
             for name in list(self._unsynced):
                 self.sync_left(name)
 
+    def is_elsewhere(self) -> bool:
+        """Say whether its folder was removed or moved, be it that there is a new one."""
+        try:
+            return not os.path.samestat(os.stat(self.path), self._stat)
+        except FileNotFoundError:
+            return True
+
     def _refuse_removed(self) -> None:
-        """Refuse to write to files of a set that was removed, be it that there is a new one."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.path), self._stat):
-                return
+        """Refuse to write to files of a set that was removed."""
+        if not self.is_elsewhere():
+            return
         raise ArtifactError(f"The set {self.name} was removed", hint="Open it again.")
 
     # uses
@@ -481,10 +503,12 @@ class Engine:
         for noted in (self._uses, self._flushing):
             if noted.get(hash_, 0) > late:
                 return False
-        return not self.has_index or self.index.last_use(hash_) <= late
+        # Where the index was lost, and begins anew, nobody knows of earlier uses.
+        return max(self.index.last_use(hash_), self.index.began_at) <= late
 
     def _unused(self, table: Table) -> Flags:
-        found: Flags = self.used_at(table) <= self.catalog.clock() - self.unused_for - self.step
+        known = np.maximum(self.used_at(table), self.index.began_at)
+        found: Flags = known <= self.catalog.clock() - self.unused_for - self.step
         return found
 
     def flush(self) -> None:
@@ -511,7 +535,9 @@ class Engine:
         with _registry_gate:
             self._users -= 1
             if self._users <= 0 and self._is_open:
-                _open_engines.pop((str(self.path), self.read_only), None)
+                known = (str(self.path), self.read_only)
+                if _open_engines.get(known) is self:
+                    del _open_engines[known]
                 self.close()
 
     def release_later(self) -> None:
@@ -563,9 +589,10 @@ class Background:
     def soon(self, engine: Engine) -> None:
         """Have the uses of a set written down soon; a first one alone, at the end.
 
-        Many processes read one artifact and end: a thread would take them as long as that.
+        Many processes read one artifact and end: a thread would take them as long as that. Where
+        artifacts go that are not used, others must hear of each use.
         """
-        is_first = engine not in self._waiting
+        is_first = engine not in self._waiting and not engine.unused_for
         if not is_first and self._thread is not None:
             return
         with self._wakes:
@@ -643,12 +670,15 @@ def open_engine(
     with _registry_gate:
         known = (str(folder.path), read_only)
         found = _open_engines.get(known)
-        if found is None:
+        if found is None or found.is_elsewhere():  # those who have that one open may keep it
             found = _open_engines[known] = Engine(folder, read_only=read_only)
         found.follow(folder)  # its options may be others now
         if clock is not None:
             found.catalog.clock = clock
         found._users += 1  # noqa: SLF001
+        if found.unused_for and not found.has_index:
+            with suppress(SmartcacheError, OSError):
+                found.index  # noqa: B018 - what has no index was used when it began
         return found
 
 

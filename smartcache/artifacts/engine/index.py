@@ -30,6 +30,7 @@ from smartcache.store.safety import make_or_open_own
 
 _log = logging.getLogger(__name__)
 NAME = "index.sqlite3"
+_BEGAN = "began_at"
 _VERSION_1 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE failures (
@@ -50,6 +51,8 @@ class SetIndex(Database):
     """The index of one set."""
 
     migrations: ClassVar[tuple[str, ...] | None] = (_VERSION_1,)
+    began_at = 0
+    """When it was made: of uses before that, it knows nothing."""
 
     def failure(self, key: bytes) -> tuple[str, int, int] | None:
         """Return reason, count and time of a failure that is remembered."""
@@ -112,6 +115,13 @@ class SetIndex(Database):
         row = self._one("SELECT used_at FROM uses WHERE hash = ?", _signed(hash_))
         return 0 if row is None else int(row[0])
 
+    def begin(self, now: int) -> None:
+        """Note when it was made, unless it has uses already."""
+        if self.note(_BEGAN) is None and self._one("SELECT 1 FROM uses LIMIT 1") is None:
+            with self.write():
+                self.set_note(_BEGAN, str(now))
+        self.began_at = int(self.note(_BEGAN) or 0)
+
     def uses(self) -> tuple[Column, Column]:
         """Return the hashes, sorted, and when each was last used."""
         rows = self._all("SELECT hash, used_at FROM uses")
@@ -135,13 +145,14 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def open_index(folder: Path, *, wal: bool) -> SetIndex:
-    """Open the index of a set, made if it is not there; a damaged one is set aside."""
+def open_index(folder: Path, now: int, *, wal: bool) -> SetIndex:
+    """Open the index of a set, made (now) if it is not there; a damaged one is set aside."""
     path = folder / NAME
     try:
         os.close(make_or_open_own(path, os.O_RDWR)[0])  # before SQLite, which would ask the umask
         index = SetIndex(path, wal=wal)
         index.failures()
+        index.begin(now)
     except (NoSpaceError, StoreUnwritableError, LeaseTimeoutError):
         raise
     except (IndexDamagedError, StoreError, ValueError, TypeError) as error:
@@ -152,4 +163,5 @@ def open_index(folder: Path, *, wal: bool) -> SetIndex:
                 os.rename(f"{path}{suffix}", f"{path}.damaged-{stamp}{suffix}")
         os.close(make_or_open_own(path, os.O_RDWR)[0])
         index = SetIndex(path, wal=wal)
+        index.begin(now)
     return index

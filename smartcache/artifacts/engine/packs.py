@@ -271,10 +271,16 @@ class PackFiles:
         """So many packs may be held at once by one who goes through many."""
 
     def __getitem__(self, name: str) -> LocalPack:
-        """Return an open pack; FileNotFoundError if it was compacted away."""
+        """Return an open pack; FileNotFoundError if it was compacted away.
+
+        Who claims it at that moment makes it anew, empty: that is not the pack either.
+        """
         found = self._open.get(name)
         if found is None:
-            found = self._open[name] = LocalPack(self.folder / f"{name}{SUFFIX}")
+            found = LocalPack(self.folder / f"{name}{SUFFIX}")
+            if found.size < PACK_HEADER_BYTES:
+                raise FileNotFoundError(errno.ENOENT, "The pack is empty", os.fspath(found.path))
+            self._open[name] = found
             if len(self._open) > self.most:
                 for other in list(self._open)[: -self.most]:
                     self._open.pop(other, None)
