@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smartcache.integrations.diffusion_pipe import Cache
-from tests.api import ConfigError, DatasetChangedError, UnsupportedValueError
+from tests.api import ArtifactSets, ConfigError, DatasetChangedError, UnsupportedValueError
 from tests.processes.killing import in_child, was_killed
 
 torch = pytest.importorskip("torch")
@@ -104,7 +104,8 @@ def test_a_gap_that_damage_has_left_ends_the_list(tmp_path: Path) -> None:
     cache = Cache(tmp_path, "abc")
     for number in range(4):
         cache.add(item(number))
-    cache._set.delete("000000000001")
+    with ArtifactSets(tmp_path).open("items", {"fingerprint": "abc"}) as opened:
+        opened.delete("000000000001")
     with pytest.raises(OSError, match="Item 1 "):
         cache[1]
     cache.finalize_current_shard()
