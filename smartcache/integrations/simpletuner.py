@@ -32,7 +32,7 @@ from smartcache.artifacts import ArtifactSets
 from smartcache.errors import ConfigError, UnsupportedValueError
 from smartcache.store.kernel import sync_directory
 
-__all__ = ["DataBackend"]
+__all__ = ["DataBackend", "load_tensors"]
 
 _OWN = ".smartcache"
 _SKIPPED = frozenset((
@@ -129,7 +129,7 @@ class DataBackend:
             if found is not None:
                 return found[0]
         with open(filename, "rb") as file:
-            return _loaded(file.read(), os.fspath(filename))
+            return load_tensors(file.read(), os.fspath(filename))
 
     # files
 
@@ -154,7 +154,7 @@ class DataBackend:
         if not isinstance(data, (bytes, bytearray, memoryview)):
             self.torch_save(data, path)
         elif self._key(path) is not None:
-            self.torch_save(_loaded(bytes(data), path), path)
+            self.torch_save(load_tensors(bytes(data), path), path)
         else:
             self._write_file(path, bytes(data))
 
@@ -306,7 +306,7 @@ def _saved(value: object) -> bytes:
     return data.getvalue()
 
 
-def _loaded(data: bytes, path: str) -> Any:  # noqa: ANN401 - tensors and plain values
+def load_tensors(data: bytes, path: str) -> Any:  # noqa: ANN401 - tensors and plain values
     """Read what torch.save has written, also with gzip around it; no code in it is run."""
     try:
         if data[:2] == b"\x1f\x8b":
