@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 from zipfile import BadZipFile
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from smartcache.errors import ConfigError, DatasetError, SmartcacheError
@@ -578,10 +579,9 @@ _FINDERS: Final[dict[Trainer, Callable[[str], Iterable[_File]]]] = {
 
 def _read_npz(file: _File) -> Iterator[_Content]:
     """Read what sd-scripts has saved: a latent for each size, or the outputs of text encoders."""
-    import numpy as np
-
     torch = _torch()
-    with np.load(file.path, allow_pickle=False) as npz:
+    # numpy leaves a file open that it has opened and cannot read.
+    with open(file.path, "rb") as opened, np.load(opened, allow_pickle=False) as npz:
         arrays = {name: npz[name] for name in npz.files}
     groups: dict[str, _Content] = {}
     for name, array in arrays.items():
@@ -720,8 +720,6 @@ def _write(path: str, trainer: Target, kept: Mapping[Any, Any], claim: Mapping[s
     try:
         with open(temporary, "xb") as file:
             if trainer == "sd-scripts":
-                import numpy as np
-
                 arrays = {name: each.numpy() for name, each in tensors.items()}
                 for name, each in claim["others"].items():
                     arrays[claim["names"][name]] = np.array(each["values"], each["dtype"])
