@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
+from smartcache.cli._artifacts import all_sets
 from smartcache.cli._command import FILE
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._words import counted, near
-from smartcache.errors import DestinationExistsError
+from smartcache.errors import DestinationExistsError, SetFormatError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,7 +139,8 @@ def import_files(
             text="text" if text_encoder is not None else None, arch=arch, factor=factor or 8,
             older=older, progress=bars,
         )  # fmt: skip
-        done: ImportPlan | Imported = plan if dry_run else plan.execute(bars)
+        done: ImportPlan | Imported
+        done = _without_known(session, dataset, plan) if dry_run else plan.execute(bars)
     session.how_far = None
     counts = (
         done.taken if not hasattr(done, "outputs") else {n: len(k) for n, k in done.outputs.items()}
@@ -205,8 +207,8 @@ def _dataset(
 
     if dry_run:
         with (
-            TemporaryDirectory(prefix="smartcache-") as folder,
-            open_dataset(ArtifactSets(Path(folder)), name, sources, encoders) as dataset,
+            TemporaryDirectory(prefix="smartcache-") as temporary,
+            open_dataset(ArtifactSets(Path(temporary)), name, sources, encoders) as dataset,
         ):
             yield dataset
         return
@@ -231,6 +233,17 @@ def _dataset(
             sets, name, sources, encoders, threads=threads, digest_of=digest_of
         ) as dataset:
             yield dataset
+
+
+def _without_known(session: Session, dataset: Dataset, plan: ImportPlan) -> ImportPlan:
+    """Leave out of a plan what the store has: a dry run knows nothing of it."""
+    with all_sets(session) as sets, ExitStack() as stack:
+        known = {}
+        for name, output in dataset.outputs.items():
+            with suppress(SetFormatError):  # there is none yet
+                opened = sets.open(output.spec["set"], output.spec["fingerprint"], read_only=True)
+                known[name] = stack.enter_context(opened)
+        return plan.without(known)
 
 
 def _ask(question: str, option: str) -> str:

@@ -602,7 +602,13 @@ def export_command(
 @never_asks
 @click.pass_obj
 def import_command(
-    session: Session, *, folder: Path, trainer: str | None, dry_run: bool, **options: Any
+    session: Session,
+    /,
+    *,
+    folder: Path,
+    trainer: str | None,
+    dry_run: bool,
+    **options: Any,  # noqa: ANN401 - those of _trainers
 ) -> None:
     """Bring an exported dataset into the store, or what another trainer has encoded.
 

@@ -23,9 +23,9 @@ import re
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
@@ -159,6 +159,21 @@ class ImportPlan:
     def __str__(self) -> str:
         words = [f"{len(keys):,} {name}" for name, keys in self.outputs.items()]
         return _summary("to take", words, self.present, self.skipped)
+
+    def without(self, known: Mapping[str, Container[str]]) -> ImportPlan:
+        """Return what is left if some of it is there already: sets, or keys, by output."""
+        keys = {name: set(each) for name, each in self.outputs.items()}
+        there = {
+            name: {key for key in keys.get(name, ()) if key in each} for name, each in known.items()
+        }
+        left = tuple(
+            match
+            for match in self._matches
+            if self._dataset.outputs[match.output].key(match.number)
+            not in there.get(match.output, ())
+        )
+        present = self.present + len(self._matches) - len(left)
+        return replace(self, _matches=left, present=present)
 
     def execute(self, progress: Progress = silent) -> Imported:
         """Take it over; what is interrupted goes on with the next plan."""

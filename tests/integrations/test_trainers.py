@@ -67,14 +67,14 @@ class Photos:
         sources = Sources(self.folder, sidecars={"caption": ".txt"})
         return self.cache.dataset("photos", sources, **outputs)
 
-    def take(self, trainer: Trainer, folder: Path | None = None, **options: Any) -> Imported:
+    def take(self, trainer: Trainer, folder: Path | None = None, **options: Any) -> Imported:  # noqa: ANN401
         has_text = options.get("text") is not None
         buckets = options.pop("buckets", None)
         with self.open(text=has_text, buckets=buckets) as dataset:
             plan = plan_import(dataset, trainer, folder or self.folder, **options)
             return plan.execute()
 
-    def values(self, name: str = "latent", **options: Any) -> dict[str, Any]:
+    def values(self, name: str = "latent", **options: Any) -> dict[str, Any]:  # noqa: ANN401
         """Build, and return the output of every item by its name."""
         with self.open(**options) as dataset:
             dataset.build()
@@ -87,7 +87,7 @@ def photos(tmp_path: Path) -> Iterator[Photos]:
         yield Photos(cache, tmp_path / "photos")
 
 
-def latent(number: int) -> Any:
+def latent(number: int) -> Any:  # noqa: ANN401 - a tensor
     width, height = SIZES[number]
     return torch.full((4, height // 8, width // 8), number + 0.5)
 
@@ -366,7 +366,7 @@ def test_a_killed_import_goes_on_where_it_was(photos: Photos) -> None:
             with photos.open() as dataset:
                 taken = dataset.take
 
-                def take(*arguments: Any) -> str:
+                def take(*arguments: Any) -> str:  # noqa: ANN401
                     if len(dataset.outputs["latent"].set) == 1:
                         os.kill(os.getpid(), signal.SIGKILL)
                     return taken(*arguments)
