@@ -610,7 +610,7 @@ def import_command(
     dry_run: bool,
     **options: Any,  # noqa: ANN401 - those of _trainers
 ) -> None:
-    """Bring an exported dataset into the store, or what another trainer has encoded.
+    """Bring an exported dataset, or a trainer's files, into the store.
 
     Programs then open it with cache.open_dataset("NAME"), without its sources. What the store has
     already is not copied again. If it is interrupted, run the same command again to continue.
