@@ -30,8 +30,8 @@ def photos(tmp_path: Path) -> Path:
         Image.new("RGB", (64, 48), (number, 0, 0)).save(folder / f"{number}.png")
         os.utime(folder / f"{number}.png", (1_000_000, 1_000_000))
     for stem in ("0", "1", "gone"):
-        value = {"latents_6x8": np.full((4, 6, 8), len(stem), np.float32)}
-        np.savez(folder / f"{stem}_0064x0048_sdxl.npz", **value)
+        value = np.full((4, 6, 8), len(stem), np.float32)
+        np.savez(folder / f"{stem}_0064x0048_sdxl.npz", latents_6x8=value)
     return folder
 
 

@@ -66,6 +66,7 @@ def test_they_are_listed_by_folder_as_a_local_backend_lists_files(
     for name in ("vae/1.pt", "vae/sub/2.pt", "text/3.pt"):
         backend.torch_save(torch.zeros(1), str(root / name))
     vae = root / "vae"
+    wanted: list[tuple[str, list[str], list[str]]]
     wanted = [(str(vae), [], [str(vae / "1.pt")]), (str(vae / "sub"), [], [str(vae / "sub/2.pt")])]
     assert sorted(backend.list_files(["pt"], str(vae))) == wanted
     assert sum(len(files) for _, _, files in backend.list_files(["pt"], str(root))) == 3

@@ -65,7 +65,7 @@ class Photos:
         if text:
             outputs["text"] = Encoder(encode, reads="caption", depends_on="clip-l")
         sources = Sources(self.folder, sidecars={"caption": ".txt"})
-        return self.cache.dataset("photos", sources, **outputs)
+        return self.cache.dataset("photos", sources, **outputs)  # type: ignore[arg-type]
 
     def take(self, trainer: Trainer, folder: Path | None = None, **options: Any) -> Imported:  # noqa: ANN401
         has_text = options.get("text") is not None
@@ -310,8 +310,8 @@ def test_a_latent_of_another_bucket_is_not_taken(photos: Photos) -> None:
     for number in range(COUNT):
         write_sd(photos, number)
     with np.load(photos.folder / "2_0064x0064_sdxl.npz") as npz:
-        more = {"latents_4x4": np.zeros((4, 4, 4), np.float32)}
-        np.savez(photos.folder / "2_0064x0064_sdxl.npz", **npz, **more)
+        more = np.zeros((4, 4, 4), np.float32)
+        np.savez(photos.folder / "2_0064x0064_sdxl.npz", **npz, latents_4x4=more)
     buckets = "64x48 48x64 32x32"
     done = photos.take("sd-scripts", buckets=buckets)
     assert done.taken == {"latent": 3}
@@ -371,7 +371,7 @@ def test_a_killed_import_goes_on_where_it_was(photos: Photos) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                     return taken(*arguments)
 
-                dataset.take = take  # type: ignore[method-assign]
+                dataset.take = take  # type: ignore[assignment,method-assign]
                 plan_import(dataset, "sd-scripts", photos.folder).execute()
 
     assert was_killed(in_child(take_and_die))
