@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from smartcache.training import Encoder, Item, Sources
 from tests.api import SmartCache
 from tests.cli.running import Here
 
-torch = pytest.importorskip("torch")
-Image = pytest.importorskip("PIL.Image")
+if TYPE_CHECKING:
+    import torch  # noqa: TC004 - loaded by the fixture below
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch() -> None:
+    """Load torch when the first test runs, and not when they are collected."""
+    global torch  # noqa: PLW0603
+    import torch
+
+
 SAID = ("--encoder", "a-vae", "--statistic", "sample")
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,7 +14,17 @@ from smartcache.integrations.diffusion_pipe import Cache
 from tests.api import ArtifactSets, ConfigError, DatasetChangedError, UnsupportedValueError
 from tests.processes.killing import in_child, was_killed
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch  # noqa: TC004 - loaded by the fixture below
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch() -> None:
+    """Load torch when the first test runs, and not when they are collected."""
+    global torch  # noqa: PLW0603
+    import torch
 
 
 def item(number: int) -> dict[str, object]:

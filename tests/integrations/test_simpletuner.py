@@ -9,7 +9,7 @@ import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,7 +17,17 @@ from smartcache.integrations.simpletuner import DataBackend
 from tests.api import ConfigError, UnsupportedValueError
 from tests.processes.killing import in_child, was_killed
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch  # noqa: TC004 - loaded by the fixture below
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch() -> None:
+    """Load torch when the first test runs, and not when they are collected."""
+    global torch  # noqa: PLW0603
+    import torch
 
 
 @pytest.fixture
@@ -44,7 +54,11 @@ def test_it_is_a_backend_of_simpletuner(root: Path) -> None:
 
 def test_tensors_come_back_exactly_and_are_no_files(backend: DataBackend, root: Path) -> None:
     latent = torch.randn(4, 8, 8).to(torch.bfloat16)
-    embeds = {"prompt_embeds": torch.randn(1, 7, 3), "masks": None, "sizes": [1, (2, 3)]}
+    embeds: dict[str, Any] = {
+        "prompt_embeds": torch.randn(1, 7, 3),
+        "masks": None,
+        "sizes": [1, (2, 3)],
+    }
     backend.create_directory(root / "vae" / "sub")
     backend.write_batch([str(root / "vae/sub/a.pt")], [latent])
     backend.torch_save(embeds, str(root / "text" / "b.pt"))

@@ -14,10 +14,11 @@ import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from smartcache.integrations.trainers import (
     Imported,
@@ -31,9 +32,20 @@ from smartcache.training import Dataset, Encoder, Item, Sources
 from tests.api import ConfigError, DatasetError, SmartCache
 from tests.processes.killing import in_child, was_killed
 
-torch = pytest.importorskip("torch")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-Image = pytest.importorskip("PIL.Image")
+if TYPE_CHECKING:
+    import torch  # noqa: TC004 - loaded by the fixture below
+    from safetensors import torch as safetensors_torch  # noqa: TC004
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch() -> None:
+    """Load torch when the first test runs, and not when they are collected."""
+    global safetensors_torch, torch  # noqa: PLW0603
+    import torch
+    from safetensors import torch as safetensors_torch
+
 
 SIZES = ((64, 48), (48, 64), (64, 64))
 COUNT = 3
