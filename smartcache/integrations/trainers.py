@@ -162,15 +162,11 @@ class ImportPlan:
 
     def without(self, known: Mapping[str, Container[str]]) -> ImportPlan:
         """Return what is left if some of it is there already: sets, or keys, by output."""
-        keys = {name: set(each) for name, each in self.outputs.items()}
-        there = {
-            name: {key for key in keys.get(name, ()) if key in each} for name, each in known.items()
-        }
+        outputs = self._dataset.outputs
         left = tuple(
             match
             for match in self._matches
-            if self._dataset.outputs[match.output].key(match.number)
-            not in there.get(match.output, ())
+            if outputs[match.output].key(match.number) not in known.get(match.output, ())
         )
         present = self.present + len(self._matches) - len(left)
         return replace(self, _matches=left, present=present)
@@ -318,31 +314,56 @@ class _Search:
 
     def look(self, kind: Kind, output: Output) -> None:
         """Look for the files of one output."""
-        listing = self.dataset.listing
+        listing, read = self.dataset.listing, "file" if kind == "latent" else _caption_read(output)
         missing = set(output.missing.tolist())
-        owners: dict[str, list[int]] = {}
+        found: dict[int, list[_File]] = {}
+        users: dict[_File, set[str]] = {}
+        for item in np.flatnonzero(self.dataset.is_good).tolist():
+            number = item * output.variations
+            files = self._files_of(kind, output, item) if listing.has(item, read) else []
+            for file in files:
+                why = self._fault(kind, output, item, file)
+                if not why:
+                    users.setdefault(file, set()).add(output.key(number))
+                    found.setdefault(item, []).append(file)
+                elif number in missing:
+                    self._skip(file, item, why)
         seen: set[str] = set()
-        for item in range(len(listing)):
-            for owner in self._owners(kind, output, item):
-                if (kind, owner) in self.index:
-                    self.owned.add((kind, owner))
-                    owners.setdefault(owner, []).append(item)
-        for owner, items in owners.items():
-            files = self.index[kind, owner]
-            for item in items:
-                number = item * output.variations
-                some = [file for file in files if self._is_beside(file, item)]
-                if not some:
-                    continue
-                if number not in missing:
-                    self.present += 1
-                elif output.key(number) not in seen:
-                    good = self._without_faults(kind, output, item, some, is_one=len(items) == 1)
-                    if good:
-                        seen.add(output.key(number))
-                        self.matches.append(
-                            _Match(output.name, number, listing.name(item), good)
-                        )  # fmt: skip
+        can_choose = kind == "latent" and output.spec["buckets"] is not None
+        for item, files in found.items():
+            number = item * output.variations
+            key = output.key(number)
+            if number not in missing:
+                self.present += 1
+            elif key not in seen:
+                # cat.png and cat.jpg: nobody knows which of them a file was made of.
+                good = [file for file in files if len(users[file]) == 1]
+                if not good:
+                    self._skip(files[0], item, "several sources of the dataset are called like it")
+                elif len(good) > 1 and not can_choose:
+                    self._skip(good[0], item, "several files are of this item: choose by arch")
+                else:
+                    seen.add(key)
+                    self.matches.append(_Match(output.name, number, listing.name(item), good))
+
+    def _skip(self, file: _File, item: int, why: str) -> None:
+        where = os.path.relpath(file.path, self.root)
+        self.skipped.append(Skipped(where, self.dataset.listing.name(item), why))
+
+    def _files_of(self, kind: Kind, output: Output, item: int) -> list[_File]:
+        """Return the files that are called like an item."""
+        files: list[_File] = []
+        for owner in self._owners(kind, output, item):
+            if (kind, owner) in self.index:
+                self.owned.add((kind, owner))
+                files += self.index[kind, owner]
+        if self.trainer != "simpletuner" or kind == "text":
+            return files
+        # SimpleTuner repeats the folders of images below that of its cache.
+        below = os.path.dirname(self.dataset.listing.name(item))
+        here = {file: os.path.dirname(os.path.relpath(file.path, self.root)) for file in files}
+        exact = [file for file in files if here[file] == below]
+        return exact or [file for file in files if f"/{here[file]}".endswith(f"/{below}")]
 
     def _owners(self, kind: Kind, output: Output, item: int) -> list[str]:
         """Return what a trainer calls an item."""
@@ -350,8 +371,9 @@ class _Search:
         path = listing.path(item)
         if self.trainer == "simpletuner" and kind == "text":
             caption = _caption(output, listing, item)
-            data = None if caption is None else caption.encode("utf-8", "surrogateescape")
-            return [] if data is None else [hashlib.md5(data, usedforsecurity=False).hexdigest()]
+            texts = [] if caption is None else dict.fromkeys((caption, caption.strip()))
+            coded = [text.encode("utf-8", "surrogatepass") for text in texts]
+            return [hashlib.md5(data, usedforsecurity=False).hexdigest() for data in coded]
         if path is None:
             return []
         whole = os.path.splitext(path)[0]
@@ -361,37 +383,6 @@ class _Search:
         if self.trainer == "diffusion-pipe":
             return [os.path.abspath(path)]
         return [stem] if self.trainer == "musubi" else [whole]
-
-    def _is_beside(self, file: _File, item: int) -> bool:
-        """Say whether a file lies in the folder for an item: SimpleTuner repeats their folders."""
-        if self.trainer != "simpletuner" or file.kind == "text":
-            return True
-        below = os.path.dirname(self.dataset.listing.name(item))
-        here = os.path.dirname(os.path.relpath(file.path, self.root))
-        return not below or f"/{here}".endswith(f"/{below}")
-
-    def _without_faults(
-        self, kind: Kind, output: Output, item: int, files: list[_File], *, is_one: bool
-    ) -> list[_File]:
-        """Return the files that nothing speaks against; the others are skipped."""
-        listing = self.dataset.listing
-        good = []
-        for file in files:
-            why = self._fault(kind, output, item, file)
-            if not why and not is_one and self.trainer == "musubi":
-                why = "several images have this name"
-            if why:
-                where = os.path.relpath(file.path, self.root)
-                self.skipped.append(Skipped(where, listing.name(item), why))
-            else:
-                good.append(file)
-        can_choose = kind == "latent" and output.spec["buckets"] is not None
-        if len(good) > 1 and not can_choose:
-            why = "several files are of this item: choose one by arch"
-            where = os.path.relpath(good[0].path, self.root)
-            self.skipped.append(Skipped(where, listing.name(item), why))
-            return []
-        return good
 
     def _fault(self, kind: Kind, output: Output, item: int, file: _File) -> str:
         """Return what speaks against it that a file is of an item as it is now."""
@@ -408,8 +399,8 @@ class _Search:
         header = self._header(file)
         made_of = header.get("caption1", header.get("caption"))
         if made_of is not None:
-            caption = _caption(output, self.dataset.listing, item)
-            is_same = caption in (made_of, _plain(made_of))
+            caption = (_caption(output, self.dataset.listing, item) or "").strip()
+            is_same = caption in (made_of.strip(), _plain(made_of).strip())
             return "" if is_same else "its caption was another one"
         source = self.dataset.listing.path(item, _caption_read(output))
         return "it is older than the caption" if self._is_older(file, source) else ""

@@ -333,6 +333,22 @@ def test_a_latent_of_another_bucket_is_not_taken(photos: Photos) -> None:
     assert photos.take("sd-scripts", buckets="128x96 96x128").taken == {"latent": 0}
 
 
+def test_a_file_that_could_be_of_two_images_is_of_none(photos: Photos) -> None:
+    """Also if one of them came later, when the other had its latent already."""
+    write_sd(photos, 0)
+    Image.new("RGB", (64, 48), "white").save(photos.folder / "0.jpg")
+    os.utime(photos.folder / "0.jpg", (1_000_000, 1_000_000))
+    done = photos.take("sd-scripts")
+    assert done.taken == {}
+    assert {each.reason for each in done.skipped} == {
+        "several sources of the dataset are called like it"
+    }
+    (photos.folder / "0.jpg").rename(photos.folder.parent / "0.jpg")
+    assert photos.take("sd-scripts").taken == {"latent": 1}
+    (photos.folder.parent / "0.jpg").rename(photos.folder / "0.jpg")
+    assert photos.take("sd-scripts").taken == {}
+
+
 def test_flips_of_ai_toolkit_are_left_out(photos: Photos) -> None:
     write_ai_toolkit(photos, 0)
     flipped = write_ai_toolkit(photos, 0, flip=True)
