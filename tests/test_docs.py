@@ -130,7 +130,7 @@ def test_the_python_of_a_page_runs(
     "org/pipeline" and "org/other-pipeline" have the same text encoder.
     """
     make_files(tmp_path)
-    if page.name == "training.md":
+    if page.name in ("training.md", "trainers.md"):
         make_photos(tmp_path / "photos")
     if loads_models(page):
         make_models_repos(hub, request.getfixturevalue("models"))

@@ -27,7 +27,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safetensors", "hf_xet")
 
 MAX_PUBLIC_NAMES = 20
-PUBLIC = ("smartcache.auto", "smartcache.integrations.easydata", "smartcache.training")
+PUBLIC = (
+    "smartcache.auto",
+    "smartcache.integrations.diffusion_pipe",
+    "smartcache.integrations.easydata",
+    "smartcache.integrations.simpletuner",
+    "smartcache.integrations.trainers",
+    "smartcache.training",
+)
 """Modules that users import from, besides the package itself."""
 
 TOP_LEVEL = {

@@ -67,7 +67,17 @@ from smartcache.training.build import (
     missing,
     reasons_of,
 )
-from smartcache.training.encoder import SIDE, SINGLE, DigestOf, Encoder, Item, Keys, pad
+from smartcache.training.encoder import (
+    SIDE,
+    SINGLE,
+    DigestOf,
+    Encoder,
+    Item,
+    Keys,
+    as_kept,
+    nan_in,
+    pad,
+)
 from smartcache.training.look import Column, Listing, look
 from smartcache.training.sources import FILE, Sources
 from smartcache.training.table import SourceTable
@@ -476,6 +486,26 @@ class Dataset:
             if self.document.get("built") != built:
                 self.change_document(lambda known: known | {"built": built})
         return report
+
+    def take(self, name: str, number: int, value: object, claim: Mapping[str, object]) -> str:
+        """Keep an output that another program has made, with what is claimed of it.
+
+        `number` is that of the item among all sources, times the variations. Returns why it was
+        not kept; "": it was, or there is one by now.
+        """
+        output = self._output(name)
+        key, item = output.key(number), output.item(self.listing, number, set())
+        kept = as_kept(value, output.spec["trim"], name)
+        if nan_in(kept) is not None:
+            return "it has a NaN"
+        with output.set.claim([key]) as mine:
+            if item.has_changed():
+                return "the source has changed since it was looked at"
+            if mine.keys:
+                about = output.about(self.listing, number, item) | {"claimed": dict(claim)}
+                output.set.put(key, kept, metadata=about)
+                output.set.forget_failure(key)
+        return "another process encodes it" if mine.busy else ""
 
     # reading
 
