@@ -81,7 +81,7 @@ def _with_hash(cache: SmartCache, algorithm: str | None, start: str) -> Iterator
 def _with_name(cache: SmartCache, name: str) -> Iterator[tuple[str, Path]]:
     """Go through what a program has under a file name."""
     mapping = cache.cache_mapping()
-    digests = {}
+    digests: dict[str, str] = {}
     for each in cache.store.stores():
         digests.update(each.volume.index.aliases("sha256"))
         for blob in each.blobs():

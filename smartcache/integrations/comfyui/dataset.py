@@ -23,7 +23,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -96,6 +96,10 @@ def save(output: str | Path, name: str, samples: Iterable[Sample]) -> int:
             which: list[int] = []
             skeletons: dict[str, int] = {}
             for number, (latent, conditioning) in enumerate(samples):
+                if type(latent) is not dict or not hasattr(latent.get("samples"), "shape"):
+                    raise _refusal(["latents", number], "it is no latent: a dict with samples")
+                if type(conditioning) is not list:
+                    raise _refusal(["conditioning", number], "it is no list of conditions")
                 fields: dict[str, torch.Tensor] = {}
                 skeleton = [
                     _taken_apart(latent, ["latent"], ["latents", number], fields),
@@ -146,7 +150,10 @@ def _sweep(opened: ArtifactSet) -> None:
 
 
 def _taken_apart(  # noqa: C901, PLR0911, PLR0912 - a table of kinds
-    value: object, path: list[object], shown: list[object], fields: dict[str, torch.Tensor]
+    value: Any,  # noqa: ANN401
+    path: list[object],
+    shown: list[object],
+    fields: dict[str, torch.Tensor],
 ) -> object:
     """Return a value as JSON has it, its tensors put into `fields` and named by their place.
 
@@ -160,29 +167,29 @@ def _taken_apart(  # noqa: C901, PLR0911, PLR0912 - a table of kinds
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
-        return {"float": value.hex()}  # type: ignore[attr-defined]
+        return {"float": value.hex()}
     if kind is complex:
-        return {"complex": [value.real.hex(), value.imag.hex()]}  # type: ignore[attr-defined]
+        return {"complex": [value.real.hex(), value.imag.hex()]}
     if kind is bytes:
-        return {"bytes": value.hex()}  # type: ignore[attr-defined]
+        return {"bytes": value.hex()}
     if kind is torch.dtype or kind is torch.device:
         return {kind.__name__: str(value).removeprefix("torch.")}
     if len(path) > _DEEPEST:
         raise _refusal(shown, "it is nested too deeply, or contains itself")
     if kind is list:
-        return [inner(each, step) for step, each in enumerate(value)]  # type: ignore[arg-type]
+        return [inner(each, step) for step, each in enumerate(value)]
     if kind in (tuple, torch.Size):
-        each = [inner(each, step) for step, each in enumerate(value)]  # type: ignore[arg-type]
+        each = [inner(each, step) for step, each in enumerate(value)]
         return {kind.__name__: each}
     if kind is dict:
-        for key in value:  # type: ignore[attr-defined]
+        for key in value:
             if key is not None and type(key) not in (bool, int, float, str):
                 raise _refusal(shown, f"its key {key!r:.60} cannot be kept")
-        return {"dict": [[inner(k, k), inner(v, k)] for k, v in value.items()]}  # type: ignore[attr-defined]
+        return {"dict": [[inner(k, k), inner(v, k)] for k, v in value.items()]}
     if kind.__name__ == "NestedTensor" and kind.__module__ == "comfy.nested_tensor":
-        return {"nested": inner(value.tensors, "tensors")}  # type: ignore[attr-defined]
+        return {"nested": inner(value.tensors, "tensors")}
     if kind is torch.Tensor or kind is LazyTensor:
-        tensor: torch.Tensor = value  # type: ignore[assignment]
+        tensor: torch.Tensor = value
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise _refusal(shown, "a sparse, quantised or meta tensor cannot be kept")
         field = path_text(path)
@@ -255,7 +262,8 @@ def describe(output: str | Path, name: str) -> Info:
     kinds = []
     for each in index["skeletons"]:
         latent = _put_together(json.loads(each)[0], lambda *spec: spec)
-        kinds.append(_specs(latent["samples"] if isinstance(latent, dict) else latent))
+        samples = latent["samples"]
+        kinds.append(samples.tensors if hasattr(samples, "tensors") else [samples])
     for number in index["which"]:
         specs = kinds[number]
         text = " + ".join(f"{dtype} {shape}" for _, dtype, shape in specs)
@@ -267,10 +275,6 @@ def describe(output: str | Path, name: str) -> Info:
             name=name, path=opened.path, samples=len(index["keys"]), images=images, shapes=shapes,
             on_disk=stats.on_disk, saved=stats.saved,
         )  # fmt: skip
-
-
-def _specs(samples: Any) -> list[tuple[str, str, list[int]]]:  # noqa: ANN401
-    return list(samples.tensors) if hasattr(samples, "tensors") else [samples]
 
 
 def _read_index(output: str | Path, name: str) -> tuple[ArtifactSet, str]:
@@ -389,7 +393,7 @@ def import_shards(output: str | Path, folder: str, name: str) -> int:
     if len(names) > count:
         _log.warning("%s has %d shards of an earlier save: left out", path, len(names) - count)
 
-    def samples() -> Iterator[Sample]:
+    def samples() -> Generator[Sample]:
         total = 0
         for number in range(count):
             latents, conditioning = _read_shard(path / names[number])
@@ -399,8 +403,8 @@ def import_shards(output: str | Path, folder: str, name: str) -> int:
             message = f"{path} has {total} samples, not {promised['num_samples']}"
             raise DatasetChangedError(message, hint="The shards are of different saves.")
 
-    with closing(samples()) as found:
-        return save(output, name, found)
+    with closing(samples()) as each:
+        return save(output, name, each)
 
 
 def _metadata_of(path: Path) -> dict[str, int]:
@@ -439,7 +443,7 @@ def _read_shard(path: Path) -> tuple[list[Any], list[Any]]:
 
 def _check_folder_name(name: str) -> str:
     """Refuse a name that leads out of the output folder."""
-    is_one = isinstance(name, str) and name == os.path.basename(name) and "\\" not in name
+    is_one = name == os.path.basename(name) and "\\" not in name
     if not is_one or name in ("", ".", "..") or "\0" in name:
         hint = "Give the name of one folder, without '/', '\\' or '..'."
         raise BadSetNameError(f"{name!r} cannot be the name of a dataset", hint=hint, name=name)

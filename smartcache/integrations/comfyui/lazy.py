@@ -41,7 +41,7 @@ _ABOUT = frozenset(
         for name in (
             "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta",
             "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu", "itemsize", "layout",
-            "names", "nbytes", "ndim", "requires_grad", "shape",
+            "nbytes", "ndim", "requires_grad", "shape",
         )
     }
     | {
@@ -127,7 +127,7 @@ class LazyTensor(torch.Tensor):
         if len(parts) > 1:
             ends = list(accumulate(each.shape[0] for each in parts))
             shape = (ends[-1], *first.shape[1:])
-        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=casts[-1] if casts else first.dtype
         )
         made._parts, made._ends, made._casts, made._own = parts, ends, casts, None
@@ -172,7 +172,7 @@ class LazyTensor(torch.Tensor):
         return first if isinstance(first, LazyTensor) and result is first._own else result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,  # noqa: ANN401
         types: object,
