@@ -214,10 +214,10 @@ class LazyTensor(torch.Tensor):
             opened.announce({self._parts[number].key for number in wanted})
         for number, pairs in wanted.items():
             part = self._parts[number]
-            if part.shape[0] == 1:
-                made[[at for at, _ in pairs]] = part.read()
-            else:
-                made[[at for at, _ in pairs]] = part.read_rows([row for _, row in pairs])
+            is_all = part.shape[0] == 1
+            found = part.read() if is_all else part.read_rows([row for _, row in pairs])
+            for nth, (at, _) in enumerate(pairs):
+                made[at] = found[0 if is_all else nth]
         return self._cast(made)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
