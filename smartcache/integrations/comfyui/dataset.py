@@ -39,7 +39,7 @@ from smartcache.errors import (
     DatasetError,
     UnsupportedValueError,
 )
-from smartcache.integrations.comfyui.lazy import LazyTensor, Stored
+from smartcache.integrations.comfyui.lazy import LazyTensor, Reader, Stored
 from smartcache.sizes import format_size
 
 _log = logging.getLogger(__name__)
@@ -227,6 +227,7 @@ def load(output: str | Path, name: str, *, buckets: bool = False) -> tuple[list[
     opened, text = _read_index(output, name)
     index = json.loads(text)
     skeletons = [json.loads(each) for each in index["skeletons"]]
+    reader = Reader(opened)
     latents, conditioning = [], []
     for key, number in zip(index["keys"], index["which"], strict=True):
 
@@ -235,7 +236,7 @@ def load(output: str | Path, name: str, *, buckets: bool = False) -> tuple[list[
             if not isinstance(found, torch.dtype):
                 hint = "Use a PyTorch at least as new as that which saved it."
                 raise DatasetError(f"This PyTorch has no dtype {dtype}", hint=hint)
-            return LazyTensor((Stored(opened, key, field, tuple(shape), found),))
+            return LazyTensor((Stored(reader, key, field, tuple(shape), found),))
 
         latent, conditions = skeletons[number]
         latents.append(_put_together(latent, stored))

@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Self
 
@@ -61,13 +62,26 @@ _COPIES = frozenset(
 
 _WRITES = ("__set__", "__setitem__", "data_ptr")
 """A pointer must not outlive what it points to."""
+_REMEMBERED = 32
+
+
+class Reader:
+    """The samples of a dataset, found by their keys.
+
+    The last few are remembered: the tensors of a sample are wanted one after the other, and finding
+    it takes longer than reading one.
+    """
+
+    def __init__(self, opened: ArtifactSet) -> None:
+        self.opened = opened
+        self.find = lru_cache(_REMEMBERED)(opened.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One tensor of one sample of a dataset."""
 
-    opened: ArtifactSet
+    reader: Reader
     key: str
     field: str
     shape: tuple[int, ...]
@@ -93,10 +107,10 @@ class Stored:
     def _as_promised(self, read: Callable[[Any], object], rows: int | None = None) -> torch.Tensor:
         """Read something; DatasetError if it is not what was saved."""
         shape = self.shape if rows is None else (rows, *self.shape[1:])
-        name = self.opened.name
-        hint = "Save the dataset again; 'smartcache artifacts verify' looks for more damage."
+        name = self.reader.opened.name
+        hint = "Save the dataset again."
         try:
-            found = read(self.opened[self.key])
+            found = read(self.reader.find(self.key))
         except ArtifactNotFoundError:
             message = f"A sample of the dataset {name} is gone: it was saved again, or damaged"
             raise DatasetChangedError(message, hint="Load the dataset again.") from None
@@ -210,8 +224,7 @@ class LazyTensor(torch.Tensor):
             part = self._parts[number]
             wanted.setdefault(number, []).append((at, row - self._ends[number] + part.shape[0]))
         if len(wanted) > 1:
-            opened = self._parts[0].opened
-            opened.announce({self._parts[number].key for number in wanted})
+            self._parts[0].reader.opened.announce({self._parts[number].key for number in wanted})
         for number, pairs in wanted.items():
             part = self._parts[number]
             is_all = part.shape[0] == 1
