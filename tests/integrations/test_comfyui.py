@@ -397,7 +397,7 @@ class TestOldShards:
         with caplog.at_level(logging.WARNING):
             assert import_shards(output, "old", "data") == 3
         assert contents(output) == expected(samples(7, 8, 9))
-        assert "1 shards of an earlier save" in caplog.text
+        assert "earlier save: shard_0002.pkl in" in caplog.text
 
     def test_code_in_a_shard_is_not_run(self, output: Path, tmp_path: Path) -> None:
         save(output, "data", samples(1))
@@ -418,7 +418,7 @@ class TestOldShards:
         with pytest.raises(DatasetError, match=r"no shard_0000\.pkl"):
             import_shards(output, "old", "data")
         torch.save({"latents": [], "conditioning": []}, output / "old" / "shard_0000.pkl")
-        with pytest.raises(DatasetError, match="1 samples, not 3"):
+        with pytest.raises(DatasetError, match="1 sample, not 3"):
             import_shards(output, "old", "data")
         (output / "old" / "shard_0001.pkl").write_bytes(b"PK\3\4 not a shard")
         with pytest.raises(DatasetError, match="cannot be read"):
@@ -508,7 +508,18 @@ class TestCheckpoints:
     @pytest.mark.parametrize("length", [64, 8])
     def test_are_found_by_their_sha256(self, start: str, length: int) -> None:
         text = f" {start}{sha256(WEIGHTS).hexdigest()[:length].upper()} "
-        assert find_checkpoint(text.replace("SHA", "sha"), "temp").read_bytes() == WEIGHTS
+        assert find_checkpoint(text, "temp").read_bytes() == WEIGHTS
+
+    def test_a_sha256_that_nobody_has_computed_is_computed_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "dreams.safetensors"
+        path.write_bytes(WEIGHTS)
+        with Store() as store:
+            store.adopt(path)
+        for _ in range(2):
+            assert find_checkpoint(sha256(WEIGHTS).hexdigest()[:10], tmp_path) == path
+        assert caplog.text.count("Computing the SHA-256") == 1
 
     def test_are_found_by_their_digest_and_their_name(self, known: Path, output: Path) -> None:
         with Store() as store:

@@ -27,7 +27,7 @@ def latents(*rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor
     """Return a tensor for each number of rows; no two values are equal."""
     total = sum(rows)
     values = torch.arange(total * 2 * 3 * 4).reshape(total, 2, 3, 4).to(dtype) * 1.001
-    return list(values.to(dtype).split(list(rows)))
+    return list(torch.split(values.to(dtype), list(rows)))
 
 
 def lazy_of(output: Path, tensors: list[torch.Tensor]) -> LazyTensor:
@@ -225,7 +225,7 @@ def test_who_writes_to_it_gets_memory_of_its_own(tmp_path: Path) -> None:
     eager = torch.cat(latents(2, 1))
     lazy = lazy_of(tmp_path, [eager])
     same = lazy
-    lazy *= 3
+    lazy *= 3  # type: ignore[misc]
     assert lazy is same
     lazy[0] = 1
     eager = eager * 3
@@ -240,11 +240,11 @@ def test_gradients_flow_to_it(tmp_path: Path) -> None:
     eager = torch.cat(latents(2, 1))
     lazy = lazy_of(tmp_path, [eager])
     weight = torch.ones(4, requires_grad=True)
-    (lazy * weight).sum().backward()
+    (lazy * weight).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert torch.allclose(weight.grad, eager.sum((0, 1, 2)))
     lazy.requires_grad_(True)
-    (lazy * 2).sum().backward()
+    (lazy * 2).sum().backward()  # type: ignore[no-untyped-call]
     assert lazy.requires_grad
     assert lazy.grad is not None
     assert torch.equal(lazy.grad, torch.full_like(eager, 2))
@@ -257,5 +257,5 @@ def test_rows_read_outside_of_inference_mode_can_be_trained_on(tmp_path: Path) -
     rows = lazy[[1]]
     assert not rows.is_inference()
     rows.requires_grad_(True)
-    (rows * rows).sum().backward()
+    (rows * rows).sum().backward()  # type: ignore[no-untyped-call]
     assert rows.grad is not None

@@ -7,6 +7,7 @@ bytes are vouched for: that of a blob by the store, another file's by its stat k
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from smartcache.errors import (
     FileSkippedError,
     StoreError,
 )
+from smartcache.sizes import format_size
 from smartcache.store.store import Store
 
+_log = logging.getLogger(__name__)
 _HASH = re.compile(r"(?:(sha256|blake3):)?([0-9a-fA-F]{8,64})")
 SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pt2", ".pth", ".bin")
 """By which ComfyUI tells how to read a file."""
@@ -40,13 +43,12 @@ def find_checkpoint(text: str, room: str | Path) -> Path:
         found: dict[str, Path] = {}
         if match := _HASH.fullmatch(text):
             found = dict(_with_hash(cache, match[1], match[2].lower()))
+            if not found and match[1] != "blake3" and _hash_the_rest(store):
+                found = dict(_with_hash(cache, match[1], match[2].lower()))
         if not found and not (match and match[1]):
             found = dict(_with_name(cache, text))
         if not found:
-            hint = (
-                "'smartcache add FILE' makes the store know a file, 'smartcache scan' those of all"
-                " programs; 'smartcache ls' shows the hashes."
-            )
+            hint = "'smartcache add FILE' makes the store know a file; 'smartcache ls' shows them."
             raise BlobNotFoundError(f"The store knows no file {text!r}", hint=hint)
         if len(found) > 1:
             hint = f"Give more of the hash: {', '.join(sorted(found))}."
@@ -76,6 +78,23 @@ def _with_hash(cache: SmartCache, algorithm: str | None, start: str) -> Iterator
         for sha256 in {*known, *(each for each in others if each.startswith(start))}:
             with suppress(KeyError):
                 yield known.get(sha256, sha256), mapping[sha256]
+
+
+def _hash_the_rest(store: Store) -> int:
+    """Compute the sha256 of all blobs that have none yet; return how many. They are remembered."""
+    count = 0
+    for each in store.stores():
+        unknown = [blob for blob in each.blobs() if "sha256" not in each.aliases_of(blob)]
+        if unknown:
+            size = format_size(sum(blob.size for blob in unknown))
+            _log.warning("Computing the SHA-256 of %s in the store, once", size)
+        for blob in unknown:
+            with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
+                found = each.digest_of(each.path_of(blob.digest), ("sha256",)).get("sha256")
+                if found is not None:
+                    each.add_aliases(blob.digest, {"sha256": found})
+                    count += 1
+    return count
 
 
 def _with_name(cache: SmartCache, name: str) -> Iterator[tuple[str, Path]]:

@@ -73,12 +73,17 @@ class Info:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.name}: {self.samples:,} samples, {self.images:,} images",
+            f"{self.name}: {counted(self.samples)}, {counted(self.images, 'image')}",
             *(f"  {count:,} x {shape}" for shape, count in self.shapes.items()),
             f"{format_size(self.on_disk)} on disk; equal tensors save {format_size(self.saved)}",
             str(self.path),
         ]
         return "\n".join(lines)
+
+
+def counted(number: int, noun: str = "sample") -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 # saving
@@ -353,7 +358,8 @@ def _in_buckets(latents: list[Any], conditioning: list[Any]) -> tuple[list[Any],
         if len(conditions) == 1:
             conditions = conditions * rows  # noqa: PLW2901 - one for all rows of a batch
         if len(conditions) != rows:
-            message = f"Sample {number} has {rows} images and {len(conditions)} conditions"
+            both = f"{counted(rows, 'image')} and {counted(len(conditions), 'condition')}"
+            message = f"Sample {number} has {both}"
             raise DatasetError(message, hint=hint)
         parts, conds = groups.setdefault((samples.shape[1:], samples.dtype), ([], []))
         parts += samples._parts  # noqa: SLF001
@@ -392,7 +398,8 @@ def import_shards(output: str | Path, folder: str, name: str) -> int:
         message = f"{path} has no shard_{missing[0]:04d}.pkl, though it has {count} shards"
         raise DatasetError(message, hint="Copy all shards, or save them again.")
     if len(names) > count:
-        _log.warning("%s has %d shards of an earlier save: left out", path, len(names) - count)
+        others = ", ".join(names[number] for number in sorted(names) if number >= count)
+        _log.warning("Left out, because they are of an earlier save: %s in %s", others, path)
 
     def samples() -> Generator[Sample]:
         total = 0
@@ -401,7 +408,7 @@ def import_shards(output: str | Path, folder: str, name: str) -> int:
             total += len(latents)
             yield from zip(latents, conditioning, strict=True)
         if total != promised.get("num_samples", total):
-            message = f"{path} has {total} samples, not {promised['num_samples']}"
+            message = f"{path} has {counted(total)}, not {promised['num_samples']:,}"
             raise DatasetChangedError(message, hint="The shards are of different saves.")
 
     with closing(samples()) as each:

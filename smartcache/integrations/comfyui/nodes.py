@@ -63,7 +63,7 @@ class SaveDataset:
         (name,) = dataset_name
         samples = zip(latents, conditioning, strict=True)
         count = dataset.save(_output(), name, samples)
-        return {"ui": {"text": [f"{count} samples saved as {name}"]}}
+        return {"ui": {"text": [f"{dataset.counted(count)} saved as {name}"]}}
 
 
 class LoadDataset:
@@ -150,7 +150,7 @@ class ImportShards:
     def bring(self, folder_name: str, dataset_name: str) -> dict[str, Any]:
         """Import the shards."""
         count = dataset.import_shards(_output(), folder_name, dataset_name)
-        text = f"{count} samples of {folder_name} saved as {dataset_name}"
+        text = f"{dataset.counted(count)} of {folder_name} saved as {dataset_name}"
         return {"ui": {"text": [text]}, "result": (count,)}
 
 
