@@ -218,10 +218,10 @@ class TestSaving:
         assert stored_keys(output) == before
 
     def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new(self, output: Path) -> None:
-        """At every line of the module in turn, until a save lives to its end."""
+        """After ever more lines of the module, until a save lives to its end."""
         old, new = expected(samples(1, 2)), expected(samples(2, 3, 4))
         seen = []
-        for line in itertools.count(1, 37):
+        for line in itertools.count(1, 13):
             save(output, "data", samples(1, 2))
             assert stored_keys(output) & {"index"}
 
@@ -242,6 +242,23 @@ class TestSaving:
         assert seen[-2] is True, "none was killed after the index was written"
         save(output, "data", samples(1))
         assert len(stored_keys(output)) == 2
+
+    def test_a_damaged_index_is_said_and_keeps_the_samples_until_the_next_save(
+        self, output: Path
+    ) -> None:
+        save(output, "data", samples(1, 2))
+        before = stored_keys(output)
+        (pack,) = output.rglob("*.pack")
+        whole = bytearray(pack.read_bytes())
+        whole[whole.rindex(b'"skeletons') + 3] ^= 1
+        pack.write_bytes(whole)
+        with pytest.raises(DatasetError, match="index of the dataset data is damaged"):
+            load(output, "data")
+        with pytest.raises(DatasetError, match="nothing to save"):
+            save(output, "data", [])
+        assert before - {"index"} <= stored_keys(output)
+        save(output, "data", samples(2, 3))
+        assert contents(output) == expected(samples(2, 3))
 
     def test_two_saves_at_once_leave_one_of_them_whole(self, output: Path) -> None:
         choices = [samples(*range(first, first + 12)) for first in (0, 6, 20)]

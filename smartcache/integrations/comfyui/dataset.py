@@ -147,9 +147,10 @@ class _alone:  # noqa: N801 - a context manager
 
 def _sweep(opened: ArtifactSet) -> None:
     """Delete what the index does not name."""
+    is_there = _INDEX in opened
     found = opened.get(_INDEX)
-    if found is None and _INDEX in opened:
-        return  # it cannot be read now: nobody knows what it names
+    if found is None and is_there:
+        return  # damaged: nobody knows what it names
     named = {_INDEX, *(json.loads(found["index"])["keys"] if found is not None else ())}
     opened.delete_many([key for key in opened if key not in named])
 

@@ -44,6 +44,7 @@ _ABOUT = frozenset(
             "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu", "itemsize", "layout",
             "nbytes", "ndim", "requires_grad", "shape",
         )
+        if hasattr(torch.Tensor, name)  # some are not there in every PyTorch
     }
     | {
         getattr(torch.Tensor, name)
