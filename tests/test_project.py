@@ -29,6 +29,7 @@ HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safe
 MAX_PUBLIC_NAMES = 20
 PUBLIC = (
     "smartcache.auto",
+    "smartcache.integrations",
     "smartcache.integrations.comfyui",
     "smartcache.integrations.easydata",
     "smartcache.training",

@@ -14,23 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smartcache.integrations.comfyui import (
-    NODE_CLASS_MAPPINGS,
-    NODE_DISPLAY_NAME_MAPPINGS,
-    LazyTensor,
-    describe,
-    find_checkpoint,
-    import_shards,
-    load,
-    save,
-)
+from smartcache.integrations import comfyui
 from tests.api import (
     ArtifactSets,
     BadDigestError,
@@ -41,7 +31,13 @@ from tests.api import (
     UnsupportedValueError,
 )
 from tests.artifacts.exact import exactly
+from tests.integrations.later import Later
 from tests.processes.killing import in_child, was_killed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Later("torch")
 
 STANDINS = Path(__file__).with_name("standins") / "comfyui"
 MODULES = ("folder_paths", "comfy", "comfy.nested_tensor", "comfy.sd")
@@ -85,7 +81,7 @@ def samples(*seeds: int) -> list[Sample]:
 def read(value: Any) -> Any:  # noqa: ANN401
     """Return a loaded value with ordinary tensors; there are no others in it."""
     if isinstance(value, torch.Tensor):
-        assert type(value) is LazyTensor
+        assert type(value) is comfyui.LazyTensor
         return value[...]
     if type(value) in (list, tuple):
         return type(value)(map(read, value))
@@ -106,7 +102,7 @@ def described(value: Any) -> object:  # noqa: ANN401
 
 
 def contents(output: Path, name: str = "data") -> list[object]:
-    return [described(each) for each in zip(*map(read, load(output, name)), strict=True)]
+    return [described(each) for each in zip(*map(read, comfyui.load(output, name)), strict=True)]
 
 
 def expected(some: list[Sample]) -> list[object]:
@@ -169,41 +165,45 @@ def conditions() -> st.SearchStrategy[list[Any]]:
     return st.lists(pair.map(list), max_size=2)
 
 
+def datasets() -> st.SearchStrategy[list[Sample]]:
+    return st.lists(st.tuples(latents(), conditions()), min_size=1, max_size=3)
+
+
 @pytest.fixture(scope="module")
 def one_output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("output")
 
 
 @settings(max_examples=40)
-@given(some=st.lists(st.tuples(latents(), conditions()), min_size=1, max_size=3))
+@given(some=st.deferred(datasets))
 def test_what_is_saved_is_what_is_loaded(one_output: Path, some: list[Sample]) -> None:
-    assert save(one_output, "data", some) == len(some)
+    assert comfyui.save(one_output, "data", some) == len(some)
     assert contents(one_output) == expected(some)
-    assert describe(one_output, "data").samples == len(some)
+    assert comfyui.describe(one_output, "data").samples == len(some)
 
 
 class TestSaving:
     def test_nothing_of_an_earlier_save_is_left(self, output: Path) -> None:
-        save(output, "data", samples(1, 2, 3, 4))
-        save(output, "data", samples(2, 9))
+        comfyui.save(output, "data", samples(1, 2, 3, 4))
+        comfyui.save(output, "data", samples(2, 9))
         assert contents(output) == expected(samples(2, 9))
         assert len(stored_keys(output)) == 3
 
     def test_an_equal_dataset_is_not_written_again(self, output: Path) -> None:
-        save(output, "data", samples(1, 2, 3))
-        before = describe(output, "data").on_disk
-        save(output, "data", samples(3, 2, 1, 1))
+        comfyui.save(output, "data", samples(1, 2, 3))
+        before = comfyui.describe(output, "data").on_disk
+        comfyui.save(output, "data", samples(3, 2, 1, 1))
         assert contents(output) == expected(samples(3, 2, 1, 1))
-        assert describe(output, "data").on_disk < before * 1.5
+        assert comfyui.describe(output, "data").on_disk < before * 1.5
 
     def test_a_dataset_can_be_saved_over_itself(self, output: Path) -> None:
-        save(output, "data", samples(1, 2, 3))
-        loaded = list(zip(*load(output, "data"), strict=True))
-        save(output, "data", loaded[:0:-1])
+        comfyui.save(output, "data", samples(1, 2, 3))
+        loaded = list(zip(*comfyui.load(output, "data"), strict=True))
+        comfyui.save(output, "data", loaded[:0:-1])
         assert contents(output) == expected(samples(3, 2))
 
     def test_a_save_that_fails_leaves_the_old_and_nothing_else(self, output: Path) -> None:
-        save(output, "data", samples(1, 2))
+        comfyui.save(output, "data", samples(1, 2))
         before = stored_keys(output)
 
         def failing() -> Iterator[Sample]:
@@ -211,9 +211,9 @@ class TestSaving:
             raise OSError("the VAE has caught fire")
 
         with pytest.raises(OSError, match="caught fire"):
-            save(output, "data", failing())
+            comfyui.save(output, "data", failing())
         with pytest.raises(DatasetError, match="nothing to save"):
-            save(output, "data", [])
+            comfyui.save(output, "data", [])
         assert contents(output) == expected(samples(1, 2))
         assert stored_keys(output) == before
 
@@ -222,12 +222,12 @@ class TestSaving:
         old, new = expected(samples(1, 2)), expected(samples(2, 3, 4))
         seen = []
         for line in itertools.count(1, 13):
-            save(output, "data", samples(1, 2))
+            comfyui.save(output, "data", samples(1, 2))
             assert stored_keys(output) & {"index"}
 
             def act(line: int = line) -> None:
-                die_at_line(save.__code__.co_filename, line)
-                save(output, "data", samples(2, 3, 4))
+                die_at_line(comfyui.save.__code__.co_filename, line)
+                comfyui.save(output, "data", samples(2, 3, 4))
                 sys.settrace(None)
 
             status = in_child(act)
@@ -240,30 +240,32 @@ class TestSaving:
         assert len(seen) > 5
         assert seen == sorted(seen)
         assert seen[-2] is True, "none was killed after the index was written"
-        save(output, "data", samples(1))
+        comfyui.save(output, "data", samples(1))
         assert len(stored_keys(output)) == 2
 
     def test_a_damaged_index_is_said_and_keeps_the_samples_until_the_next_save(
         self, output: Path
     ) -> None:
-        save(output, "data", samples(1, 2))
+        comfyui.save(output, "data", samples(1, 2))
         before = stored_keys(output)
         (pack,) = output.rglob("*.pack")
         whole = bytearray(pack.read_bytes())
         whole[whole.rindex(b'"skeletons') + 3] ^= 1
         pack.write_bytes(whole)
         with pytest.raises(DatasetError, match="index of the dataset data is damaged"):
-            load(output, "data")
+            comfyui.load(output, "data")
         with pytest.raises(DatasetError, match="nothing to save"):
-            save(output, "data", [])
+            comfyui.save(output, "data", [])
         assert before - {"index"} <= stored_keys(output)
-        save(output, "data", samples(2, 3))
+        comfyui.save(output, "data", samples(2, 3))
         assert contents(output) == expected(samples(2, 3))
 
     def test_two_saves_at_once_leave_one_of_them_whole(self, output: Path) -> None:
         choices = [samples(*range(first, first + 12)) for first in (0, 6, 20)]
         with ThreadPoolExecutor(3) as pool:
-            assert list(pool.map(lambda some: save(output, "data", some), choices)) == [12] * 3
+            assert (
+                list(pool.map(lambda some: comfyui.save(output, "data", some), choices)) == [12] * 3
+            )
         assert contents(output) in [expected(some) for some in choices]
         assert len(stored_keys(output)) == 13
 
@@ -273,23 +275,23 @@ class TestSaving:
             ({"samples": torch.randn(1, 4, 8, 8)}, [[caption, {"pooled_output": caption[:, 0]}]])
             for _ in range(32)
         ]
-        save(output, "data", some)
-        info = describe(output, "data")
+        comfyui.save(output, "data", some)
+        info = comfyui.describe(output, "data")
         assert info.on_disk < 2 * caption.nbytes
         assert info.saved > 30 * caption.nbytes
         assert contents(output) == expected(some)
 
     def test_a_slice_takes_the_room_of_the_slice(self, output: Path) -> None:
         batch = torch.randn(64, 4, 64, 64)
-        save(output, "data", [({"samples": batch[n : n + 1]}, []) for n in range(4)])
-        assert describe(output, "data").on_disk < 6 * batch[:1].nbytes
+        comfyui.save(output, "data", [({"samples": batch[n : n + 1]}, []) for n in range(4)])
+        assert comfyui.describe(output, "data").on_disk < 6 * batch[:1].nbytes
 
     @pytest.mark.parametrize("name", [*ODD_NAMES, "two words", "x" * 101, "-x"])
     def test_a_name_leads_nowhere_else(self, output: Path, name: str) -> None:
         with pytest.raises(BadSetNameError):
-            save(output, name, samples(1))
+            comfyui.save(output, name, samples(1))
         with pytest.raises((BadSetNameError, DatasetError)):
-            load(output, name)
+            comfyui.load(output, name)
         assert [path for path in output.parent.rglob("*") if path.name.endswith(".pack")] == []
 
     @pytest.mark.parametrize(
@@ -316,12 +318,12 @@ class TestSaving:
         some[3] = dict(latent), [[tensor, dict(more)] for tensor, more in conditioning]
         spoil(*some[3])
         with pytest.raises(UnsupportedValueError) as caught:
-            save(output, "data", some)
+            comfyui.save(output, "data", some)
         assert caught.value.path.startswith(path)
         assert str(caught.value).startswith(path)
         assert stored_keys(output) == set()
         with pytest.raises(DatasetError, match="never saved to its end"):
-            load(output, "data")
+            comfyui.load(output, "data")
 
 
 def die_at_line(file: str, number: int) -> None:
@@ -344,8 +346,8 @@ def die_at_line(file: str, number: int) -> None:
 class TestBuckets:
     def test_samples_of_one_shape_are_one_tensor(self, output: Path) -> None:
         some = [sample(1), sample(2, size=6), sample(3), sample(4, rows=3), sample(5, size=6)]
-        save(output, "data", some)
-        latents, conditioning = load(output, "data", buckets=True)
+        comfyui.save(output, "data", some)
+        latents, conditioning = comfyui.load(output, "data", buckets=True)
         assert [tuple(each["samples"].shape) for each in latents] == [(5, 4, 4, 8), (2, 4, 6, 8)]
         for latent, conds, members in zip(latents, conditioning, ((0, 2, 3), (1, 4)), strict=True):
             whole = torch.cat([some[n][0]["samples"] for n in members])
@@ -356,23 +358,23 @@ class TestBuckets:
 
     def test_one_condition_counts_for_all_images_of_a_batch(self, output: Path) -> None:
         latent, conditioning = sample(1, rows=3)
-        save(output, "data", [(latent, conditioning[:1])])
-        (_,), (conds,) = load(output, "data", buckets=True)
+        comfyui.save(output, "data", [(latent, conditioning[:1])])
+        (_,), (conds,) = comfyui.load(output, "data", buckets=True)
         assert described(read(conds)) == described(conditioning)
 
     def test_what_fits_no_bucket_is_refused(self, output: Path) -> None:
         latent, conditioning = sample(1, rows=3)
-        save(output, "data", [(latent, conditioning[:2])])
+        comfyui.save(output, "data", [(latent, conditioning[:2])])
         with pytest.raises(DatasetError, match="3 images and 2 conditions"):
-            load(output, "data", buckets=True)
-        save(output, "data", [({"samples": nested(torch.ones(1, 2))}, conditioning[:1])])
+            comfyui.load(output, "data", buckets=True)
+        comfyui.save(output, "data", [({"samples": nested(torch.ones(1, 2))}, conditioning[:1])])
         with pytest.raises(DatasetError, match="NestedTensor"):
-            load(output, "data", buckets=True)
+            comfyui.load(output, "data", buckets=True)
 
     def test_what_is_left_out_is_said(self, output: Path, caplog: pytest.LogCaptureFixture) -> None:
         latent, conditioning = sample(1)
-        save(output, "data", [({**latent, "noise_mask": torch.ones(1)}, conditioning)])
-        load(output, "data", buckets=True)
+        comfyui.save(output, "data", [({**latent, "noise_mask": torch.ones(1)}, conditioning)])
+        comfyui.load(output, "data", buckets=True)
         assert "noise_mask" in caplog.text
 
 
@@ -402,7 +404,7 @@ class TestOldShards:
     def test_they_become_a_dataset(self, output: Path) -> None:
         some = [*samples(1, 2, 3, 4), ({"samples": nested(torch.ones(2), torch.ones(3))}, [])]
         self.shards(output / "old set", some)
-        assert import_shards(output, "old set", "data") == 5
+        assert comfyui.import_shards(output, "old set", "data") == 5
         assert contents(output) == expected(some)
         assert len(list((output / "old set").iterdir())) == 4
 
@@ -412,19 +414,19 @@ class TestOldShards:
         self.shards(output / "old", samples(1, 2, 3, 4, 5, 6))
         self.shards(output / "old", samples(7, 8, 9))
         with caplog.at_level(logging.WARNING):
-            assert import_shards(output, "old", "data") == 3
+            assert comfyui.import_shards(output, "old", "data") == 3
         assert contents(output) == expected(samples(7, 8, 9))
         assert "earlier save: shard_0002.pkl in" in caplog.text
 
     def test_code_in_a_shard_is_not_run(self, output: Path, tmp_path: Path) -> None:
-        save(output, "data", samples(1))
+        comfyui.save(output, "data", samples(1))
         self.shards(output / "old", samples(2, 3, 4))
         torch.save(
             {"latents": [Code(tmp_path / "ran")], "conditioning": [[]]},
             output / "old" / "shard_0001.pkl",
         )
         with pytest.raises(DatasetError, match="cannot be read safely"):
-            import_shards(output, "old", "data")
+            comfyui.import_shards(output, "old", "data")
         assert not (tmp_path / "ran").exists()
         assert contents(output) == expected(samples(1))
         assert len(stored_keys(output)) == 2
@@ -433,37 +435,37 @@ class TestOldShards:
         self.shards(output / "old", samples(1, 2, 3))
         (output / "old" / "shard_0000.pkl").rename(output / "old" / "x")
         with pytest.raises(DatasetError, match=r"no shard_0000\.pkl"):
-            import_shards(output, "old", "data")
+            comfyui.import_shards(output, "old", "data")
         torch.save({"latents": [], "conditioning": []}, output / "old" / "shard_0000.pkl")
         with pytest.raises(DatasetError, match="1 sample, not 3"):
-            import_shards(output, "old", "data")
+            comfyui.import_shards(output, "old", "data")
         (output / "old" / "shard_0001.pkl").write_bytes(b"PK\3\4 not a shard")
         with pytest.raises(DatasetError, match="cannot be read"):
-            import_shards(output, "old", "data")
+            comfyui.import_shards(output, "old", "data")
         torch.save([1, 2], output / "old" / "shard_0001.pkl")
         with pytest.raises(DatasetError, match="is no shard"):
-            import_shards(output, "old", "data")
+            comfyui.import_shards(output, "old", "data")
         torch.save({"latents": [1], "conditioning": []}, output / "old" / "shard_0001.pkl")
         with pytest.raises(DatasetError, match="1 latents and 0"):
-            import_shards(output, "old", "data")
+            comfyui.import_shards(output, "old", "data")
         with pytest.raises(DatasetError, match="no shards"):
-            import_shards(output, "other", "data")
+            comfyui.import_shards(output, "other", "data")
 
     @pytest.mark.parametrize("name", ODD_NAMES)
     def test_a_folder_name_leads_nowhere_else(self, output: Path, name: str) -> None:
         self.shards(output.parent / "other", samples(1))
         with pytest.raises(BadSetNameError):
-            import_shards(output, name, "data")
+            comfyui.import_shards(output, name, "data")
 
 
 def node(name: str) -> Any:  # noqa: ANN401 - a node has no common type
-    return NODE_CLASS_MAPPINGS[f"Smartcache{name}"]()
+    return comfyui.NODE_CLASS_MAPPINGS[f"Smartcache{name}"]()
 
 
 class TestNodes:
     def test_they_are_declared_as_comfyui_expects(self) -> None:
-        assert NODE_CLASS_MAPPINGS.keys() == NODE_DISPLAY_NAME_MAPPINGS.keys()
-        for each in NODE_CLASS_MAPPINGS.values():
+        assert comfyui.NODE_CLASS_MAPPINGS.keys() == comfyui.NODE_DISPLAY_NAME_MAPPINGS.keys()
+        for each in comfyui.NODE_CLASS_MAPPINGS.values():
             made: Any = each
             inputs = made.INPUT_TYPES()["required"]
             code = getattr(made, made.FUNCTION).__code__
@@ -494,7 +496,7 @@ class TestNodes:
         assert loader.IS_CHANGED("data", buckets=True) == ""
         tokens = []
         for seeds in ((1, 2), (1, 2), (2, 1), (1, 3)):
-            save(output, "data", samples(*seeds))
+            comfyui.save(output, "data", samples(*seeds))
             tokens.append(loader.IS_CHANGED("data", buckets=True))
         assert tokens[0] == tokens[1]
         assert tokens[3] == node("DatasetInfo").IS_CHANGED("data")
@@ -525,7 +527,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("length", [64, 8])
     def test_are_found_by_their_sha256(self, start: str, length: int) -> None:
         text = f" {start}{sha256(WEIGHTS).hexdigest()[:length].upper()} "
-        assert find_checkpoint(text, "temp").read_bytes() == WEIGHTS
+        assert comfyui.find_checkpoint(text, "temp").read_bytes() == WEIGHTS
 
     def test_a_sha256_that_nobody_has_computed_is_computed_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -535,7 +537,7 @@ class TestCheckpoints:
         with Store() as store:
             store.adopt(path)
         for _ in range(2):
-            assert find_checkpoint(sha256(WEIGHTS).hexdigest()[:10], tmp_path) == path
+            assert comfyui.find_checkpoint(sha256(WEIGHTS).hexdigest()[:10], tmp_path) == path
         assert caplog.text.count("Computing the SHA-256") == 1
 
     def test_are_found_by_their_digest_and_their_name(self, known: Path, output: Path) -> None:
@@ -553,7 +555,7 @@ class TestCheckpoints:
         with Store() as store:
             digest = store.put_file(source).digest
         for _ in range(2):
-            path = find_checkpoint(digest, tmp_path / "temp")
+            path = comfyui.find_checkpoint(digest, tmp_path / "temp")
             assert path == tmp_path / "temp" / f"{digest}.safetensors"
             assert path.read_bytes() == WEIGHTS
 
@@ -562,17 +564,17 @@ class TestCheckpoints:
     ) -> None:
         for text in ("", "other.safetensors", "0" * 64, f"blake3:{sha256(WEIGHTS).hexdigest()}"):
             with pytest.raises(BlobNotFoundError, match="knows no file"):
-                find_checkpoint(text, tmp_path)
+                comfyui.find_checkpoint(text, tmp_path)
         other = tmp_path / "more" / known.name
         other.parent.mkdir()
         other.write_bytes(WEIGHTS + b"of another kind")
         with Store() as store:
             store.adopt(other)
         with pytest.raises(BadDigestError, match="2 different files"):
-            find_checkpoint(known.name, tmp_path)
+            comfyui.find_checkpoint(known.name, tmp_path)
 
     def test_that_were_changed_are_not_given(self, known: Path, tmp_path: Path) -> None:
         known.chmod(0o644)
         known.write_bytes(WEIGHTS[::-1])
         with pytest.raises(BlobNotFoundError):
-            find_checkpoint(sha256(WEIGHTS).hexdigest(), tmp_path)
+            comfyui.find_checkpoint(sha256(WEIGHTS).hexdigest(), tmp_path)
