@@ -23,8 +23,8 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -127,22 +127,14 @@ def save(output: str | Path, name: str, samples: Iterable[Sample]) -> int:
     return len(keys)
 
 
-class _alone:  # noqa: N801 - a context manager
+@contextmanager
+def _alone(opened: ArtifactSet) -> Iterator[None]:
     """Be the only one who saves a dataset, of all threads and processes."""
-
-    def __init__(self, opened: ArtifactSet) -> None:
-        self._opened = opened
-
-    def __enter__(self) -> None:
-        while True:
-            self._claim = self._opened.claim([_SAVING])
-            if not self._claim.busy:
-                return
-            self._claim.close()
-            self._opened.wait_for(_SAVING, 60)
-
-    def __exit__(self, *exc: object) -> None:
-        self._claim.close()
+    while (claim := opened.claim([_SAVING])).busy:
+        claim.close()
+        opened.wait_for(_SAVING, 60)
+    with claim:
+        yield
 
 
 def _sweep(opened: ArtifactSet) -> None:
