@@ -29,6 +29,8 @@ HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safe
 MAX_PUBLIC_NAMES = 20
 PUBLIC = (
     "smartcache.auto",
+    "smartcache.integrations",
+    "smartcache.integrations.comfyui",
     "smartcache.integrations.diffusion_pipe",
     "smartcache.integrations.easydata",
     "smartcache.integrations.simpletuner",

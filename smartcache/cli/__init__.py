@@ -34,6 +34,7 @@ _SECTIONS = {
     "Computed tensors": {
         "artifacts": ("artifacts", "Look after computed tensors, set by set."),
         "datasets": ("datasets", "Look after datasets: sources, and what was encoded of them."),
+        "comfyui": ("comfyui", "Add the nodes of smartcache to ComfyUI, or remove them."),
     },
     "Store": {
         "df": ("df", "Show what is on the disk, links counted once."),
