@@ -27,7 +27,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safetensors", "hf_xet")
 
 MAX_PUBLIC_NAMES = 20
-PUBLIC = ("smartcache.auto", "smartcache.integrations.easydata", "smartcache.training")
+PUBLIC = (
+    "smartcache.auto",
+    "smartcache.integrations.easydata",
+    "smartcache.integrations.mgds",
+    "smartcache.training",
+)
 """Modules that users import from, besides the package itself."""
 
 TOP_LEVEL = {

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.append(str(Path(__file__).parent / "standins"))
 
 from mgds.PipelineModule import Pipeline, PipelineModule
@@ -98,6 +96,8 @@ class Encoder(PipelineModule, RandomAccessPipelineModule):
     def get_item(
         self, variation: int, index: int, requested_name: str | None = None
     ) -> dict[str, Any]:
+        import torch
+
         if requested_name == "text_encoder_hidden_state":
             prompt = self._get_previous_item(variation, "prompt", index)
             self.note("text", variation, index)
