@@ -80,7 +80,9 @@ if not TYPE_CHECKING:  # A type checker that saw it would believe in any name.
             first = import_module("mgds.PipelineModule").PipelineModule
             second = getattr(import_module(f"mgds.pipelineModuleTypes.{kind}"), kind)
         except ImportError as error:
-            hint = "Install mgds as OneTrainer does: pip install git+https://github.com/Nerogar/mgds"
+            hint = (
+                "Install mgds as OneTrainer does: pip install git+https://github.com/Nerogar/mgds"
+            )
             raise ConfigError(f"{name} needs the package mgds", hint=hint) from error
         with _making:
             if name not in globals():

@@ -15,17 +15,18 @@ variation, its resolution and its small values.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
 import os
 import random
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -33,7 +34,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from smartcache.artifacts import ArtifactSet, ArtifactSets, SetPlan, compute_key
+from smartcache.artifacts import ArtifactSet, ArtifactSets, compute_key
 from smartcache.config import load_settings, variable
 from smartcache.errors import (
     ArtifactError,
@@ -42,8 +43,17 @@ from smartcache.errors import (
     SmartcacheError,
     SourcesVanishedError,
 )
-from smartcache.integrations.mgds.index import NAME, NOWHERE, Index, Kept, Once
-from smartcache.integrations.mgds.index import content_of, dumps, loads
+from smartcache.integrations.mgds import orphans
+from smartcache.integrations.mgds.index import (
+    NOWHERE,
+    SET,
+    Index,
+    Kept,
+    Once,
+    content_of,
+    dumps,
+    loads,
+)
 from smartcache.integrations.mgds.takeover import OldCache
 from smartcache.progress import Progress, bars
 
@@ -52,10 +62,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 OnError = Literal["substitute", "skip", "raise"]
-SET = "mgds"
 ANY = "_"
 """The resolution of what has none."""
-_KEY = re.compile(r"([0-9a-f]{64})-[0-9x_]+-\d+")
 _GLANCE = 0.2
 """Seconds between two looks whether to stop, while others encode."""
 _COLLECT_EVERY = 250
@@ -282,13 +290,15 @@ class CacheModule:
         self._before.again()
         if not self._groups:
             self._open()
-            (self._survey_recorded if self.sourceless else self._survey)()
+            with _collecting_nothing():
+                (self._survey_recorded if self.sourceless else self._survey)()
         self._arrange(variation)
         needed: dict[int, list[NDArray[np.int64]]] = {}
         for group, order, count in zip(self._groups, self._order, self._counts, strict=True):
             if not count:
                 continue
-            first, last = count * variation // len(order), (count * (variation + 1) - 1) // len(order)
+            first = count * variation // len(order)
+            last = (count * (variation + 1) - 1) // len(order)
             for each in {turn % group.variations for turn in range(first, last + 1)}:
                 needed.setdefault(each, []).append(order)
         for each, numbers in sorted(needed.items()):
@@ -329,7 +339,7 @@ class CacheModule:
         assert self._set is not None
         return self._set
 
-    @property
+    @cached_property
     def _shared(self) -> _Faults:
         return _faults.setdefault(self.pipeline, _Faults())
 
@@ -434,7 +444,9 @@ class CacheModule:
         if not recorded:
             hint = "Start once with the sources: that fills the cache."
             raise ArtifactError(f"{self.cache_dir} has nothing to train from", hint=hint)
-        self._contexts = {number: json.loads(text) for text, number in self._table.contexts().items()}
+        self._contexts = {
+            number: json.loads(text) for text, number in self._table.contexts().items()
+        }
         groups: dict[str, tuple[_Group, list[int]]] = {}
         for context, source in recorded:
             grouped = self._grouped(self._contexts[context])
@@ -601,16 +613,16 @@ class CacheModule:
         if found is None:
             count = len(self._where)
             contents = (
-                self._contents if self.content_key_in_name is None else self._text_contents(variation)
+                self._contents
+                if self.content_key_in_name is None
+                else self._text_contents(variation)
             )
             found = self._columns[variation] = _Column(
                 contents, np.zeros(count, np.uint16), np.zeros(count, np.bool_), [None] * count
             )
         return found
 
-    def _ensure(
-        self, variation: int, numbers: NDArray[np.int64], *, here: bool = False
-    ) -> None:
+    def _ensure(self, variation: int, numbers: NDArray[np.int64], *, here: bool = False) -> None:
         """See to it that items have artifacts in a variation; `here`: encode them in this thread."""
         column = self._column(variation)
         if self._shared.replaced:
@@ -623,8 +635,9 @@ class CacheModule:
         if 50 * len(todo) < len(self._where):
             some = {bytes(contents[32 * each : 32 * each + 32]) for each in todo}
         rows: dict[bytes, list[Kept]] = {}
-        for row in self._table.kept(self._artifacts.id, variation, some):
-            rows.setdefault(row.content, []).append(row)
+        with _collecting_nothing():
+            for row in self._table.kept(self._artifacts.id, variation, some):
+                rows.setdefault(row.content, []).append(row)
         chosen = self._resolver(variation)
         needed = frozenset(self._stored_names)
         complete: dict[str, bool] = {}
@@ -657,7 +670,7 @@ class CacheModule:
         if tasks:
             self._encode_all(variation, list(tasks.values()), here=here)
 
-    @property
+    @cached_property
     def _stored_names(self) -> list[str]:
         """The names that artifacts have; paths are not among them: equal files lie at several."""
         live = {self.source_path_in_name, *self.extra_watched_paths_in_names}
@@ -670,7 +683,7 @@ class CacheModule:
         column.aggregates[number] = row.aggregates
         column.ready[number] = True
 
-    @property
+    @cached_property
     def _has_resolutions(self) -> bool:
         names = (*self.split_names, *self.aggregate_names)
         return self.resolution_from_upstream is True or (
@@ -683,7 +696,10 @@ class CacheModule:
         """Return what finds the wanted resolution of an item, and what there is of it."""
         self._method = None
         if self.sourceless:
-            return lambda _, __, rows: (None, max(rows, key=lambda row: row.method or "", default=None))
+            return lambda _, __, rows: (
+                None,
+                max(rows, key=lambda row: row.method or "", default=None),
+            )
         if not self._has_resolutions:
             return lambda _, __, rows: (ANY, next((r for r in rows if r.resolution == ANY), None))
         if self.bucket_method_provider is not None:
@@ -697,7 +713,6 @@ class CacheModule:
         def choose(
             number: int, content: bytes, rows: Sequence[Kept]
         ) -> tuple[str | None, Kept | None]:
-            by_resolution = {row.resolution: row for row in rows}
             aspect = aspects.get(content)
             wanted: list[str] | None = None
             if not asks and from_aspect is not None and aspect is not None:
@@ -714,17 +729,17 @@ class CacheModule:
                     wanted = derived[aspect]
             if not wanted and (rows or asks) and not (rows and self.trust_cache):
                 with suppress(Exception):  # it is encoded, and fails there, where somebody hears it
-                    wanted = [_text_of(self._ask_resolution(variation, number))]
+                    index = int(self._where[number])
+                    found = self._get_previous_item(variation, "crop_resolution", index)
+                    wanted = [_text_of(found)]
             if not wanted:
-                row = rows[0] if rows and self.trust_cache else None
-                return None, row
-            here = next((each for each in wanted if each in by_resolution), None)
-            return here or wanted[0], by_resolution.get(here or "")
+                return None, rows[0] if rows and self.trust_cache else None
+            for row in rows:
+                if row.resolution in wanted:
+                    return row.resolution, row
+            return wanted[0], None
 
         return choose
-
-    def _ask_resolution(self, variation: int, number: int) -> Any:  # noqa: ANN401
-        return self._get_previous_item(variation, "crop_resolution", int(self._where[number]))
 
     def _encode_all(self, variation: int, tasks: list[_Task], *, here: bool = False) -> None:
         """Encode what is missing, with the threads of the pipeline; what others encode is awaited."""
@@ -822,9 +837,8 @@ class CacheModule:
                 if rows[resolution] != row:
                     self._table.keep(artifacts.id, variation, [row])
                 return row
-            if self._has_resolutions:
-                self._note_size(variation, index, task.content, values)
-            self._table.keep(artifacts.id, variation, [row])
+            size = self._size(variation, index, values) if self._has_resolutions else None
+            self._table.keep(artifacts.id, variation, [row], size)
             artifacts.put(key, values)
             return row
 
@@ -848,16 +862,17 @@ class CacheModule:
         crop = found[1].get("crop_resolution")
         return None if crop is None else (_text_of(crop), found[1])
 
-    def _note_size(
-        self, variation: int, index: int, content: bytes, values: Mapping[str, Any]
-    ) -> None:
-        """Remember the resolution of an image, to find its bucket when the buckets are others."""
+    def _size(
+        self, variation: int, index: int, values: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        """Return the resolution of an image, to find its bucket when the buckets are others."""
         size = values.get("original_resolution")
         if size is None and self._get_previous_length("original_resolution") is not None:
             size = self._upstream(variation, "original_resolution", index)
         size = values.get("crop_resolution") if size is None else size
-        if size is not None and len(size) > 1 and int(size[-1]) > 0:
-            self._table.add_size(content, int(size[-2]), int(size[-1]))
+        if size is None or len(size) < 2 or int(size[-1]) <= 0:  # noqa: PLR2004
+            return None
+        return int(size[-2]), int(size[-1])
 
     def _encode(self, variation: int, number: int, values: dict[str, Any]) -> dict[str, Any]:
         """Ask upstream for the names that are missing; for all, if what there is does not fit."""
@@ -994,30 +1009,12 @@ class CacheModule:
         Sources of a folder that is gone or has none of them any more count as being there: perhaps
         a drive is not mounted. With `vanished` they do not.
         """
-        plans, _, _ = _orphans(Path(cache_dir), vanished=vanished)
-        return {
-            "orphan_count": sum(plan.artifacts for plan in plans),
-            "orphan_bytes": sum(plan.freed_size for plan in plans),
-        }
+        return orphans.preview(Path(cache_dir), vanished=vanished)
 
     @staticmethod
     def gc_clean(cache_dir: str | Path, *, vanished: bool = False) -> dict[str, int]:
         """Delete what `gc_preview` counts; return how much that was."""
-        folder = Path(cache_dir)
-        plans, sources, contents = _orphans(folder, vanished=vanished)
-        if not plans and not sources:
-            return {"orphan_count": 0, "orphan_bytes": 0}
-        table = Index.in_folder(folder)
-        try:
-            table.forget(sources)
-            results = [plan.execute() for plan in plans]
-            table.forget_kept(contents)
-        finally:
-            table.close()
-        return {
-            "orphan_count": sum(result.artifacts for result in results),
-            "orphan_bytes": sum(result.freed_size for result in results),
-        }
+        return orphans.clean(Path(cache_dir), vanished=vanished)
 
 
 class PositionalModule(CacheModule):
@@ -1070,51 +1067,23 @@ class PositionalModule(CacheModule):
         super()._open()
 
 
-def _orphans(
-    folder: Path, *, vanished: bool
-) -> tuple[list[SetPlan], list[bytes], set[bytes]]:
-    """Return plans to delete what no source refers to; the sources, and the contents, that go."""
-    if not (folder / NAME).exists():
-        return [], [], set()
-    table = Index.in_folder(folder)
-    try:
-        rows = list(table.sources())
-        files = table.known()
-    finally:
-        table.close()
-    there: dict[bytes, bool] = {}
-    for source, _ in rows:
-        if source not in there:
-            there[source] = source not in files or os.path.exists(source)
-    alive = {os.path.dirname(source) for source, is_there in there.items() if is_there}
-    gone = [
-        source
-        for source, is_there in there.items()
-        if not is_there and (vanished or os.path.dirname(source) in alive)
-    ]
-    away = set(gone)
-    wanted = {content.hex() for source, content in rows if source not in away}
-    sets = ArtifactSets(folder)
-    plans = []
-    contents: set[bytes] = set()
-    for info in sets.infos(SET):
-        with sets.open_id(info) as artifacts:
-            keys = [
-                key
-                for key in artifacts.keys()
-                if (found := _KEY.fullmatch(key)) is not None and found[1] not in wanted
-            ]
-        contents.update(bytes.fromhex(key[:64]) for key in keys)
-        if keys:
-            plans.append(sets.plan_delete(info, keys))
-    return plans, gone, contents
-
-
 def _content_of_files(paths: Sequence[bytes], known: Mapping[bytes, bytes]) -> bytes:
     """Return what stands for a source and the files watched beside it."""
     source, *watched = paths
     digest = known.get(source) or content_of([], os.fsdecode(source))
     return content_of([digest, *map(known.get, watched)])
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Make many small objects that all stay: looking for garbage meanwhile takes half as long."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Here:

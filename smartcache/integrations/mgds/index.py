@@ -32,6 +32,8 @@ from smartcache.store.mounts import is_network
 from smartcache.store.statkey import LATEST_NS
 
 NAME: Final = "sources.sqlite"
+SET: Final = "mgds"
+"""The name of the sets of artifacts."""
 NOWHERE: Final = b"\0"
 """How the source of an item begins that is known by its position, or does not exist as a file."""
 _STAT: Final = struct.Struct("<qqq")
@@ -97,9 +99,7 @@ class Index(Database):
         rows = self._all(sql, role, variation)
         return {(context, source): content for context, source, content in rows}
 
-    def add_items(
-        self, role: str, variation: int, rows: Mapping[tuple[int, bytes], bytes]
-    ) -> None:
+    def add_items(self, role: str, variation: int, rows: Mapping[tuple[int, bytes], bytes]) -> None:
         """Note which contents items have now."""
         values = [(role, variation, *key, content) for key, content in rows.items()]
         with self.write():
@@ -196,9 +196,21 @@ class Index(Database):
             ]
         return map(Kept._make, rows)
 
-    def keep(self, artifacts: str, variation: int, rows: Sequence[Kept]) -> None:
-        """Note what artifacts hold. Of a content, one resolution is that of a method."""
+    def keep(
+        self,
+        artifacts: str,
+        variation: int,
+        rows: Sequence[Kept],
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        """Note what artifacts hold; of one row, also the height and width of the original.
+
+        Of a content, one resolution is that of a method.
+        """
         with self.write():
+            if size is not None:
+                sql = "INSERT OR REPLACE INTO sizes VALUES (?, ?, ?)"
+                self._run(sql, rows[0].content, *size)
             self._run_many(
                 "UPDATE kept SET method = NULL"
                 " WHERE artifacts = ? AND variation = ? AND content = ? AND method = ?",
@@ -220,10 +232,6 @@ class Index(Database):
         """Return the aspects (height by width) of all images, by content."""
         rows = self._all("SELECT content, height, width FROM sizes")
         return {content: height / width for content, height, width in rows}
-
-    def add_size(self, content: bytes, height: int, width: int) -> None:
-        """Note the resolution of an image."""
-        self._run("INSERT OR REPLACE INTO sizes VALUES (?, ?, ?)", content, height, width)
 
 
 def content_of(digests: Sequence[bytes | None], *texts: str) -> bytes:
