@@ -156,6 +156,19 @@ class TestWhatIsEncoded:
         assert other.encodes == 10
         assert Run(tmp_path / "cache", room).epoch().encodes == 0
 
+    def test_other_settings_of_a_concept_but_not_its_place(
+        self, tmp_path: Path, room: Path
+    ) -> None:
+        """Augmentations change what is encoded; a seed or the name of a folder do not."""
+        names = ["concept.path", "concept.seed", "concept.image"]
+        options: dict[str, Any] = {"variations_group_in_name": names}
+        flipped = {"image": {"enable_random_flip": True}}
+        Run(tmp_path / "cache", room, concept={"image": {}}, **options).epoch()
+        run = Run(tmp_path / "cache", room, concept=flipped, **options).epoch()
+        assert run.encodes == 10
+        again = Run(tmp_path / "cache", room, concept={**flipped, "seed": 8}, **options)
+        assert again.epoch().encodes == 0
+
     def test_what_changes_while_it_is_encoded_is_not_kept(self, tmp_path: Path, room: Path) -> None:
         run = Run(tmp_path / "cache", room, on_error="raise", threads=1)
         run.cache._before._call = lambda: write(room / "0.png", "Y pixels")
@@ -194,7 +207,7 @@ class TestEpochs:
         assert (found, run.encodes, run.prepared) == ([0, 1, 2, 0, 1], 30, 3)
 
     def test_repeats_follow_the_formula(self, tmp_path: Path, room: Path) -> None:
-        """in_variation = (out_index + epoch * n) // len % V"""
+        """in_variation = (out_index + epoch * n) // len % V."""
         concept = {"image_variations": 2, "balancing": 1.25}
         run = Run(tmp_path / "cache", room, concept=concept)
         for epoch in range(4):
@@ -411,7 +424,7 @@ class TestSourceless:
         run = Run(tmp_path / "cache", room).epoch()
         key = next(iter(run.cache._artifacts))
         run.cache._artifacts.delete(key)
-        with pytest.raises(errors.ArtifactError, match="1 items of .* missing or damaged"):
+        with pytest.raises(errors.ArtifactError, match=r"1 items of .* missing or damaged"):
             Run(tmp_path / "cache", sourceless=True).epoch()
 
 
@@ -834,12 +847,12 @@ class TestPrefetchIterator:
             yield 2
 
         with PrefetchIterator(hanging()) as loader:
-            assert next(iter_ := iter(loader)) == 1
+            reading = iter(loader)
+            assert next(reading) == 1
             began = time.monotonic()
             loader.close(timeout=0.1)
             assert time.monotonic() - began < 5
         release.set()
-        del iter_
 
 
 def test_without_mgds_the_error_says_what_to_install() -> None:

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _log = logging.getLogger(__name__)
+_Grouped = tuple[str, int, float | None, str]
+"""The key of a group, its variations, balancing and strategy."""
 OnError = Literal["substitute", "skip", "raise"]
 ANY = "_"
 """The resolution of what has none."""
@@ -69,6 +71,8 @@ _GLANCE = 0.2
 _COLLECT_EVERY = 250
 _SHOWN = 10
 _LATENT = "latent"
+_NO_SETTINGS = ("path", "seed", "include_subdirectories", "name")
+"""What a concept says of where its files are and in which order, not of how they are encoded."""
 _OF_IMAGES = ("latent", "image", "mask", "depth", "conditioning", "original_resolution", "crop_")
 _OF_TEXTS = ("tokens", "text_encoder", "prompt", "pooled")
 
@@ -141,7 +145,7 @@ class _Task:
     """The resolution; None: it is known when it is encoded."""
 
 
-class _EncodeFailed(Exception):
+class _EncodeError(Exception):
     """What upstream raised."""
 
 
@@ -154,7 +158,7 @@ class CacheModule:
     _get_previous_item: Callable[[int, str, int], Any]
     _get_previous_length: Callable[[str], int | None]
 
-    def __init__(  # noqa: PLR0913 - its users know so many
+    def __init__(  # noqa: PLR0913, PLR0915, PLR0917 - its users know so many
         self,
         cache_dir: str | Path,
         split_names: list[str] | None = None,
@@ -235,6 +239,8 @@ class CacheModule:
         """What the buckets are now, if somebody tells."""
         self._providers: dict[str, Any] = {}
         """Who gives a name upstream of all caches, where another cache gives it too."""
+        self._common: object = None
+        """What all images are made by, if it is known."""
         self._uses_files = content_key_in_name is None
         """Whether the contents of files are part of the keys."""
         self._before = Once(before_cache_fun)
@@ -331,12 +337,14 @@ class CacheModule:
 
     @property
     def _table(self) -> Index:
-        assert self._index is not None
+        if self._index is None:
+            raise ArtifactError(f"{self.cache_dir} is not open", hint="Call start first.")
         return self._index
 
     @property
     def _artifacts(self) -> ArtifactSet:
-        assert self._set is not None
+        if self._set is None:
+            raise ArtifactError(f"{self.cache_dir} is not open", hint="Call start first.")
         return self._set
 
     @cached_property
@@ -399,7 +407,7 @@ class CacheModule:
             heads.append("concept")  # for training without sources
         source = self.source_path_in_name
         ask = self._ask
-        seen: dict[tuple[int, ...], tuple[list[Any], tuple[Any, ...] | None, int]] = {}
+        seen: dict[tuple[int, ...], tuple[list[Any], _Grouped | None, int]] = {}
         known = self._table.contexts()
         groups: dict[str, tuple[_Group, list[int]]] = {}
         where: list[int] = []
@@ -417,10 +425,10 @@ class CacheModule:
                 context = seen[mark] = values, grouped, known[text]
             if context[1] is None:
                 continue
-            key, *settings = context[1]
+            key = context[1][0]
             found = groups.get(key)
             if found is None:
-                found = groups[key] = _Group(np.zeros(0, np.int64), *settings), []
+                found = groups[key] = _Group(np.zeros(0, np.int64), *context[1][1:]), []
             found[1].append(len(where))
             path = ask(0, source, index) if source is not None else None
             name = (
@@ -452,9 +460,9 @@ class CacheModule:
             grouped = self._grouped(self._contexts[context])
             if grouped is None:
                 continue
-            key, *settings = grouped
+            key = grouped[0]
             if key not in groups:
-                groups[key] = _Group(np.zeros(0, np.int64), *settings), []
+                groups[key] = _Group(np.zeros(0, np.int64), *grouped[1:]), []
             groups[key][1].append(len(self._sources))
             self._sources.append((context, source))
         self._where = np.arange(len(self._sources))
@@ -469,26 +477,21 @@ class CacheModule:
         if not self._groups:
             self._groups = [_Group(np.zeros(0, np.int64), 1, None, "")]
 
-    def _grouped(self, told: Mapping[str, Any]) -> tuple[str, int, float | None, str] | None:
+    def _grouped(self, told: Mapping[str, Any]) -> _Grouped | None:
         """Return the group of an item, and its settings; None: it is not enabled."""
-
-        def value(name: str | None) -> Any:  # noqa: ANN401
-            found: Any = told
-            for part in (name or "").split("."):
-                found = found.get(part) if isinstance(found, Mapping) else None
-            return found
-
         if self.variations_in_name is None:
             return "", 1, None, ""
-        if self.group_enabled_in_name and not value(self.group_enabled_in_name):
+        if self.group_enabled_in_name and not _value(told, self.group_enabled_in_name):
             return None
-        key = json.dumps([value(name) for name in self.variations_group_in_names], default=str)
-        balancing = value(self.balancing_in_name)
-        strategy = str(value(self.balancing_strategy_in_name) or "REPEATS")
+        key = json.dumps(
+            [_value(told, name) for name in self.variations_group_in_names], default=str
+        )
+        balancing = _value(told, self.balancing_in_name)
+        strategy = str(_value(told, self.balancing_strategy_in_name) or "REPEATS")
         strategy = strategy.rpartition(".")[2]  # of an enum
         if strategy not in ("REPEATS", "SAMPLES"):
             raise ConfigError(f"The balancing strategy cannot be {strategy!r}")
-        variations = max(1, int(value(self.variations_in_name) or 1))
+        variations = max(1, int(_value(told, self.variations_in_name) or 1))
         return key, variations, 1.0 if balancing is None else float(balancing), strategy
 
     def _ask(self, variation: int, name: str, index: int) -> Any:  # noqa: ANN401
@@ -501,9 +504,7 @@ class CacheModule:
         if module is None:
             return self._get_previous_item(variation, name, index)
         value = module.get_item(variation, index, head)[head]
-        for part in rest.split(".") if rest else ():
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return _value(value, rest) if rest else value
 
     def _find_providers(self) -> None:
         """Look who gives the names that are asked for by their upstream index."""
@@ -540,7 +541,29 @@ class CacheModule:
             )
             message = f"{len(missing)} of {len(lists)} sources are not there: {shown}"
             raise SourcesVanishedError(message, hint=hint, items=items)
-        return bytearray(b"".join(_content_of_files(each, known) for each in lists))
+        settings = {
+            context: self._settings(json.loads(text))
+            for text, context in self._table.contexts().items()
+        }
+        return bytearray(b"".join(
+            _content_of_files(each, known, settings[context])
+            for each, (context, _) in zip(lists, self._sources, strict=True)
+        ))  # fmt: skip
+
+    def _settings(self, told: Mapping[str, Any]) -> str:
+        """Return what a concept says of how its images are made: part of what they are known by.
+
+        That is what groups are told apart by, but for where the files lie.
+        """
+        names = [
+            name
+            for name in self.variations_group_in_names
+            if name.rpartition(".")[2] not in _NO_SETTINGS
+        ]
+        said = {name: _value(told, name) for name in names}
+        said = {name: value for name, value in said.items() if value is not None}
+        more = [self._common] if self._common is not None else []
+        return json.dumps([said, *more], sort_keys=True, default=str) if said or more else ""
 
     def _watched(self, index: int) -> list[bytes]:
         found = (self._ask(0, name, index) for name in self.extra_watched_paths_in_names)
@@ -555,13 +578,13 @@ class CacheModule:
                 message = f"Variation {variation} of {len(missing)} items was never encoded"
                 raise ArtifactError(message, hint="Start once with the sources.")
             return bytearray(b"".join(recorded[each] for each in self._sources))
-        assert self.content_key_in_name is not None
+        name = self.content_key_in_name or ""
         contents = []
         for number, each in enumerate(self._sources):
             content = recorded.get(each) if self.trust_cache else None
             if content is None:
                 index = int(self._where[number])
-                text = str(self._ask(variation, self.content_key_in_name, index))
+                text = str(self._ask(variation, name, index))
                 file = [bytes(self._contents[32 * number : 32 * number + 32])]
                 content = content_of(file if self._uses_files else [], text)
             contents.append(content)
@@ -593,7 +616,7 @@ class CacheModule:
                 numbers = numbers[~np.isin(self._where[numbers], list(shared.skipped))]
             count = group.count(len(numbers)) if len(numbers) else 0
             if group.strategy == "SAMPLES" and self._shuffles:
-                # Not the seed of this module: its latents and another one's captions belong together.
+                # Not the seed of this module: its latents belong to the captions of another one.
                 shuffled = list(range(len(numbers)))
                 random.Random(f"{variation} {turn}").shuffle(shuffled)  # noqa: S311
                 numbers = numbers[shuffled[:count]]
@@ -622,8 +645,10 @@ class CacheModule:
             )
         return found
 
-    def _ensure(self, variation: int, numbers: NDArray[np.int64], *, here: bool = False) -> None:
-        """See to it that items have artifacts in a variation; `here`: encode them in this thread."""
+    def _ensure(  # noqa: C901, PLR0912 - one look at each item
+        self, variation: int, numbers: NDArray[np.int64], *, here: bool = False
+    ) -> None:
+        """See to it that items have artifacts in a variation; `here`: made by this thread."""
         column = self._column(variation)
         if self._shared.replaced:
             numbers = numbers[~np.isin(self._where[numbers], list(self._shared.replaced))]
@@ -641,21 +666,22 @@ class CacheModule:
         chosen = self._resolver(variation)
         needed = frozenset(self._stored_names)
         complete: dict[str, bool] = {}
-        keys, known, tasks = [], [], {}
+        keys, known = [], []
+        tasks: dict[bytes, _Task] = {}
         again: list[Kept] = []
         for number in todo:
             content = bytes(contents[32 * number : 32 * number + 32])
-            wanted, row = chosen(number, content, rows.get(content, ()))
-            if row is not None and row.names not in complete:
-                complete[row.names] = needed <= set(json.loads(row.names))
-            if row is None or not complete[row.names]:
+            wanted, found = chosen(number, content, rows.get(content, ()))
+            if found is not None and found.names not in complete:
+                complete[found.names] = needed <= set(json.loads(found.names))
+            if found is None or not complete[found.names]:
                 task = tasks.setdefault(content, _Task(content, [], wanted))
                 task.numbers.append(number)
                 continue
-            if row.method != self._method:
-                again.append(row._replace(method=self._method))
-            keys.append(f"{content.hex()}-{row.resolution}-{variation}")
-            known.append((number, row))
+            if found.method != self._method:
+                again.append(found._replace(method=self._method))
+            keys.append(f"{content.hex()}-{found.resolution}-{variation}")
+            known.append((number, found))
         missing = set(self._artifacts.select(keys).missing.tolist()) if keys else set()
         with self._progress("loading aggregate cache", len(known)) as job:
             for position, (number, row) in enumerate(known):
@@ -690,7 +716,7 @@ class CacheModule:
             self.resolution_from_upstream is None and "crop_resolution" in names
         )
 
-    def _resolver(
+    def _resolver(  # noqa: C901
         self, variation: int
     ) -> Callable[[int, bytes, Sequence[Kept]], tuple[str | None, Kept | None]]:
         """Return what finds the wanted resolution of an item, and what there is of it."""
@@ -710,7 +736,7 @@ class CacheModule:
         aspects = self._table.sizes() if (rebucket or from_aspect) and not asks else {}
         derived: dict[float, list[str]] = {}
 
-        def choose(
+        def choose(  # noqa: C901 - who knows it, the surest first
             number: int, content: bytes, rows: Sequence[Kept]
         ) -> tuple[str | None, Kept | None]:
             aspect = aspects.get(content)
@@ -741,14 +767,16 @@ class CacheModule:
 
         return choose
 
-    def _encode_all(self, variation: int, tasks: list[_Task], *, here: bool = False) -> None:
-        """Encode what is missing, with the threads of the pipeline; what others encode is awaited."""
+    def _encode_all(  # noqa: C901, PLR0912
+        self, variation: int, tasks: list[_Task], *, here: bool = False
+    ) -> None:
+        """Encode what is missing, by the threads of the pipeline; await what others encode."""
         if self.sourceless:
             message = f"{len(tasks)} items of {self.cache_dir} are missing or damaged"
             hint = "Without the sources they cannot be encoded: start once with them."
             raise ArtifactError(message, hint=hint)
         executor = _Here() if here else self._state.executor
-        most = self.build_max_workers or getattr(executor, "_max_workers", 4)
+        most: int = self.build_max_workers or getattr(executor, "_max_workers", None) or 4
         device = _current_device()
         failed: dict[int, BaseException] = {}
         column = self._columns[variation]
@@ -773,7 +801,7 @@ class CacheModule:
                         task = running.pop(future)
                         try:
                             row = future.result()
-                        except _EncodeFailed as error:
+                        except _EncodeError as error:
                             failed.update(dict.fromkeys(task.numbers, error.__cause__ or error))
                         else:
                             if row is None:
@@ -798,7 +826,9 @@ class CacheModule:
         if self.stop_check_fun is not None and self.stop_check_fun():
             raise CachingStoppedException(f"{self.cache_dir}: caching was stopped")
 
-    def _make(self, variation: int, task: _Task, device: int | None) -> Kept | None:
+    def _make(  # noqa: C901 - each thing that there may be of it
+        self, variation: int, task: _Task, device: int | None
+    ) -> Kept | None:
         """Encode a content, or what is missing of it; None: another thread or process does so."""
         _use_device(device)
         artifacts, needed = self._artifacts, self._stored_names
@@ -811,13 +841,14 @@ class CacheModule:
                 row.resolution: row
                 for row in self._table.kept(artifacts.id, variation, [task.content])
             }
-            resolution, values = task.wanted, {}
+            resolution = task.wanted
+            values: dict[str, Any] = {}
             if resolution is None and self._method is not None:
                 known = (row for row in rows.values() if row.method == self._method)
                 resolution = next((row.resolution for row in known), None)
             if resolution in rows:
                 values = artifacts.get(f"{task.content.hex()}-{resolution}-{variation}") or {}
-            if not values and self._old:
+            if not values:
                 resolution, values = self._taken_over(variation, task, index) or (resolution, {})
             if not all(name in values for name in needed):
                 if self._has_resolutions:
@@ -848,13 +879,14 @@ class CacheModule:
         except CachingStoppedException:
             raise
         except Exception as error:  # whatever a decoder or an encoder raises
-            raise _EncodeFailed(str(error)) from error
+            raise _EncodeError(str(error)) from error
 
     def _taken_over(
         self, variation: int, task: _Task, index: int
     ) -> tuple[str, dict[str, Any]] | None:
         """Return what a cache that was here before has of an item."""
-        assert self._old is not None
+        if not self._old:
+            return None
         source, *watched = self._paths_of(index)
         found = self._old.find(source, watched, variation, task.wanted, self._stored_names)
         if found is None or found[0] != ANY or not self._has_resolutions:
@@ -894,8 +926,10 @@ class CacheModule:
             paths = self._paths_of(index)
             known = self._table.digests(paths) if paths[0] != NOWHERE else {}
             was = self._contents[32 * number : 32 * number + 32]
-            if paths[0] != NOWHERE and _content_of_files(paths, known) != was:
-                raise _EncodeFailed("it changed while it was encoded")
+            heads = {name.partition(".")[0] for name in self.variations_group_in_names}
+            text = self._settings({head: self._ask(0, head, index) for head in heads})
+            if paths[0] != NOWHERE and _content_of_files(paths, known, text) != was:
+                raise _EncodeError("it changed while it was encoded")
         return made
 
     def _paths_of(self, index: int) -> list[bytes]:
@@ -1024,7 +1058,7 @@ class PositionalModule(CacheModule):
     beside it and `prompt`, if upstream has them. Without them, items are known by their position.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         cache_dir: str | Path,
         split_names: list[str] | None = None,
@@ -1061,17 +1095,25 @@ class PositionalModule(CacheModule):
             if "prompt" in has and not is_image:
                 self.content_key_in_name = "prompt"
             self._uses_files = not is_text
+            if not is_text and self._get_previous_length("settings") is not None:
+                self._common = self._get_previous_item(0, "settings", 0)  # OneTrainer: resolution
             if "image_path" in has and not is_text:
-                watched = [name for name in ("mask_path", "cond_path") if name in has]
-                self.extra_watched_paths_in_names = watched
+                self.extra_watched_paths_in_names = sorted(has & {"mask_path", "cond_path"})
         super()._open()
 
 
-def _content_of_files(paths: Sequence[bytes], known: Mapping[bytes, bytes]) -> bytes:
-    """Return what stands for a source and the files watched beside it."""
+def _content_of_files(paths: Sequence[bytes], known: Mapping[bytes, bytes], text: str) -> bytes:
+    """Return what stands for a source, the files watched beside it, and how they are encoded."""
     source, *watched = paths
     digest = known.get(source) or content_of([], os.fsdecode(source))
-    return content_of([digest, *map(known.get, watched)])
+    return content_of([digest, *map(known.get, watched)], *([text] if text else []))
+
+
+def _value(told: object, name: str | None) -> Any:  # noqa: ANN401
+    """Return what a dotted name stands for; None: nothing."""
+    for part in (name or "").split("."):
+        told = told.get(part) if isinstance(told, Mapping) else None
+    return told
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class Index(Database):
                 found[path] = bytes(row[0])
         return found
 
-    def digests(
+    def digests(  # noqa: C901
         self, paths: Sequence[bytes], *, trust: bool = False, progress: Progress = silent
     ) -> dict[bytes, bytes]:
         """Return the digests of the contents of files; those that are not there are left out.
@@ -162,10 +162,8 @@ class Index(Database):
                 job.advance()
                 if isinstance(done.error, FileNotFoundError):
                     continue
-                if done.error is not None:
-                    raise done.error
-                assert done.hashes is not None
-                assert done.key is not None
+                if done.hashes is None or done.key is None:
+                    raise done.error or OSError(f"cannot read {done.path!r}")
                 found[done.path] = digest = bytes.fromhex(done.hashes.digest)
                 young = b"\1" if done.key.is_racy(began) else b"\0"
                 memo = _STAT.pack(*done.key) + digest + young

@@ -42,7 +42,7 @@ class OldCache:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def find(
+    def find(  # noqa: PLR0911 - so much may not fit
         self,
         source: bytes,
         watched: Iterable[bytes],
