@@ -21,6 +21,8 @@ from mgds.pipelineModuleTypes.RandomAccessPipelineModule import RandomAccessPipe
 
 from smartcache.integrations.mgds import DiskCache, SmartDiskCache
 
+__all__ = ["CONCEPT", "DiskCache", "Encoder", "Pipeline", "Run", "SmartDiskCache", "Sources"]
+
 CONCEPT = {
     "name": "cats", "path": "", "seed": 7, "enabled": True, "loss_weight": 0.5,
     "image_variations": 1, "balancing": 1.0, "balancing_strategy": "REPEATS",
@@ -34,7 +36,7 @@ GROUPING = {
 }
 
 
-class Sources(PipelineModule, RandomAccessPipelineModule):
+class Sources(PipelineModule, RandomAccessPipelineModule):  # type: ignore[misc]
     """Files of folders, each with its concept; the caption and the mask lie beside them."""
 
     def __init__(self, concepts: list[dict[str, Any]]) -> None:
@@ -58,7 +60,11 @@ class Sources(PipelineModule, RandomAccessPipelineModule):
         self, variation: int, index: int, requested_name: str | None = None
     ) -> dict[str, Any]:
         path, concept = self.items[index]
-        item = {"image_path": path, "concept": concept, "mask_path": path[:-4] + "-mask"}
+        item: dict[str, Any] = {
+            "image_path": path,
+            "concept": concept,
+            "mask_path": path[:-4] + "-mask",
+        }
         if requested_name == "prompt":
             caption = Path(path[:-4] + ".txt")
             lines = caption.read_text("utf-8").splitlines() if caption.exists() else [path]
@@ -66,7 +72,7 @@ class Sources(PipelineModule, RandomAccessPipelineModule):
         return item
 
 
-class Encoder(PipelineModule, RandomAccessPipelineModule):
+class Encoder(PipelineModule, RandomAccessPipelineModule):  # type: ignore[misc]
     """Makes latents of the first byte of a file, and hidden states of the length of a prompt.
 
     `size(variation, index)` says the resolution. A file that begins with ! cannot be decoded.
@@ -116,9 +122,10 @@ class Encoder(PipelineModule, RandomAccessPipelineModule):
         if requested_name == "latent_mask":
             mask = Path(self._get_previous_item(variation, "mask_path", index))
             value = float(mask.read_bytes()[0]) if mask.exists() else 0.0
-        self.note(requested_name, variation, index)
+        name = requested_name or "latent_image"
+        self.note(name, variation, index)
         time.sleep(self.pause)
-        return {requested_name: torch.full((4, height // 8, width // 8), value)}
+        return {name: torch.full((4, height // 8, width // 8), value)}
 
     def note(self, name: str, variation: int, index: int) -> None:
         with self.lock:
@@ -132,7 +139,7 @@ class Run:
         self,
         cache_dir: Path,
         *folders: Path,
-        kind: type = SmartDiskCache,
+        kind: Any = SmartDiskCache,
         size: Callable[[int, int], tuple[int, int]] | None = None,
         concept: dict[str, Any] | None = None,
         threads: int = 4,
@@ -142,7 +149,7 @@ class Run:
         self.encoder = Encoder(size)
         self.prepared = 0
         self.bars: list[str] = []
-        given = {
+        given: dict[str, Any] = {
             "split_names": ["latent_image"], "aggregate_names": ["crop_resolution", "image_path"],
             "before_cache_fun": self.prepare, "encoder_fingerprint": {"vae": 1}, **GROUPING,
         }  # fmt: skip
@@ -172,6 +179,8 @@ class Run:
 
 def main() -> None:
     """Run an epoch: `cache_dir folder pause`; prints the number of encodes and the values."""
+    import torch  # noqa: F401 - loaded before the clock of the test runs
+
     cache_dir, folder, pause = sys.argv[1:4]
     run = Run(Path(cache_dir), Path(folder))
     run.encoder.pause = float(pause)

@@ -31,11 +31,11 @@ from tests.integrations.mgds_pipeline import (
     Sources,
 )
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "split_names": ["text_encoder_hidden_state"], "aggregate_names": [],
     "content_key_in_name": "prompt",
 }  # fmt: skip
-MASKED = {
+MASKED: dict[str, Any] = {
     "split_names": ["latent_image", "latent_mask"], "extra_watched_paths_in_names": ["mask_path"],
 }  # fmt: skip
 
@@ -113,7 +113,7 @@ class TestWhatIsEncoded:
 
     def test_only_the_new_name_for_old_items(self, tmp_path: Path, room: Path) -> None:
         write(room / "2-mask", "M")
-        watched = {"extra_watched_paths_in_names": ["mask_path"]}
+        watched: dict[str, Any] = {"extra_watched_paths_in_names": ["mask_path"]}
         Run(tmp_path / "cache", room, **watched).epoch()
         run = Run(tmp_path / "cache", room, **MASKED).epoch()
         assert {name for name, _, _ in run.encoder.encoded} == {"latent_mask"}
@@ -123,8 +123,11 @@ class TestWhatIsEncoded:
 
     def test_all_names_if_the_new_one_has_another_shape(self, tmp_path: Path, room: Path) -> None:
         """The resolution is no part of these keys, so that nobody but the shape tells."""
-        one = {"split_names": ["latent_image"], "aggregate_names": []}
-        two = {"split_names": ["latent_image", "latent_mask"], "aggregate_names": []}
+        one: dict[str, Any] = {"split_names": ["latent_image"], "aggregate_names": []}
+        two: dict[str, Any] = {
+            "split_names": ["latent_image", "latent_mask"],
+            "aggregate_names": [],
+        }
         Run(tmp_path / "cache", room, **one).epoch()
         run = Run(tmp_path / "cache", room, size=lambda _v, _i: (32, 32), **two).epoch()
         item = run.cache.get_item(0)
@@ -208,7 +211,7 @@ class TestEpochs:
 
     def test_repeats_follow_the_formula(self, tmp_path: Path, room: Path) -> None:
         """in_variation = (out_index + epoch * n) // len % V."""
-        concept = {"image_variations": 2, "balancing": 1.25}
+        concept: dict[str, Any] = {"image_variations": 2, "balancing": 1.25}
         run = Run(tmp_path / "cache", room, concept=concept)
         for epoch in range(4):
             assert run.epoch().cache.length() == 12
@@ -219,7 +222,7 @@ class TestEpochs:
             assert run.values() == expected
 
     def test_samples_are_drawn_anew_from_all(self, tmp_path: Path, room: Path) -> None:
-        concept = {"balancing": 4, "balancing_strategy": "SAMPLES"}
+        concept: dict[str, Any] = {"balancing": 4, "balancing_strategy": "SAMPLES"}
         run = Run(tmp_path / "cache", room, concept=concept)
         epochs = [letters(run.epoch().values()) for _ in range(12)]
         assert {len(set(each)) for each in epochs} == {4}
@@ -233,7 +236,12 @@ class TestEpochs:
     ) -> None:
         for number in range(10):
             write(room / f"{number}.txt", "x" * (number + 1))
-        concept = {**CONCEPT, "path": str(room), "balancing": 4, "balancing_strategy": "SAMPLES"}
+        concept: dict[str, Any] = {
+            **CONCEPT,
+            "path": str(room),
+            "balancing": 4,
+            "balancing_strategy": "SAMPLES",
+        }
         images = Run(tmp_path / "image", room, concept=concept).cache
         texts = Run(tmp_path / "text", room, concept=concept, **TEXT).cache
         pipeline = Pipeline([Sources([concept]), Encoder(), images, texts])
@@ -326,8 +334,11 @@ class TestResolutions:
         back = Run(tmp_path / "cache", room, **small.options()).epoch()
         assert (back.encoder.decoded, small.asked) == (0, [])
         other = Buckets((64, 32))
-        options = {**other.options(), "bucket_method_provider": lambda: "named otherwise"}
-        run = Run(tmp_path / "cache", room, **options).epoch()
+        named: dict[str, Any] = {
+            **other.options(),
+            "bucket_method_provider": lambda: "named otherwise",
+        }
+        run = Run(tmp_path / "cache", room, **named).epoch()
         assert (run.encoder.decoded, run.encodes, other.asked) == (0, 0, [2.0])
 
     def test_without_providers_upstream_is_asked(self, tmp_path: Path, room: Path) -> None:
@@ -338,7 +349,7 @@ class TestResolutions:
     def test_a_provider_that_upstream_does_not_agree_with_costs_no_encode(
         self, tmp_path: Path, room: Path
     ) -> None:
-        wrong = {"rebucket_provider": lambda _aspect: ["72x40"]}
+        wrong: dict[str, Any] = {"rebucket_provider": lambda _aspect: ["72x40"]}
         assert Run(tmp_path / "cache", room, **wrong).epoch().encodes == 10
         run = Run(tmp_path / "cache", room, **wrong).epoch()
         assert (run.encodes, set(run.values("crop_resolution"))) == (0, {(64, 32)})
@@ -384,7 +395,7 @@ class TestTrust:
         (room / "3.png").unlink()
         with pytest.raises(errors.SourcesVanishedError, match=r"1 of 10 .*3\.png"):
             run.epoch()
-        method = {"bucket_method_provider": lambda: "one"}
+        method: dict[str, Any] = {"bucket_method_provider": lambda: "one"}
         write(room / "3.png", "D pixels")
         Run(tmp_path / "cache", room, **method).epoch()
         told = Run(tmp_path / "cache", room, tolerate_missing_source=True, **method)
@@ -396,7 +407,7 @@ class TestSourceless:
     def test_it_trains_from_the_cache_alone_with_what_the_concepts_said(
         self, tmp_path: Path, room: Path
     ) -> None:
-        concept = {"image_variations": 2, "balancing": 2}
+        concept: dict[str, Any] = {"image_variations": 2, "balancing": 2}
         whole = Run(tmp_path / "cache", room, concept=concept).epoch()
         expected = whole.values()
         shutil.rmtree(room)
@@ -435,7 +446,7 @@ class TestModelTypes:
             Run(tmp_path / "cache", room, modeltype="SDXL").epoch()
 
     def test_but_can_be_kept_apart(self, tmp_path: Path, room: Path) -> None:
-        options = {"separate_modeltypes": True}
+        options: dict[str, Any] = {"separate_modeltypes": True}
         Run(tmp_path / "cache", room, **options).epoch()
         other = Run(tmp_path / "cache", room, modeltype="SDXL", **options)
         other.encoder.factor = 2
@@ -526,7 +537,7 @@ class TestFailures:
             write(room / f"{number}.txt", "x" * (number + 1))
         images = Run(tmp_path / "image", room).cache
         texts = Run(tmp_path / "text", room, **TEXT).cache
-        concept = {**CONCEPT, "path": str(room)}
+        concept: dict[str, Any] = {**CONCEPT, "path": str(room)}
         Pipeline([Sources([concept]), Encoder(), images, texts]).start_next_epoch()
         state = texts.get_item(3)["text_encoder_hidden_state"][0, 0]
         latent = images.get_item(3)["latent_image"][0, 0, 0]
@@ -576,11 +587,13 @@ class TestFailures:
         self, tmp_path: Path, room: Path
     ) -> None:
         run = Run(tmp_path / "cache", room)
-        run.encoder.size = lambda _v, _i: (64, 32)
         plain = run.encoder.get_item
-        run.encoder.get_item = lambda v, i, name: (  # type: ignore[method-assign]
-            {name: object()} if name == "latent_image" else plain(v, i, name)
-        )
+
+        def get_item(variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            unknown = {"latent_image": object()}
+            return unknown if name in unknown else plain(variation, index, name)
+
+        run.encoder.get_item = get_item  # type: ignore[assignment, method-assign]
         with pytest.raises(errors.UnsupportedValueError):
             run.epoch()
 
@@ -634,7 +647,7 @@ class TestProcesses:
         room.mkdir()
         for number in range(60):
             write(room / f"{number:02}.png", f"{chr(65 + number % 26)}{number}")
-        ranks = [started(tmp_path / "cache", room, 0.01) for _ in range(2)]
+        ranks = [started(tmp_path / "cache", room, 0.04) for _ in range(2)]
         go(*ranks)
         told = [json.loads(each.communicate(timeout=60)[0]) for each in ranks]
         assert [each.returncode for each in ranks] == [0, 0]
@@ -668,7 +681,8 @@ def leave(cache: Path, room: Path, version: int, **changes: Any) -> None:
     import torch
 
     cache.mkdir()
-    entries, index = {}, {}
+    entries: dict[str, Any] = {}
+    index: dict[str, list[str]] = {}
     for path in sorted(room.glob("*.png")):
         digest = xxhash.xxh64(path.read_bytes()).hexdigest()
         name = f"{digest[:12]}_64x32"
@@ -764,7 +778,10 @@ class TestDiskCache:
 
     def test_texts_are_known_by_their_prompts(self, tmp_path: Path, room: Path) -> None:
         write(room / "4.txt", "four")
-        options = {"split_names": ["text_encoder_hidden_state"], "aggregate_names": []}
+        options: dict[str, Any] = {
+            "split_names": ["text_encoder_hidden_state"],
+            "aggregate_names": [],
+        }
         Run(tmp_path / "cache", room, kind=DiskCache, **options).epoch()
         write(room / "4.txt", "fourteen")
         run = Run(tmp_path / "cache", room, kind=DiskCache, **options).epoch()
@@ -775,16 +792,23 @@ class TestDiskCache:
     ) -> None:
         import torch
 
-        options = {"split_names": ["latent_image"], "aggregate_names": ["crop_resolution"]}
+        options: dict[str, Any] = {
+            "split_names": ["latent_image"],
+            "aggregate_names": ["crop_resolution"],
+        }
 
         def run() -> Run:
             made = Run(tmp_path / "cache", room, kind=DiskCache, **options)
             names = ["concept"]
             made.pipeline.modules[0].get_outputs = lambda: names
             paths = [path for path, _ in made.pipeline.modules[0].items]
-            made.encoder.get_item = lambda _v, i, name: {  # type: ignore[method-assign]
-                name: (8, 8) if name == "crop_resolution" else torch.full((1, 1, 1), float(i))
-            }
+
+            def get_item(_: int, index: int, name: str | None = None) -> dict[str, Any]:
+                small = {"crop_resolution": (8, 8)}
+                latent = {"latent_image": torch.full((1, 1, 1), float(index))}
+                return small if name in small else latent
+
+            made.encoder.get_item = get_item  # type: ignore[assignment, method-assign]
             made.encoder.length = lambda: len(paths)  # type: ignore[method-assign]
             return made.epoch()
 
@@ -793,7 +817,7 @@ class TestDiskCache:
         assert (again.prepared, again.values()[9]) == (0, 9.0)
 
     def test_samples_follow_each_other_as_they_did(self, tmp_path: Path, room: Path) -> None:
-        concept = {"balancing": 4, "balancing_strategy": "SAMPLES"}
+        concept: dict[str, Any] = {"balancing": 4, "balancing_strategy": "SAMPLES"}
         run = Run(tmp_path / "cache", room, kind=DiskCache, concept=concept)
         assert [letters(run.epoch().values()) for _ in range(3)] == ["ABCD", "EFGH", "IJAB"]
 
@@ -801,8 +825,16 @@ class TestDiskCache:
         """The first one gives image_path too, but in the order of its epoch."""
         for number in range(10):
             write(room / f"{number}.txt", "x" * (number + 1))
-        concept = {**CONCEPT, "path": str(room), "balancing": 0.5, "image_variations": 2}
-        names = {"split_names": ["text_encoder_hidden_state", "other"], "aggregate_names": []}
+        concept: dict[str, Any] = {
+            **CONCEPT,
+            "path": str(room),
+            "balancing": 0.5,
+            "image_variations": 2,
+        }
+        names: dict[str, Any] = {
+            "split_names": ["text_encoder_hidden_state", "other"],
+            "aggregate_names": [],
+        }
         images = Run(tmp_path / "image", room, kind=DiskCache).cache
         texts = Run(tmp_path / "text", room, kind=DiskCache, **names).cache
         pipeline = Pipeline([Sources([concept]), Encoder(), images, texts])
@@ -816,7 +848,7 @@ class TestDiskCache:
 
 class TestPrefetchIterator:
     def test_each_loop_iterates_anew(self) -> None:
-        began = []
+        began: list[None] = []
 
         class Epochs:
             def __iter__(self) -> Any:

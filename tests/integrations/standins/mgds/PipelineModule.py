@@ -24,7 +24,9 @@ class PipelineModule(metaclass=ABCMeta):
         super().__init__()
         self.clear_item_cache()
 
-    def init(self, pipeline: Pipeline, base_seed: int, module_index: int, state: PipelineState):
+    def init(
+        self, pipeline: Pipeline, base_seed: int, module_index: int, state: PipelineState
+    ) -> None:
         self.pipeline, self._state = pipeline, state
         self.__seed, self.__place = base_seed, module_index
 
@@ -64,7 +66,7 @@ class PipelineModule(metaclass=ABCMeta):
         return value
 
     def _get_previous_length(self, name: str) -> int | None:
-        module = self.__giver(name.split(".")[0])
+        module = self.__giver(name.partition(".")[0])
         return None if module is None else module.length()
 
     def _get_rand(self, variation: int, index: int = -1) -> Random:
