@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 STANDINS = Path(__file__).resolve().parents[2] / "tests" / "integrations" / "standins"
 OURS, PEER = "smartcache", "file per item"
-YOUNG = 2.1
-"""A file that changed less than two seconds before it is looked at is read again the next time."""
 READ = 5_000
 SHAPE = (4, 64, 64)
 Figures = dict[str, float]
@@ -52,7 +50,7 @@ def measure(table: Table, room: Path, arguments: argparse.Namespace) -> None:
     count: int = arguments.count
     _write(room / "sources", count)
     _write(room / "one", 1)
-    time.sleep(YOUNG)
+    time.sleep(arguments.wait)
     found: dict[tuple[str, str], list[Figures]] = {}
 
     def run(part: str, side: str, *, encodes: int, folder: str = "sources") -> None:
@@ -81,7 +79,7 @@ def measure(table: Table, room: Path, arguments: argparse.Namespace) -> None:
             run("unchanged", side, encodes=0)
         changed = room / "sources" / f"{turn * 7 % count:07}.png"
         changed.write_bytes(b"edited %d" % turn)
-        time.sleep(YOUNG)
+        time.sleep(arguments.wait)
         for side in (OURS, PEER):
             run("edited", side, encodes=1)
 

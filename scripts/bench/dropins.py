@@ -1,7 +1,7 @@
 """The drop-ins for other programs' caches, against what these programs have.
 
 Usage: python scripts/bench/dropins.py [--count 20000] [--rounds 3] [--only PART] [--dir DIR]
-                                       [--json]
+                                       [--wait SECONDS] [--json]
 
 A part is a module `_dropins_<part>.py` beside this script with `measure(table, room, arguments)`,
 which adds its rows and notes to the table.
@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds to take the median of")
     parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated")
     parser.add_argument("--dir", type=Path, help="where to work (default: the temporary folder)")
+    words = "seconds to wait after files were changed; less than 2.1 measures that files are young"
+    parser.add_argument("--wait", type=float, default=2.1, help=words)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     table = Table("Drop-ins")
