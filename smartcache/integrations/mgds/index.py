@@ -105,6 +105,10 @@ class Index(Database):
         with self.write():
             self._run_many("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?)", values)
 
+    def shrink(self) -> None:
+        """Give the memory of pages back: all of them were looked at."""
+        self._run("PRAGMA shrink_memory")
+
     def sources(self) -> Iterator[tuple[bytes, bytes]]:
         """Go through the source and content of every item."""
         return self._each("SELECT source, content FROM items")
@@ -113,6 +117,8 @@ class Index(Database):
         """Forget sources that were removed for good."""
         rows = [(source,) for source in sources]
         with self.write():
+            for note in self.notes("items "):
+                self.set_note(note, None)
             self._run_many("DELETE FROM items WHERE source = ?", rows)
             self._run_many("DELETE FROM files WHERE path = ?", rows)
 
