@@ -198,7 +198,7 @@ def test_the_benchmark_of_drop_ins_measures_mgds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     wanted = ("first start", "unchanged start", "start after one edit", "next epoch")
-    wanted += ("random items a second", "memory per item")
+    wanted += ("random items a second", "the same items again", "memory per item")
     assert [row["job"] for row in rows] == [f"mgds, 20 items: {job}" for job in wanted]
     assert all(str(row["peer"]).startswith("file per item: ") for row in rows)
     assert list(tmp_path.iterdir()) == []

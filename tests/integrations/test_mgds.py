@@ -188,8 +188,7 @@ class TestWhatIsEncoded:
         assert [each.message.count("cannot be noticed") for each in caplog.records] == [1]
 
     def test_little_is_written_for_one_edit(self, tmp_path: Path, room: Path) -> None:
-        """Not the whole index: a row each for the file, the item, its size and its artifact,
-        and one that says that all items are noted."""
+        """A row each for the file, the item, its size and artifact, and that all are noted."""
         Run(tmp_path / "cache", room).epoch()
         unchanged = Run(tmp_path / "cache", room).epoch()
         assert unchanged.cache._table._connected().total_changes == 0

@@ -70,6 +70,8 @@ ANY = "_"
 _GLANCE = 0.2
 """Seconds between two looks whether to stop, while others encode."""
 _COLLECT_EVERY = 250
+_AT_ONCE = 2000
+"""Items that are looked up together: the more, the more memory."""
 _SHOWN = 10
 _LATENT = "latent"
 _NO_SETTINGS = ("path", "seed", "include_subdirectories", "name")
@@ -435,11 +437,7 @@ class CacheModule:
                 found = groups[key] = _Group(np.zeros(0, np.int64), *context[1][1:]), []
             found[1].append(len(where))
             path = ask(0, source, index) if source is not None else None
-            name = (
-                NOWHERE + f"{key} {len(found[1])}".encode()
-                if path is None
-                else _absolute(path)
-            )
+            name = NOWHERE + f"{key} {len(found[1])}".encode() if path is None else _absolute(path)
             where.append(index)
             self._sources.append((context[2], name))
         self._where = np.array(where, np.int64)
@@ -525,7 +523,7 @@ class CacheModule:
     def _file_contents(self) -> bytearray:
         """Return the contents of all items by their files; those that are away raise."""
         lists = [
-            [source, *self._watched(index)]
+            (source, *self._watched(index))
             for index, (_, source) in zip(self._where.tolist(), self._sources, strict=True)
         ]
         paths = list(dict.fromkeys(path for each in lists for path in each))
@@ -677,31 +675,36 @@ class CacheModule:
         chosen = self._resolver(variation)
         needed = frozenset(self._stored_names)
         complete: dict[str, bool] = {}
-        keys, known = [], []
-        tasks: dict[bytes, _Task] = {}
+        tasks: dict[tuple[bytes, str | None], _Task] = {}
         again: list[Kept] = []
-        for number in todo:
-            content = bytes(contents[32 * number : 32 * number + 32])
-            wanted, found = chosen(number, content, rows.get(content, ()))
-            if found is not None and found.names not in complete:
-                complete[found.names] = needed <= set(json.loads(found.names))
-            if found is None or not complete[found.names]:
-                task = tasks.setdefault(content, _Task(content, [], wanted))
-                task.numbers.append(number)
-                continue
-            if found.method != self._method:
-                again.append(found._replace(method=self._method))
-            keys.append(f"{content.hex()}-{found.resolution}-{variation}")
-            known.append((number, found))
-        missing = set(self._artifacts.select(keys).missing.tolist()) if keys else set()
-        with self._progress("loading aggregate cache", len(known)) as job:
-            for position, (number, row) in enumerate(known):
-                if position in missing:
-                    task = tasks.setdefault(row.content, _Task(row.content, [], row.resolution))
-                    task.numbers.append(number)
-                else:
-                    self._take(column, number, row)
-            job.advance(len(known))
+
+        def encode(number: int, content: bytes, wanted: str | None) -> None:
+            task = tasks.setdefault((content, wanted), _Task(content, [], wanted))
+            task.numbers.append(number)
+
+        with self._progress("loading aggregate cache", len(todo)) as job:
+            for start in range(0, len(todo), _AT_ONCE):
+                keys, known = [], []
+                for number in todo[start : start + _AT_ONCE]:
+                    content = bytes(contents[32 * number : 32 * number + 32])
+                    wanted, found = chosen(number, content, rows.get(content, ()))
+                    if found is not None and found.names not in complete:
+                        complete[found.names] = needed <= set(json.loads(found.names))
+                    if found is None or not complete[found.names]:
+                        encode(number, content, wanted)
+                        continue
+                    if found.method != self._method:
+                        again.append(found._replace(method=self._method))
+                    keys.append(f"{content.hex()}-{found.resolution}-{variation}")
+                    known.append((number, found))
+                missing = set(self._artifacts.select(keys).missing.tolist()) if keys else set()
+                for position, (number, row) in enumerate(known):
+                    if position in missing:
+                        encode(number, row.content, row.resolution)
+                    else:
+                        self._take(column, number, row)
+                job.advance(len(known) - len(missing))
+        del rows
         if again and not self.sourceless:
             self._table.keep(self._artifacts.id, variation, again)
         if tasks:

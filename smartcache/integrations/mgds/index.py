@@ -127,7 +127,7 @@ class Index(Database):
     def known(self, paths: Sequence[bytes] | None = None) -> dict[bytes, bytes]:
         """Return the memos of files, and perhaps of others; None: of all."""
         if paths is None or len(paths) >= _MANY:
-            return dict(self._all("SELECT path, memo FROM files"))
+            return dict(self._each("SELECT path, memo FROM files"))
         found = {}
         for path in paths:
             row = self._one("SELECT memo FROM files WHERE path = ?", path)
@@ -191,14 +191,15 @@ class Index(Database):
             " WHERE artifacts = ? AND variation = ?"
         )
         if contents is None:
-            rows = self._all(sql, artifacts, variation)
-        else:
-            rows = [
-                row
-                for content in contents
-                for row in self._all(f"{sql} AND content = ?", artifacts, variation, content)
-            ]
-        return map(Kept._make, rows)
+            once: dict[str | None, str | None] = {}
+            for content, *texts in self._each(sql, artifacts, variation):
+                # Most rows have their texts in common, and SQLite gives each its own.
+                yield Kept(content, *[once.setdefault(text, text) for text in texts])  # type: ignore[arg-type]
+            return
+        for content in contents:
+            yield from map(
+                Kept._make, self._all(f"{sql} AND content = ?", artifacts, variation, content)
+            )
 
     def keep(
         self,
