@@ -197,8 +197,10 @@ def test_the_benchmark_of_drop_ins_measures_mgds(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    wanted = ("first start", "unchanged start", "start after one edit", "next epoch")
-    wanted += ("random items a second", "the same items again", "memory per item")
+    wanted = [
+        "first start", "unchanged start", "start after one edit", "next epoch",
+        "random items a second", "the same items again", "memory per item",
+    ]  # fmt: skip
     assert [row["job"] for row in rows] == [f"mgds, 20 items: {job}" for job in wanted]
     assert all(str(row["peer"]).startswith("file per item: ") for row in rows)
     assert list(tmp_path.iterdir()) == []
