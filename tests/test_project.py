@@ -33,6 +33,7 @@ PUBLIC = (
     "smartcache.integrations.comfyui",
     "smartcache.integrations.diffusion_pipe",
     "smartcache.integrations.easydata",
+    "smartcache.integrations.mgds",
     "smartcache.integrations.simpletuner",
     "smartcache.integrations.trainers",
     "smartcache.training",

@@ -186,3 +186,21 @@ def test_the_layers_benchmark_measures_all_sides() -> None:
     for name in ("diskcache", "cachetools"):
         is_here = any(name in row["peer"] for row in printed["rows"])
         assert is_here or f"Left out: {name}; pip install {name}" in printed["notes"]
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_the_benchmark_of_drop_ins_measures_mgds(tmp_path: Path) -> None:
+    """Both sides end the script if they did not encode exactly what they should."""
+    command = [sys.executable, str(SCRIPTS / "dropins.py"), "--json", "--dir", str(tmp_path)]
+    command += ["--only", "mgds", "--count", "20", "--rounds", "1", "--wait", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    wanted = [
+        "first start", "unchanged start", "start after one edit", "next epoch",
+        "random items a second", "the same items again", "memory per item",
+    ]  # fmt: skip
+    assert [row["job"] for row in rows] == [f"mgds, 20 items: {job}" for job in wanted]
+    assert all(str(row["peer"]).startswith("file per item: ") for row in rows)
+    assert list(tmp_path.iterdir()) == []
