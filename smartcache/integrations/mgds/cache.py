@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -72,6 +72,7 @@ _GLANCE = 0.2
 _COLLECT_EVERY = 250
 _AT_ONCE = 2000
 """Items that are looked up together: the more, the more memory."""
+_NOTED_AT_ONCE = 64
 _SHOWN = 10
 _LATENT = "latent"
 _NO_SETTINGS = ("path", "seed", "include_subdirectories", "name")
@@ -146,6 +147,16 @@ class _Task:
     numbers: list[int]
     wanted: str | None
     """The resolution; None: it is known when it is encoded."""
+
+
+class _Made(NamedTuple):
+    """What has become of a task."""
+
+    row: Kept
+    size: tuple[int, int] | None
+    """Height and width of the original."""
+    is_new: bool
+    """Whether it is to be noted."""
 
 
 class _EncodeError(Exception):
@@ -782,7 +793,7 @@ class CacheModule:
 
         return choose
 
-    def _encode_all(  # noqa: C901, PLR0912
+    def _encode_all(  # noqa: C901, PLR0912, PLR0915
         self, variation: int, tasks: list[_Task], *, here: bool = False
     ) -> None:
         """Encode what is missing, by the threads of the pipeline; await what others encode."""
@@ -796,8 +807,9 @@ class CacheModule:
         failed: dict[int, BaseException] = {}
         column = self._columns[variation]
         waiting, done = iter(tasks), 0
-        running: dict[Future[Kept | None], _Task] = {}
+        running: dict[Future[_Made | None], _Task] = {}
         busy: list[_Task] = []
+        new: list[_Made] = []
         with self._progress("caching", len(tasks)) as job:
             try:
                 while True:
@@ -815,27 +827,43 @@ class CacheModule:
                     for future in ended:
                         task = running.pop(future)
                         try:
-                            row = future.result()
+                            made = future.result()
                         except _EncodeError as error:
                             failed.update(dict.fromkeys(task.numbers, error.__cause__ or error))
                         else:
-                            if row is None:
+                            if made is None:
                                 busy.append(task)
                                 continue
                             for number in task.numbers:
-                                self._take(column, number, row)
+                                self._take(column, number, made.row)
+                            if made.is_new:
+                                new.append(made)
                         job.advance()
                         done += 1
                         if done % _COLLECT_EVERY == 0:
                             getattr(self, "_torch_gc", int)()
+                    if len(new) >= _NOTED_AT_ONCE:
+                        self._note_made(variation, new)
                     self._stop_if_asked()
             finally:
                 for future in running:
                     future.cancel()
                 if running:
                     wait(running)  # what is being encoded is put
+                self._note_made(variation, new)
         if failed:
             self._give_up(variation, failed)
+
+    def _note_made(self, variation: int, new: list[_Made]) -> None:
+        """Note what was made; a commit for each takes longer than to encode something small.
+
+        What a killed process has not noted is found by its key: see `_make`.
+        """
+        if new:
+            sizes = {made.row.content: made.size for made in new if made.size is not None}
+            rows = [made.row for made in new]
+            self._table.keep(self._artifacts.id, variation, rows, sizes)
+            new.clear()
 
     def _stop_if_asked(self) -> None:
         if self.stop_check_fun is not None and self.stop_check_fun():
@@ -843,7 +871,7 @@ class CacheModule:
 
     def _make(  # noqa: C901 - each thing that there may be of it
         self, variation: int, task: _Task, device: int | None
-    ) -> Kept | None:
+    ) -> _Made | None:
         """Encode a content, or what is missing of it; None: another thread or process does so."""
         _use_device(device)
         artifacts, needed = self._artifacts, self._stored_names
@@ -861,32 +889,31 @@ class CacheModule:
             if resolution is None and self._method is not None:
                 known = (row for row in rows.values() if row.method == self._method)
                 resolution = next((row.resolution for row in known), None)
-            if resolution in rows:
+            if resolution is not None:
                 values = artifacts.get(f"{task.content.hex()}-{resolution}-{variation}") or {}
             if not values:
                 resolution, values = self._taken_over(variation, task, index) or (resolution, {})
-            if not all(name in values for name in needed):
+            is_whole = all(name in values for name in needed)
+            if not is_whole:
                 if self._has_resolutions:
                     now = _text_of(self._upstream(variation, "crop_resolution", index))
                     if now != resolution:
                         key = f"{task.content.hex()}-{now}-{variation}"
-                        resolution, values = now, (now in rows and artifacts.get(key)) or {}
-                if not all(name in values for name in needed):
+                        resolution, values = now, artifacts.get(key) or {}
+                is_whole = all(name in values for name in needed)
+                if not is_whole:
                     values = self._encode(variation, number, values)
             resolution = (resolution if self._has_resolutions else ANY) or ANY
             small = {name: values[name] for name in self.aggregate_names if name in values}
             names = json.dumps(sorted(values))
             row = Kept(task.content, resolution, self._method, names, dumps(small))
             key = f"{task.content.hex()}-{resolution}-{variation}"
-            is_there = rows.get(resolution) is not None and key in artifacts
-            if is_there and rows[resolution].names == names:
-                if rows[resolution] != row:
-                    self._table.keep(artifacts.id, variation, [row])
-                return row
+            if rows.get(resolution) == row and is_whole and key in artifacts:
+                return _Made(row, None, is_new=False)
             size = self._size(variation, index, values) if self._has_resolutions else None
-            self._table.keep(artifacts.id, variation, [row], size)
-            artifacts.put(key, values)
-            return row
+            if not is_whole or key not in artifacts:
+                artifacts.put(key, values)
+            return _Made(row, size, is_new=True)
 
     def _upstream(self, variation: int, name: str, index: int) -> Any:  # noqa: ANN401
         try:

@@ -206,16 +206,17 @@ class Index(Database):
         artifacts: str,
         variation: int,
         rows: Sequence[Kept],
-        size: tuple[int, int] | None = None,
+        sizes: Mapping[bytes, tuple[int, int]] | None = None,
     ) -> None:
-        """Note what artifacts hold; of one row, also the height and width of the original.
+        """Note what artifacts hold; by content also the height and width of the original.
 
         Of a content, one resolution is that of a method.
         """
         with self.write():
-            if size is not None:
-                sql = "INSERT OR REPLACE INTO sizes VALUES (?, ?, ?)"
-                self._run(sql, rows[0].content, *size)
+            self._run_many(
+                "INSERT OR REPLACE INTO sizes VALUES (?, ?, ?)",
+                [(content, *size) for content, size in (sizes or {}).items()],
+            )
             self._run_many(
                 "UPDATE kept SET method = NULL"
                 " WHERE artifacts = ? AND variation = ? AND content = ? AND method = ?",
