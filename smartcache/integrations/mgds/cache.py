@@ -155,8 +155,6 @@ class _Made(NamedTuple):
     row: Kept
     size: tuple[int, int] | None
     """Height and width of the original."""
-    is_new: bool
-    """Whether it is to be noted."""
 
 
 class _EncodeError(Exception):
@@ -836,8 +834,7 @@ class CacheModule:
                                 continue
                             for number in task.numbers:
                                 self._take(column, number, made.row)
-                            if made.is_new:
-                                new.append(made)
+                            new.append(made)
                         job.advance()
                         done += 1
                         if done % _COLLECT_EVERY == 0:
@@ -869,9 +866,7 @@ class CacheModule:
         if self.stop_check_fun is not None and self.stop_check_fun():
             raise CachingStoppedException(f"{self.cache_dir}: caching was stopped")
 
-    def _make(  # noqa: C901 - each thing that there may be of it
-        self, variation: int, task: _Task, device: int | None
-    ) -> _Made | None:
+    def _make(self, variation: int, task: _Task, device: int | None) -> _Made | None:
         """Encode a content, or what is missing of it; None: another thread or process does so."""
         _use_device(device)
         artifacts, needed = self._artifacts, self._stored_names
@@ -880,14 +875,11 @@ class CacheModule:
         with artifacts.claim([_lease(task.content, variation)]) as claim:
             if not claim.keys:
                 return None
-            rows = {
-                row.resolution: row
-                for row in self._table.kept(artifacts.id, variation, [task.content])
-            }
             resolution = task.wanted
             values: dict[str, Any] = {}
             if resolution is None and self._method is not None:
-                known = (row for row in rows.values() if row.method == self._method)
+                rows = self._table.kept(artifacts.id, variation, [task.content])
+                known = (row for row in rows if row.method == self._method)
                 resolution = next((row.resolution for row in known), None)
             if resolution is not None:
                 values = artifacts.get(f"{task.content.hex()}-{resolution}-{variation}") or {}
@@ -908,12 +900,10 @@ class CacheModule:
             names = json.dumps(sorted(values))
             row = Kept(task.content, resolution, self._method, names, dumps(small))
             key = f"{task.content.hex()}-{resolution}-{variation}"
-            if rows.get(resolution) == row and is_whole and key in artifacts:
-                return _Made(row, None, is_new=False)
             size = self._size(variation, index, values) if self._has_resolutions else None
             if not is_whole or key not in artifacts:
                 artifacts.put(key, values)
-            return _Made(row, size, is_new=True)
+            return _Made(row, size)
 
     def _upstream(self, variation: int, name: str, index: int) -> Any:  # noqa: ANN401
         try:
