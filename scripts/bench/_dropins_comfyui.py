@@ -1,6 +1,6 @@
 """A training dataset of ComfyUI: smartcache's nodes, and the shards of ComfyUI's own.
 
-Usage: python scripts/bench/_dropins_comfyui.py [--size-mb 500] [--rounds 3] [--json]
+A part of dropins.py: python scripts/bench/dropins.py --only comfyui [--megabytes 500]
 
 A sample is a latent (128 KiB), an embedding (115 KiB) and a pooled one of random bits. Shards are
 written with torch.save, a thousand samples each, and loaded as ComfyUI's node does, or with
@@ -17,15 +17,16 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from _measure import Table
 
 from smartcache.integrations.comfyui import describe, load, save
+
+if TYPE_CHECKING:
+    from _measure import Table
 
 LATENT, TEXT, POOLED = (1, 16, 64, 64), (1, 77, 768), (1, 768)
 SAMPLE_BYTES = 2 * (16 * 64 * 64 + 77 * 768 + 768)
@@ -35,27 +36,9 @@ OURS, SHARDS, MAPPED = "smartcache", "torch.load", "torch.load, mmap=True"
 Sample = tuple[dict[str, Any], list[Any]]
 
 
-def main() -> None:
-    """Measure, or be the process that is measured."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size-mb", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(_child(arguments.child, arguments.folder)))
-        return
-    table = Table("A training dataset in ComfyUI")
-    with tempfile.TemporaryDirectory() as room:
-        measure(table, Path(room), arguments.size_mb, arguments.rounds)
-    table.show(as_json=arguments.json)
-
-
-def measure(table: Table, room: Path, size_mb: int, rounds: int) -> None:
+def measure(table: Table, room: Path, arguments: argparse.Namespace) -> None:
     """Add the rows: time and memory of reading, and bytes on the disk."""
-    count = max(BATCH, size_mb * 1_000_000 // SAMPLE_BYTES)
+    count = max(BATCH, arguments.megabytes * 1_000_000 // SAMPLE_BYTES)
     start = time.perf_counter()
     save(room, "data", map(_sample, range(count)))
     ours = time.perf_counter() - start
@@ -64,15 +47,15 @@ def measure(table: Table, room: Path, size_mb: int, rounds: int) -> None:
     theirs = time.perf_counter() - start
     what = f"{count:,} samples, {count * SAMPLE_BYTES / 1e6:.0f} MB"
     table.add(
-        f"save {what}, random bits made meanwhile",
+        f"ComfyUI: save {what}, random bits made meanwhile",
         f"{ours:.2f} s",
         peer=f"torch.save {theirs:.2f} s",
         ratio=theirs / ours,
     )
     found: dict[str, list[dict[str, float]]] = {OURS: [], SHARDS: [], MAPPED: []}
-    for _ in range(rounds):
+    for _ in range(arguments.rounds):
         for who, runs in found.items():
-            command = [sys.executable, __file__, "--child", who, "--folder", str(room)]
+            command = [sys.executable, __file__, who, str(room)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             runs.append(json.loads(done.stdout))
     figures = {
@@ -90,11 +73,11 @@ def measure(table: Table, room: Path, size_mb: int, rounds: int) -> None:
             theirs = figures[who][key]
             digits = 2 if unit == "s" else 0
             table.add(
-                job, f"{mine * scale:.{digits}f} {unit}",
+                f"ComfyUI: {job}", f"{mine * scale:.{digits}f} {unit}",
                 peer=f"{who} {theirs * scale:.{digits}f} {unit}",
                 ratio=theirs / mine if mine > 0 else None,
             )  # fmt: skip
-    _measure_disk(table, room, size_mb)
+    _measure_disk(table, room, arguments.megabytes)
     table.notes.append(
         "ComfyUI: a ratio above 1 is that many times less time, memory or disk than the peer."
     )
@@ -112,8 +95,8 @@ def _measure_disk(table: Table, room: Path, size_mb: int) -> None:
         ({"samples": batch[n : n + 1]}, [[torch.randn(1, 77, 768), {}]]) for n in range(4)
     ]
     for job, name, samples in (
-        ("disk: 32 samples with one caption", "captions", captions),
-        ("disk: 4 latents sliced from a batch of 64", "slices", slices),
+        ("ComfyUI: disk: 32 samples with one caption", "captions", captions),
+        ("ComfyUI: disk: 4 latents sliced from a batch of 64", "slices", slices),
     ):
         save(room, name, samples)
         mine = describe(room, name).on_disk
@@ -195,5 +178,5 @@ def _anonymous() -> float:
     return 0.0
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the process that is measured
+    print(json.dumps(_child(sys.argv[1], Path(sys.argv[2]))))

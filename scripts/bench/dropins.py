@@ -1,7 +1,7 @@
 """The drop-ins for other programs' caches, against what these programs have.
 
 Usage: python scripts/bench/dropins.py [--count 20000] [--rounds 3] [--only PART] [--dir DIR]
-                                       [--wait SECONDS] [--json]
+                                       [--megabytes 500] [--wait SECONDS] [--json]
 
 A part is a module `_dropins_<part>.py` beside this script with `measure(table, room, arguments)`,
 which adds its rows and notes to the table.
@@ -28,6 +28,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--count", type=int, default=20_000, help="items")
+    parser.add_argument("--megabytes", type=int, default=500, help="of the dataset for ComfyUI")
     parser.add_argument("--rounds", type=int, default=3, help="rounds to take the median of")
     parser.add_argument("--only", action="append", choices=PARTS, help="may be repeated")
     parser.add_argument("--dir", type=Path, help="where to work (default: the temporary folder)")
