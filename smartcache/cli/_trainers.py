@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from smartcache.integrations.trainers import Imported, ImportPlan
     from smartcache.training import Dataset, Encoder, Sources
 
-TRAINERS: Final = ("sd-scripts", "musubi", "ai-toolkit", "simpletuner", "diffusion-pipe")
+TRAINERS: Final = (
+    "sd-scripts", "musubi", "ai-toolkit", "simpletuner", "diffusion-pipe", "mgds",
+)  # fmt: skip
 TARGETS: Final = ("sd-scripts", "musubi")
 _STATISTICS: Final = ("sample", "mean", "mode", "mean and std", "unknown")
 _MOST_NAMED: Final = 10

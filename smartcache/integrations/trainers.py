@@ -35,6 +35,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from smartcache.errors import ConfigError, DatasetError, SmartcacheError
+from smartcache.integrations.mgds.takeover import OldCache, xxh64_of
 from smartcache.integrations.simpletuner import load_tensors
 from smartcache.progress import Progress, silent
 
@@ -46,7 +47,7 @@ __all__ = [
     "plan_import",
 ]  # fmt: skip
 
-Trainer = Literal["sd-scripts", "musubi", "ai-toolkit", "simpletuner", "diffusion-pipe"]
+Trainer = Literal["sd-scripts", "musubi", "ai-toolkit", "simpletuner", "diffusion-pipe", "mgds"]
 Target = Literal["sd-scripts", "musubi"]
 Kind = Literal["latent", "text"]
 _SD_LATENT: Final = re.compile(
@@ -70,6 +71,7 @@ _MUSUBI_FIELD: Final = re.compile(
 _AI_FILE: Final = re.compile(r"(?P<owner>.+)_(?P<arch>[0-9a-f]{32}|[\w-]{22})\.safetensors")
 _ST_TEXT: Final = re.compile(r"(?P<owner>[0-9a-f]{32})-(?P<arch>.+)\.pt")
 _ST_LATENT: Final = re.compile(r"(?P<owner>.+)\.pt")
+_MGDS_LATENT: Final = "latent_image"
 _FACTOR: Final = 8
 _MATRIX: Final = 2
 _UNREADABLE: Final = (
@@ -382,6 +384,8 @@ class _Search:
             return [hashlib.sha256(os.fsencode(stem)).hexdigest(), stem]
         if self.trainer == "diffusion-pipe":
             return [os.path.abspath(path)]
+        if self.trainer == "mgds":
+            return [xxh64_of(os.fspath(path))]
         return [stem] if self.trainer == "musubi" else [whole]
 
     def _fault(self, kind: Kind, output: Output, item: int, file: _File) -> str:
@@ -406,6 +410,8 @@ class _Search:
         return "it is older than the caption" if self._is_older(file, source) else ""
 
     def _latent_fault(self, item: int, file: _File) -> str:
+        if self.trainer == "mgds":  # it was found by the content of the image
+            return "" if os.path.exists(file.path) else "there is no such file"
         source = self.dataset.listing.path(item)
         if self._is_older(file, source):
             return "it is older than the image"
@@ -571,12 +577,21 @@ def _find_diffusion_pipe(root: str) -> Iterator[_File]:
                 yield _File("latent", os.path.abspath(image), path, place=place)
 
 
+def _find_mgds(root: str) -> Iterator[_File]:
+    """Find what SmartDiskCache has of images: by the hashes of these, wherever they lie."""
+    for folder, name in _files(root):
+        if name == "cache.json":
+            for digest, path in OldCache(Path(folder), "").files():
+                yield _File("latent", digest, os.fspath(path))
+
+
 _FINDERS: Final[dict[Trainer, Callable[[str], Iterable[_File]]]] = {
     "sd-scripts": _find_sd,
     "musubi": _find_musubi,
     "ai-toolkit": _find_ai_toolkit,
     "simpletuner": _find_simpletuner,
     "diffusion-pipe": _find_diffusion_pipe,
+    "mgds": _find_mgds,
 }
 
 
@@ -646,12 +661,23 @@ def _read_pt(file: _File) -> Iterator[_Content]:
         yield _Content(first | tensors, {name: name for name in tensors}, others, {})
 
 
+def _read_mgds(file: _File) -> Iterator[_Content]:
+    """Read the names that are cached of an image; a cache of texts has none."""
+    for made in _read_pt(file):
+        tensors = {name: made.tensors[name] for name in made.tensors if name != _MGDS_LATENT}
+        if _MGDS_LATENT in made.tensors:
+            others = {name: each for name, each in made.others.items() if name[:2] != "__"}
+            first = {_MGDS_LATENT: made.tensors[_MGDS_LATENT]}
+            yield made._replace(tensors=first | tensors, others=others)
+
+
 _READERS: Final[dict[Trainer, Callable[[_File], Iterator[_Content]]]] = {
     "sd-scripts": _read_npz,
     "musubi": _read_musubi,
     "ai-toolkit": _read_ai_toolkit,
     "simpletuner": _read_pt,
     "diffusion-pipe": _read_pt,
+    "mgds": _read_mgds,
 }
 
 

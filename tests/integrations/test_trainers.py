@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import xxhash
 from PIL import Image
 
 from smartcache.integrations.trainers import (
@@ -368,6 +369,37 @@ def test_folders_of_simpletuner_tell_images_of_one_name_apart(photos: Photos) ->
     assert photos.take("simpletuner", folder).taken == {"latent": 2}
     values = photos.values()
     assert [int(values[f"{where}/x.png"][0, 0, 0]) for where in "ab"] == [0, 1]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_caches_of_mgds_are_known_by_the_content_of_images(photos: Photos, version: int) -> None:
+    """Moved images are found, edited ones are not; a mask comes along."""
+    folder = photos.folder.parent / "cache"
+    folder.mkdir()
+    entries: dict[str, Any] = {}
+    for number in range(COUNT):
+        digest = xxhash.xxh64((photos.folder / f"{number}.png").read_bytes()).hexdigest()
+        name = f"{digest[:12]}_64x64"
+        file = {"cache_file": name} | ({"resolution": "64x64"} if version == 2 else {})
+        more = file if version == 2 else {"variants": {"64x64": file}}
+        entries[f"/elsewhere/{number}.png"] = {"hash": digest, "modeltype": "sdxl", **more}
+        values = {
+            "latent_image": torch.full((4, 8, 8), number), "latent_mask": torch.ones(1, 8, 8),
+            "crop_resolution": (64, 64), "__cache_version": version, "__modeltype": "sdxl",
+        }  # fmt: skip
+        torch.save(values, folder / f"{name}_1.pt")
+    (folder / "cache.json").write_text(json.dumps({"version": version, "entries": entries}))
+    Image.new("RGB", (64, 64), (9, 9, 9)).save(photos.folder / "1.png")
+    done = photos.take("mgds", folder)
+    assert done.taken == {"latent": 2}
+    assert [(each.item, each.reason) for each in done.skipped] == [
+        ("", "no image of the dataset belongs to it")
+    ]
+    with photos.open() as dataset:
+        opened = dataset.outputs["latent"].set
+        found = [opened.get(key) for key in opened]
+    assert sorted(int(value["latent_image"][0, 0, 0]) for value in found) == [0, 2]
+    assert all(value["latent_mask"].shape == (1, 8, 8) for value in found)
 
 
 def test_no_code_in_a_file_is_run(photos: Photos, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class OldCache:
         """
         path = os.path.normpath(os.fsdecode(source))
         try:
-            digest = _xxh64(path)
+            digest = xxh64_of(path)
             entry = self._entries.get(path)
             if entry is None or entry["hash"] != digest:  # moved, or one of several copies
                 known = (self._entries.get(each) for each in self._paths.get(digest, ()))
@@ -64,7 +65,7 @@ class OldCache:
             if entry is None or entry["modeltype"] != self._modeltype:
                 return None
             sidecars = list((entry.get("sidecar_hashes") or {}).values())
-            now = [_xxh64(os.fsdecode(each)) for each in watched if os.path.isfile(each)]
+            now = [xxh64_of(os.fsdecode(each)) for each in watched if os.path.isfile(each)]
             if sorted(sidecars) != sorted(now):
                 return None
             variants = _variants(entry)
@@ -82,6 +83,14 @@ class OldCache:
         if resolution != "_" and crop is not None and "x".join(map(str, crop)) != resolution:
             return None
         return resolution, {name: values[name] for name in names if name in values}
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Go through the files of the first variation, each with the XXH64 of its source."""
+        for entry in self._entries.values():
+            with suppress(KeyError, TypeError, AttributeError):
+                for name in _variants(entry).values():
+                    if _CACHE_FILE.fullmatch(name):
+                        yield str(entry["hash"]), self._folder / f"{name}_1.pt"
 
     def _load(self, name: str) -> Mapping[str, Any] | None:
         """Return what is in a `.pt`; None: it is damaged, or would have to run code."""
@@ -105,7 +114,8 @@ def _variants(entry: Mapping[str, Any]) -> dict[str, str]:
     return {entry.get("resolution") or "_": str(entry["cache_file"])}
 
 
-def _xxh64(path: str) -> str:
+def xxh64_of(path: str) -> str:
+    """Return the hash by which such a cache knows a source."""
     import xxhash
 
     state = xxhash.xxh64()
