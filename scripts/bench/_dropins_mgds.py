@@ -168,7 +168,8 @@ def child() -> None:
             if name == "crop_resolution":
                 return {"crop_resolution": (512, 512 + 64 * (index % 5))}
             encodes += 1
-            return {"latent_image": torch.full(SHAPE, index % 1000, dtype=torch.float16)}
+            bits = torch.full(SHAPE, index, dtype=torch.int16)  # each another one, as latents are
+            return {"latent_image": bits.view(torch.float16)}
 
     cache = _ours(room / f"{name}-ours") if side == OURS else _peer(room / f"{name}-peer")
     pipeline = Pipeline([Sources(), Encoder(), cache])
