@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from smartcache.remote.tier import Abilities as Abilities
-    from smartcache.remote.tier import Found as Found
     from smartcache.remote.tier import Listed as Listed
     from smartcache.remote.tier import Sent as Sent
     from smartcache.remote.tier import Tier as Tier
     from smartcache.remote.tier import check_options as check_options
     from smartcache.remote.tier import check_url as check_url
     from smartcache.remote.tier import in_parallel as in_parallel
+    from smartcache.store.tiers import Found as Found
 
 _HOMES = {
     "tier": (

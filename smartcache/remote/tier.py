@@ -40,6 +40,7 @@ from smartcache.errors import (
     TierError,
 )
 from smartcache.progress import Progress, silent
+from smartcache.store.tiers import Document, Found
 
 FORMAT: Final = 1
 KINDS: Final = ("repos", "blobs", "sets", "datasets")
@@ -61,15 +62,7 @@ _SCHEMES: Final = ("s3", "gs", "az", "file")
 
 T = TypeVar("T")
 R = TypeVar("R")
-Document = dict[str, Any]
 Advance = Callable[[int], object]
-
-
-class Found(NamedTuple):
-    """An object of a tier."""
-
-    digest: str
-    size: int
 
 
 class Listed(NamedTuple):
