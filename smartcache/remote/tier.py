@@ -40,7 +40,7 @@ from smartcache.errors import (
     TierError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.store.tiers import Document, Found
+from smartcache.store.tiers import Found
 
 FORMAT: Final = 1
 KINDS: Final = ("repos", "blobs", "sets", "datasets")
@@ -62,6 +62,7 @@ _SCHEMES: Final = ("s3", "gs", "az", "file")
 
 T = TypeVar("T")
 R = TypeVar("R")
+Document = dict[str, Any]
 Advance = Callable[[int], object]
 
 
