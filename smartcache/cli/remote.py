@@ -379,7 +379,7 @@ def verify_command(ctx: click.Context, *, name: str, fast: bool, repair: bool, y
             "fast": fast,
             **_fields(report),
             "removed": removed,
-        },  # fmt: skip
+        },
         ids=lambda: [each.digest or each.needed_by[0] for each in report.findings],
     )
     if report.findings:
