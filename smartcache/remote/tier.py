@@ -158,6 +158,18 @@ class Tier:
     def __reduce__(self) -> tuple[object, ...]:
         return Tier, (self.name, self.url, dict(self.options), self.abilities)
 
+    def described(self) -> Document:
+        """Return what `connected` makes it from again."""
+        return {
+            "name": self.name, "url": self.url, "options": dict(self.options),
+            "creates": self.abilities.creates, "ranges": self.abilities.ranges,
+        }  # fmt: skip
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether it sends a part of an object."""
+        return self.abilities.ranges
+
     # talking to the server
 
     @property
@@ -459,6 +471,8 @@ class Tier:
                     raise
                 continue
             numbers = self._numbers(kind, name)
+            if not self.abilities.creates and self._document(kind, name)[0] != document:
+                continue  # the last writer wins: this makes it less likely to be another one
             if max(numbers, default=0) > number + 1:
                 # Ours may be one that was replaced and removed before we made it again: then
                 # nobody has read it. What was changed already stays as it is.
@@ -569,6 +583,21 @@ class Tier:
         if version != FORMAT:
             message = f"The tier {self.name} has format {version!r}; this smartcache reads {FORMAT}"
             raise TierError(message, hint="Update smartcache.", tier=self.name)
+
+
+_connections: dict[str, Tier] = {}
+
+
+def connected(description: Mapping[str, Any]) -> Tier:
+    """Return the tier that `Tier.described` told of; one for all of this process."""
+    url, options = check_url(description["url"]), check_options(description["options"])
+    known = json.dumps([url, options])
+    if known not in _connections:
+        abilities = Abilities(
+            creates=bool(description["creates"]), ranges=bool(description["ranges"])
+        )
+        _connections[known] = Tier(str(description["name"]), url, options, abilities)
+    return _connections[known]
 
 
 def _obstore() -> Any:  # noqa: ANN401 - the package
