@@ -835,6 +835,12 @@ class ArtifactSet:
         self._engine.refuse_read_only()
         far.detach(self.path, name)
 
+    @property
+    def is_far(self) -> bool:
+        """Whether some of it lies in a tier: then it pays to announce early what is read."""
+        self._engine.catalog.refresh()
+        return any(pack.is_far for pack in self._engine.catalog.known_packs())
+
     def has_all_of(self, skeleton: Skeleton) -> bool:
         """Say whether there is an artifact here for every key that a pack of a tier has."""
         keys = recover.keys_in(self._engine, skeleton)

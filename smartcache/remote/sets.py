@@ -6,8 +6,8 @@ anything. Packs are sealed and never change, so what was pushed once is not push
 
 Each machine answers for the packs that it has pushed. One that it has compacted away is taken off
 the document only when it still has an artifact for every key of it: a machine that has lost a pack
-takes nothing away from others. (`exact` says that nothing was lost.) A machine that reads through has its own artifacts first, and of
-those in the tier the one that was put last.
+takes nothing away from others. (`exact` says that nothing was lost.) A machine that reads through
+has its own artifacts first, and of those in the tier the one that was put last.
 
 A dataset's document has its dataset.json, and names the table of its sources; its outputs are sets.
 """
@@ -102,7 +102,14 @@ def _entry(tier: Tier, skeleton: Skeleton, opened: ArtifactSet) -> Document:
     }  # fmt: skip
 
 
-def _note(tier: Tier, opened: ArtifactSet, entries: Mapping[str, Document], kept: set[str]) -> None:
+def _note(
+    tier: Tier,
+    opened: ArtifactSet,
+    entries: Mapping[str, Document],
+    kept: set[str],
+    *,
+    exact: bool = False,
+) -> None:
     """Add packs to the document of a set; those that this machine has compacted away go."""
 
     def change(content: Document | None) -> tuple[dict[str, int], Document]:

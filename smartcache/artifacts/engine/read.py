@@ -664,9 +664,17 @@ def _major_faults() -> int:
 
 
 def announce(held: Iterable[Held]) -> None:
-    """Tell the kernel, or the tier, what will be read."""
+    """Tell the kernel, or the tier, what will be read; nobody waits for it.
+
+    Tensors that an artifact shares with others are left out if its record is not at hand.
+    """
     for each in held:
-        each.source.announce(_ranges(each))
+        meta = bytearray(each.place.meta)
+        is_known = each.place.is_plain or each.source.read(
+            each.place.offset, [meta], each.place.meta, wait=False
+        )
+        ranges = _ranges(each) if is_known else [(each.place.offset, each.place.size)]
+        each.source.announce(ranges)
 
 
 def _ranges(held: Held) -> list[tuple[int, int]]:
