@@ -40,6 +40,7 @@ from smartcache.errors import (
     TierError,
 )
 from smartcache.progress import Progress, silent
+from smartcache.remote.forked import Readers
 
 FORMAT: Final = 1
 KINDS: Final = ("repos", "blobs", "sets", "datasets")
@@ -351,6 +352,8 @@ class Tier:
 
     def read(self, digest: str, start: int, length: int) -> bytes:
         """Return a part of an object; only where the server sends parts."""
+        if _is_forked():
+            return _readers().read(self.described(), digest, start, length)
         with self._asking(f"object {digest}"):
             data = bytes(
                 _obstore().get_range(self._store, _object(digest), start=start, length=length)
@@ -601,6 +604,9 @@ def connected(description: Mapping[str, Any]) -> Tier:
 
 
 def _obstore() -> Any:  # noqa: ANN401 - the package
+    if _is_forked():
+        hint = "Open sets before the fork, or start the process with the method 'spawn'."
+        raise TierError("A forked process cannot ask a tier for anything but packs", hint=hint)
     try:
         import obstore
         import obstore.exceptions
@@ -608,7 +614,26 @@ def _obstore() -> Any:  # noqa: ANN401 - the package
     except ImportError as error:
         hint = "Install it: pip install 'smartcache[remote]'."
         raise ConfigError("Tiers need obstore, which is not installed", hint=hint) from error
+    _Process.pid = os.getpid()
     return obstore
+
+
+class _Process:
+    """What is particular to this process."""
+
+    pid = 0
+    """That in which obstore was first used: it does not work in children that are forked later."""
+    readers: Readers | None = None
+
+
+def _is_forked() -> bool:
+    return _Process.pid not in (0, os.getpid())
+
+
+def _readers() -> Readers:
+    if _Process.readers is None or not _Process.readers.is_of_this_process():
+        _Process.readers = Readers()
+    return _Process.readers
 
 
 def _first_line(error: BaseException) -> str:
