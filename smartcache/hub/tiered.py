@@ -85,7 +85,8 @@ def read_content(repo: Repo, content: Document, tier: str) -> TieredRepo:
             raise ValueError("it names an object that cannot be one")
     except (BundleError, ValueError, TypeError, LookupError, AttributeError) as error:
         message = f"What the tier {tier} says of {repo} cannot be used: {error}"
-        hint = f"Update smartcache; or remove documents/{KIND}/{repo.folder_name} there, and push it again."
+        place = f"documents/{KIND}/{repo.folder_name}"
+        hint = f"Update smartcache; or remove {place} there, and push it again."
         raise DamagedObjectError(message, hint=hint, tier=tier) from error
     return TieredRepo(manifest=manifest, digests=digests)
 

@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from smartcache.remote.remotes import Remote as Remote
     from smartcache.remote.remotes import Remotes as Remotes
+    from smartcache.remote.sets import Delivery as Delivery
+    from smartcache.remote.sets import attach_outputs as attach_outputs
+    from smartcache.remote.sets import attach_set as attach_set
+    from smartcache.remote.sets import attached_dataset as attached_dataset
+    from smartcache.remote.sets import pull_dataset as pull_dataset
+    from smartcache.remote.sets import pull_set as pull_set
+    from smartcache.remote.sets import push_dataset as push_dataset
+    from smartcache.remote.sets import push_set as push_set
+    from smartcache.remote.sets import set_documents as set_documents
     from smartcache.remote.tier import Abilities as Abilities
     from smartcache.remote.tier import Listed as Listed
     from smartcache.remote.tier import Sent as Sent
     from smartcache.remote.tier import Tier as Tier
     from smartcache.remote.tier import check_options as check_options
     from smartcache.remote.tier import check_url as check_url
+    from smartcache.remote.tier import connected as connected
     from smartcache.remote.tier import in_parallel as in_parallel
     from smartcache.remote.transfer import Step as Step
     from smartcache.remote.transfer import plan_pull as plan_pull
@@ -35,6 +45,17 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "remotes": ("Remote", "Remotes"),
+    "sets": (
+        "Delivery",
+        "attach_outputs",
+        "attach_set",
+        "attached_dataset",
+        "pull_dataset",
+        "pull_set",
+        "push_dataset",
+        "push_set",
+        "set_documents",
+    ),
     "tier": (
         "Abilities",
         "Found",
@@ -43,6 +64,7 @@ _HOMES = {
         "Tier",
         "check_options",
         "check_url",
+        "connected",
         "in_parallel",
     ),
     "transfer": ("Step", "plan_pull", "plan_push", "pull", "pullable", "push", "pushable"),
@@ -57,4 +79,6 @@ if not TYPE_CHECKING:  # A type checker that saw it would believe in any name.
     def __getattr__(name: str) -> object:
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        globals()[name] = found
+        return found

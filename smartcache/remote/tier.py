@@ -40,6 +40,7 @@ from smartcache.errors import (
     TierError,
 )
 from smartcache.progress import Progress, silent
+from smartcache.remote.forked import Readers
 from smartcache.store.tiers import Found
 
 FORMAT: Final = 1
@@ -151,6 +152,18 @@ class Tier:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Tier, (self.name, self.url, dict(self.options), self.abilities)
+
+    def described(self) -> Document:
+        """Return what `connected` makes it from again."""
+        return {
+            "name": self.name, "url": self.url, "options": dict(self.options),
+            "creates": self.abilities.creates, "ranges": self.abilities.ranges,
+        }  # fmt: skip
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether it sends a part of an object."""
+        return self.abilities.ranges
 
     # talking to the server
 
@@ -333,6 +346,8 @@ class Tier:
 
     def read(self, digest: str, start: int, length: int) -> bytes:
         """Return a part of an object; only where the server sends parts."""
+        if _is_forked():
+            return _readers().read(self.described(), digest, start, length)
         with self._asking(f"object {digest}"):
             data = bytes(
                 _obstore().get_range(self._store, _object(digest), start=start, length=length)
@@ -453,6 +468,8 @@ class Tier:
                     raise
                 continue
             numbers = self._numbers(kind, name)
+            if not self.abilities.creates and self._document(kind, name)[0] != document:
+                continue  # the last writer wins: this makes it less likely to be another one
             if max(numbers, default=0) > number + 1:
                 # Ours may be one that was replaced and removed before we made it again: then
                 # nobody has read it. What was changed already stays as it is.
@@ -565,7 +582,25 @@ class Tier:
             raise TierError(message, hint="Update smartcache.", tier=self.name)
 
 
+_connections: dict[str, Tier] = {}
+
+
+def connected(description: Mapping[str, Any]) -> Tier:
+    """Return the tier that `Tier.described` told of; one for all of this process."""
+    url, options = check_url(description["url"]), check_options(description["options"])
+    known = json.dumps([url, options])
+    if known not in _connections:
+        abilities = Abilities(
+            creates=bool(description["creates"]), ranges=bool(description["ranges"])
+        )
+        _connections[known] = Tier(str(description["name"]), url, options, abilities)
+    return _connections[known]
+
+
 def _obstore() -> Any:  # noqa: ANN401 - the package
+    if _is_forked():
+        hint = "Open sets before the fork, or start the process with the method 'spawn'."
+        raise TierError("A forked process cannot ask a tier for anything but packs", hint=hint)
     try:
         import obstore
         import obstore.exceptions
@@ -573,7 +608,26 @@ def _obstore() -> Any:  # noqa: ANN401 - the package
     except ImportError as error:
         hint = "Install it: pip install 'smartcache[remote]'."
         raise ConfigError("Tiers need obstore, which is not installed", hint=hint) from error
+    _Process.pid = os.getpid()
     return obstore
+
+
+class _Process:
+    """What is particular to this process."""
+
+    pid = 0
+    """That in which obstore was first used: it does not work in children that are forked later."""
+    readers: Readers | None = None
+
+
+def _is_forked() -> bool:
+    return _Process.pid not in (0, os.getpid())
+
+
+def _readers() -> Readers:
+    if _Process.readers is None or not _Process.readers.is_of_this_process():
+        _Process.readers = Readers()
+    return _Process.readers
 
 
 def _first_line(error: BaseException) -> str:
