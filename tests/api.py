@@ -99,6 +99,7 @@ from smartcache.errors import (
     ConfigError,
     DamagedArtifactError,
     DamagedBlobError,
+    DamagedObjectError,
     DatasetChangedError,
     DatasetError,
     DestinationExistsError,
@@ -113,6 +114,7 @@ from smartcache.errors import (
     LayoutError,
     LeaseTimeoutError,
     MissingCompressionError,
+    MissingObjectError,
     MissingWeightsError,
     NoSpaceError,
     NothingToUndoError,
@@ -130,6 +132,7 @@ from smartcache.errors import (
     StoreFormatError,
     StoreMovedError,
     StoreUnwritableError,
+    TierError,
     UnknownClassError,
     UnreadableConfigError,
     UnsafeFileError,
@@ -246,6 +249,7 @@ from smartcache.pretrained.singlefile import RepoFile, repo_file
 from smartcache.pretrained.state import describe, have_equal_values, size_of
 from smartcache.pretrained.weights import is_weights, variant_of
 from smartcache.progress import Job, Progress, Unit, bars, silent
+from smartcache.remote import Remotes, Tier, plan_gc, plan_pull, plan_push, verify_tier
 from smartcache.report import html as report_html
 from smartcache.report import unread as report_unread
 from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
@@ -280,6 +284,7 @@ from smartcache.store import schema as store_schema
 from smartcache.store import separate as store_separate
 from smartcache.store import share as store_share
 from smartcache.store import swap as store_swap
+from smartcache.store import tiers as store_tiers
 from smartcache.store import volume as store_volume
 from smartcache.store.adopt import Adoption
 from smartcache.store.blobs import explained as blobs_explained
@@ -430,6 +435,7 @@ __all__ = [
     "Copy",
     "DamagedArtifactError",
     "DamagedBlobError",
+    "DamagedObjectError",
     "DatasetChangedError",
     "DatasetError",
     "DedupPlan",
@@ -488,6 +494,7 @@ __all__ = [
     "Memo",
     "Memory",
     "MissingCompressionError",
+    "MissingObjectError",
     "MissingWeightsError",
     "ModelFolder",
     "Mount",
@@ -515,6 +522,7 @@ __all__ = [
     "Registry",
     "RememberedFailureError",
     "RemoteFile",
+    "Remotes",
     "RemovalPlan",
     "RemovalResult",
     "Replacement",
@@ -564,6 +572,8 @@ __all__ = [
     "Tally",
     "TarSink",
     "TensorSpec",
+    "Tier",
+    "TierError",
     "Title",
     "Trust",
     "UndoPlan",
@@ -733,7 +743,10 @@ __all__ = [
     "plan_cache_prune",
     "plan_dedup",
     "plan_export",
+    "plan_gc",
     "plan_import",
+    "plan_pull",
+    "plan_push",
     "plan_removal",
     "plan_repair",
     "plan_seed",
@@ -796,6 +809,7 @@ __all__ = [
     "store_separate",
     "store_share",
     "store_swap",
+    "store_tiers",
     "store_volume",
     "survey",
     "tensors_Kind",
@@ -815,6 +829,7 @@ __all__ = [
     "variable",
     "variant_of",
     "verify_repos",
+    "verify_tier",
     "verifying_Finding",
     "volume_root",
     "walk",
