@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smartcache.cache import SmartCache
+from smartcache.config import remotes_file
 from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableError
 from smartcache.functions import shared
 from smartcache.hub.lending import Purpose
@@ -76,7 +77,9 @@ def borrowed(asked: Asked) -> Iterator[str]:
     cannot be used a warning says so, and the library does everything by itself.
     """
     with inside():
-        cache = open_cache() if asked.has_weights and asked.source else None
+        # Of small files nothing can be lent, unless a tier has them.
+        is_lent = asked.has_weights or remotes_file().exists()
+        cache = open_cache() if is_lent and asked.source else None
         if cache is None or (not asked.is_local and not _is_repo(asked.source)):
             yield ""
         elif asked.is_local:
