@@ -26,11 +26,11 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def pushed(a: Client, hub: Hub) -> str:
+def pushed(here: Client, hub: Hub) -> str:
     """A repo that machine A has downloaded and pushed; returns its commit."""
     commit = hub.add("org/name", FILES).sha
-    a.snapshot()
-    push(a, "org/name")
+    here.snapshot()
+    push(here, "org/name")
     hub.requests.clear()
     return commit
 
@@ -49,48 +49,48 @@ CONFIG = Purpose(text="config", has_weights=False)
 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["branch", "commit"])
 def test_a_load_takes_no_byte_of_a_file_from_the_hub(
-    b: Client, hub: Hub, pushed: str, is_pinned: bool
+    there: Client, hub: Hub, pushed: str, is_pinned: bool
 ) -> None:
     more = {"revision": pushed} if is_pinned else {}
-    snapshot = load(b, purpose=ALL, **more)
+    snapshot = load(there, purpose=ALL, **more)
     assert (snapshot / "unet/model.safetensors").read_bytes() == UNET
     assert hub.requests.gets() == []
-    assert b.store.find("sha256", sha256(UNET)) is not None
+    assert there.store.find("sha256", sha256(UNET)) is not None
 
 
 def test_the_cache_is_the_one_that_huggingface_hub_makes(
-    b: Client, hub: Hub, tmp_path: Path
+    there: Client, hub: Hub, tmp_path: Path
 ) -> None:
-    load(b, purpose=ALL)
+    load(there, purpose=ALL)
     plain_snapshot(hub, tmp_path / "plain")
-    assert contents(b.cache) == contents(tmp_path / "plain")
+    assert contents(there.cache) == contents(tmp_path / "plain")
 
 
-def test_what_the_library_did_not_want_is_taken_away(b: Client, hub: Hub) -> None:
-    load(b, "text_encoder/*", purpose=ALL)
+def test_what_the_library_did_not_want_is_taken_away(there: Client, hub: Hub) -> None:
+    load(there, "text_encoder/*", purpose=ALL)
     assert hub.requests.gets() == []
-    blobs = set(os.listdir(b.cache / "models--org--name" / "blobs"))
+    blobs = set(os.listdir(there.cache / "models--org--name" / "blobs"))
     assert blobs == {sha256(ENCODER), git_sha1(FILES["text_encoder/config.json"])}
 
 
-def test_small_files_alone_come_without_weights(b: Client, hub: Hub) -> None:
-    snapshot = load(b, "*.json", purpose=CONFIG)
+def test_small_files_alone_come_without_weights(there: Client, hub: Hub) -> None:
+    snapshot = load(there, "*.json", purpose=CONFIG)
     assert (snapshot / "text_encoder/config.json").read_bytes() == b'{"a": 1}'
     assert hub.requests.gets() == []
-    assert b.store.find("sha256", sha256(UNET)) is None
+    assert there.store.find("sha256", sha256(UNET)) is None
 
 
-def test_a_second_load_asks_the_tier_for_nothing(b: Client, nas: Path) -> None:
-    load(b, "*.json", purpose=CONFIG)
-    nas.rename(nas.with_name("unmounted"))
-    load(b, "*.json", purpose=CONFIG)
+def test_a_second_load_asks_the_tier_for_nothing(there: Client, share: Path) -> None:
+    load(there, "*.json", purpose=CONFIG)
+    share.rename(share.with_name("unmounted"))
+    load(there, "*.json", purpose=CONFIG)
 
 
 def test_without_the_hub_the_repo_comes_from_the_tier(
-    b: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    there: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.close()
-    call = b.call("org/name")
-    with b.smart.lending(call, ALL) as commit:
-        snapshot = b.cache / "models--org--name" / "snapshots" / commit
+    call = there.call("org/name")
+    with there.smart.lending(call, ALL) as commit:
+        snapshot = there.cache / "models--org--name" / "snapshots" / commit
         assert (snapshot / "unet/model.safetensors").read_bytes() == UNET

@@ -39,11 +39,11 @@ SIZE = sum(map(len, FILES.values())) - len(WEIGHTS)
 
 
 @pytest.fixture
-def pushed(a: Client, hub: Hub) -> str:
+def pushed(here: Client, hub: Hub) -> str:
     """A repo that machine A has downloaded and pushed; returns its commit."""
     commit = hub.add("org/name", FILES)
-    a.snapshot()
-    push(a, "org/name")
+    here.snapshot()
+    push(here, "org/name")
     hub.requests.clear()
     return commit.sha
 
@@ -76,135 +76,141 @@ def repo_in(client: Client) -> dict[str, tuple[str, bytes]]:
     return everything(client.cache / "models--org--name")
 
 
-def object_of(nas: Path, tier: Tier, data: bytes) -> Path:
+def object_of(share: Path, shared: Tier, data: bytes) -> Path:
     """Return the file that is the object with these bytes."""
-    found = tier.find("sha256", sha256(data))
+    found = shared.find("sha256", sha256(data))
     assert found is not None
-    return nas / "objects" / found.digest[:2] / found.digest
+    return share / "objects" / found.digest[:2] / found.digest
 
 
 @pytest.mark.usefixtures("pushed")
 class TestDownload:
-    def test_no_byte_of_a_file_comes_from_the_hub(self, b: Client, hub: Hub) -> None:
-        assert set(b.sources().values()) == {"tier"}
+    def test_no_byte_of_a_file_comes_from_the_hub(self, there: Client, hub: Hub) -> None:
+        assert set(there.sources().values()) == {"tier"}
         hub.requests.clear()
-        snapshot = b.snapshot()
+        snapshot = there.snapshot()
         assert contents(snapshot) == FILES
         assert hub.requests.gets() == []
-        assert b.store.find("sha256", sha256(OTHER)) is not None
+        assert there.store.find("sha256", sha256(OTHER)) is not None
 
-    def test_one_file_comes_from_the_tier(self, b: Client, hub: Hub) -> None:
-        path = b.file("org/name", "config.json")
+    def test_one_file_comes_from_the_tier(self, there: Client, hub: Hub) -> None:
+        path = there.file("org/name", "config.json")
         assert path.read_bytes() == FILES["config.json"]
         assert hub.requests.gets() == []
 
     def test_what_the_machine_has_is_not_asked_of_the_tier(
         self,
-        b: Client,
+        there: Client,
     ) -> None:
-        b.snapshot()
-        again = b.plan()
+        there.snapshot()
+        again = there.plan()
         assert again.is_done
         assert again.tier_size == 0
 
-    def test_the_result_says_what_came_from_tiers(self, b: Client) -> None:
-        result = b.plan().execute()
+    def test_the_result_says_what_came_from_tiers(self, there: Client) -> None:
+        result = there.plan().execute()
         assert (result.fetched_size, result.taken_size, result.reused_size) == (
             0,
             SIZE,
             len(WEIGHTS),
         )
 
-    def test_a_local_dir_is_filled_from_the_tier(self, b: Client, hub: Hub, tmp_path: Path) -> None:
+    def test_a_local_dir_is_filled_from_the_tier(
+        self, there: Client, hub: Hub, tmp_path: Path
+    ) -> None:
         target = tmp_path / "local"
-        b.snapshot(local_dir=target)
+        there.snapshot(local_dir=target)
         found = {name: data for name, data in contents(target).items() if ".cache" not in name}
         assert found == FILES
         assert hub.requests.gets() == []
 
     def test_a_file_of_the_users_own_is_not_replaced_by_the_tier(
-        self, b: Client, tmp_path: Path
+        self, there: Client, tmp_path: Path
     ) -> None:
         target = tmp_path / "local"
         target.mkdir()
         (target / "config.json").write_bytes(b"mine")
-        plan = b.plan(local_dir=target)
+        plan = there.plan(local_dir=target)
         assert {each.file.path: each.source for each in plan.files}["config.json"] == "fetch"
 
-    def test_only_what_is_new_comes_from_the_hub(self, b: Client, hub: Hub) -> None:
+    def test_only_what_is_new_comes_from_the_hub(self, there: Client, hub: Hub) -> None:
         new = weights(9)
         hub.add("org/name", {**FILES, "new.safetensors": new})
-        sources = b.sources()
+        sources = there.sources()
         assert [name for name, source in sources.items() if source == "fetch"] == [
             "new.safetensors"
         ]
-        b.snapshot()
+        there.snapshot()
         assert hub.requests.fetched_bytes() == len(new)
 
-    def test_force_download_asks_the_hub(self, b: Client) -> None:
-        assert set(b.sources(force_download=True).values()) == {"fetch"}
+    def test_force_download_asks_the_hub(self, there: Client) -> None:
+        assert set(there.sources(force_download=True).values()) == {"fetch"}
 
 
 @pytest.mark.usefixtures("pushed")
 class TestFaults:
     def test_a_wrong_byte_is_named_and_the_hub_asked(
         self,
-        b: Client,
+        there: Client,
         hub: Hub,
-        nas: Path,
-        tier: Tier,
+        share: Path,
+        shared: Tier,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        path = object_of(nas, tier, OTHER)
+        path = object_of(share, shared, OTHER)
         path.write_bytes(OTHER[:-1] + b"?")
-        snapshot = b.snapshot()
+        snapshot = there.snapshot()
         assert contents(snapshot) == FILES
         assert [each.file for each in hub.requests.gets()] == ["org/name/unet/model.safetensors"]
         assert path.name in caplog.text
         assert "is damaged" in caplog.text
-        assert faults_of(b.cache) == []
-        assert not b.store.verify(full=True).has_damage
+        assert faults_of(there.cache) == []
+        assert not there.store.verify(full=True).has_damage
 
     def test_a_small_file_with_a_wrong_byte_comes_from_the_hub(
-        self, b: Client, hub: Hub, nas: Path, tier: Tier
+        self, there: Client, hub: Hub, share: Path, shared: Tier
     ) -> None:
         data = FILES["config.json"]
-        object_of(nas, tier, data).write_bytes(b"x" * len(data))
-        assert contents(b.snapshot()) == FILES
+        object_of(share, shared, data).write_bytes(b"x" * len(data))
+        assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() == len(data)
 
     def test_a_missing_object_comes_from_the_hub(
         self,
-        b: Client,
+        there: Client,
         hub: Hub,
-        nas: Path,
-        tier: Tier,
+        share: Path,
+        shared: Tier,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        object_of(nas, tier, OTHER).unlink()
-        assert contents(b.snapshot()) == FILES
+        object_of(share, shared, OTHER).unlink()
+        assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() == len(OTHER)
         assert "has no object" in caplog.text
 
     def test_a_name_that_leads_to_another_object_is_not_believed(
-        self, b: Client, hub: Hub, tier: Tier
+        self, there: Client, hub: Hub, shared: Tier
     ) -> None:
         """Of the right size, whole, and with the digest that the name says."""
-        lie = tier.put_bytes(weights(77, len(OTHER)))
-        tier.add_names(store_tiers.Found(lie, len(OTHER)), {"sha256": sha256(OTHER)})
-        assert contents(b.snapshot()) == FILES
+        lie = shared.put_bytes(weights(77, len(OTHER)))
+        shared.add_names(store_tiers.Found(lie, len(OTHER)), {"sha256": sha256(OTHER)})
+        assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() == len(OTHER)
 
     def test_a_tier_that_is_not_there_is_a_warning(
-        self, b: Client, hub: Hub, nas: Path, caplog: pytest.LogCaptureFixture
+        self, there: Client, hub: Hub, share: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        nas.rename(nas.with_name("unmounted"))
-        assert contents(b.snapshot()) == FILES
+        share.rename(share.with_name("unmounted"))
+        assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() > 0
         assert "the tier nas is left out" in caplog.text
 
     def test_a_tier_that_does_not_answer_is_left_out_soon(
-        self, b: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        there: Client,
+        hub: Hub,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         class Hanging:
             name = "hanging"
@@ -213,15 +219,15 @@ class TestFaults:
                 threading.Event().wait()
 
         monkeypatch.setattr(store_tiers, "_PATIENCE", 0.2)
-        b.store.open_tiers = lambda: [Hanging()]  # type: ignore[list-item]
+        there.store.open_tiers = lambda: [Hanging()]  # type: ignore[list-item]
         hub.add("org/name", FILES)
-        assert contents(b.snapshot()) == FILES
+        assert contents(there.snapshot()) == FILES
         assert "the tier hanging is left out: it has not answered" in caplog.text
 
     def test_an_object_that_stops_in_the_middle_is_given_up(
-        self, b: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch
+        self, there: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (real,) = b.smart.tiers
+        (real,) = there.smart.tiers
 
         class Stopping:
             name = "stopping"
@@ -233,27 +239,27 @@ class TestFaults:
                 threading.Event().wait()
 
         monkeypatch.setattr(store_tiers, "_SILENCE", 0.2)
-        b.store.open_tiers = lambda: [Stopping()]
-        assert contents(b.snapshot()) == FILES
+        there.store.open_tiers = lambda: [Stopping()]
+        assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() == SIZE
-        assert list((b.store.root / "tmp").iterdir()) == []
+        assert list((there.store.root / "tmp").iterdir()) == []
 
 
 @pytest.mark.usefixtures("pushed")
 class TestPush:
-    def test_pushing_twice_sends_nothing(self, a: Client, nas: Path) -> None:
-        before = sorted(nas.rglob("*.json"))
-        sent, there = push(a, "org/name")
+    def test_pushing_twice_sends_nothing(self, here: Client, share: Path) -> None:
+        before = sorted(share.rglob("*.json"))
+        sent, there = push(here, "org/name")
         assert sent == 0
         assert there == len(set(FILES.values())) + 1  # and the listing of the Hub
-        assert sorted(nas.rglob("*.json")) == before
+        assert sorted(share.rglob("*.json")) == before
 
     def test_revisions_of_several_machines_stand_beside_each_other(
-        self, pushed: str, b: Client, hub: Hub, tmp_path: Path
+        self, pushed: str, there: Client, hub: Hub, tmp_path: Path
     ) -> None:
         second = hub.add("org/name", {"config.json": b"two"}).sha
-        b.snapshot()
-        push(b, "org/name")
+        there.snapshot()
+        push(there, "org/name")
         with SmartCache(tmp_path / "c" / "store") as smart:
             c = Client(smart, hub, tmp_path / "c" / "hf")
             pull(c, "org/name")
@@ -263,102 +269,106 @@ class TestPush:
         assert faults_of(c.cache) == []
 
     def test_a_partial_snapshot_takes_no_file_from_the_tier(
-        self, pushed: str, b: Client, tier: Tier
+        self, pushed: str, there: Client, shared: Tier
     ) -> None:
-        b.file("org/name", "config.json")
-        push(b, "org/name")
-        document = tier.document("repos", "models--org--name")
+        there.file("org/name", "config.json")
+        push(there, "org/name")
+        document = shared.document("repos", "models--org--name")
         assert document is not None
         files = document["content"]["manifest"]["repos"][0]["revisions"][pushed]["files"]
         assert files.keys() == FILES.keys()
 
-    def test_a_damaged_file_is_not_pushed(self, a: Client, hub: Hub) -> None:
+    def test_a_damaged_file_is_not_pushed(self, here: Client, hub: Hub) -> None:
         hub.add("org/name", FILES)
-        snapshot = a.snapshot()
+        snapshot = here.snapshot()
         path = Path(os.path.realpath(snapshot / "config.json"))
         path.write_bytes(b"{}")
         with pytest.raises(OSError, match="is damaged"):
-            push(a, "org/name")
+            push(here, "org/name")
 
-    def test_a_repo_that_is_not_here_is_an_error(self, a: Client) -> None:
+    def test_a_repo_that_is_not_here_is_an_error(self, here: Client) -> None:
         with pytest.raises(RepoNotCachedError):
-            push(a, "org/none")
+            push(here, "org/none")
 
     def test_a_blob_is_pushed_and_pulled_by_its_digest(
-        self, a: Client, b: Client, folder: Path
+        self, here: Client, there: Client, folder: Path
     ) -> None:
         data = weights(5)
         path = folder / "model.safetensors"
         path.write_bytes(data)
-        digest = a.store.put_file(path).digest
-        assert push(a, digest[:12]) == (1, 0)
-        assert pull(b, digest[:12]) == len(data)
-        assert pull(b, digest) == 0
-        with b.store.open(digest) as file:
+        digest = here.store.put_file(path).digest
+        assert push(here, digest[:12]) == (1, 0)
+        assert pull(there, digest[:12]) == len(data)
+        assert pull(there, digest) == 0
+        with there.store.open(digest) as file:
             assert file.read() == data
-        assert not b.store.plan_prune().victims
+        assert not there.store.plan_prune().victims
 
 
 @pytest.mark.usefixtures("pushed")
 class TestPull:
-    def test_a_repo_comes_whole_without_the_hub(self, a: Client, b: Client, hub: Hub) -> None:
-        assert pull(b, "org/name") > SIZE
-        assert repo_in(b) == repo_in(a)
-        assert faults_of(b.cache) == []
+    def test_a_repo_comes_whole_without_the_hub(
+        self, here: Client, there: Client, hub: Hub
+    ) -> None:
+        assert pull(there, "org/name") > SIZE
+        assert repo_in(there) == repo_in(here)
+        assert faults_of(there.cache) == []
         assert hub.requests == []
-        assert pull(b, "org/name") == 0
+        assert pull(there, "org/name") == 0
 
-    def test_one_revision_is_enough(self, pushed: str, a: Client, b: Client, hub: Hub) -> None:
+    def test_one_revision_is_enough(
+        self, pushed: str, here: Client, there: Client, hub: Hub
+    ) -> None:
         hub.add("org/name", {"config.json": b"two"})
-        a.snapshot()
-        push(a, "org/name")
-        pull(b, f"org/name@{pushed[:8]}")
-        assert os.listdir(b.cache / "models--org--name" / "snapshots") == [pushed]
+        here.snapshot()
+        push(here, "org/name")
+        pull(there, f"org/name@{pushed[:8]}")
+        assert os.listdir(there.cache / "models--org--name" / "snapshots") == [pushed]
 
     def test_a_wrong_byte_leaves_nothing_and_is_named(
-        self, a: Client, b: Client, nas: Path, tier: Tier
+        self, here: Client, there: Client, share: Path, shared: Tier
     ) -> None:
-        path = object_of(nas, tier, OTHER)
+        path = object_of(share, shared, OTHER)
         path.write_bytes(OTHER[::-1])
         with pytest.raises(DamagedObjectError, match=f"{path.name} of the tier nas is damaged"):
-            pull(b, "org/name")
-        assert not (b.cache / "models--org--name" / "snapshots").exists()
-        assert list((b.store.root / "tmp").iterdir()) == []
+            pull(there, "org/name")
+        assert not (there.cache / "models--org--name" / "snapshots").exists()
+        assert list((there.store.root / "tmp").iterdir()) == []
         path.write_bytes(OTHER)
-        pull(b, "org/name")
-        assert repo_in(b) == repo_in(a)
+        pull(there, "org/name")
+        assert repo_in(there) == repo_in(here)
 
     def test_a_small_object_with_a_wrong_byte_is_named(
-        self, b: Client, nas: Path, tier: Tier
+        self, there: Client, share: Path, shared: Tier
     ) -> None:
-        path = object_of(nas, tier, FILES["config.json"])
+        path = object_of(share, shared, FILES["config.json"])
         path.write_bytes(b"x" * len(FILES["config.json"]))
         with pytest.raises(DamagedObjectError, match=path.name):
-            pull(b, "org/name")
-        assert faults_of(b.cache) == []
+            pull(there, "org/name")
+        assert faults_of(there.cache) == []
 
-    def test_a_missing_object_is_named(self, b: Client, nas: Path, tier: Tier) -> None:
-        path = object_of(nas, tier, OTHER)
+    def test_a_missing_object_is_named(self, there: Client, share: Path, shared: Tier) -> None:
+        path = object_of(share, shared, OTHER)
         path.unlink()
         with pytest.raises(MissingObjectError, match=path.name):
-            pull(b, "org/name")
+            pull(there, "org/name")
 
-    def test_what_is_not_there_is_said_with_what_is(self, b: Client) -> None:
+    def test_what_is_not_there_is_said_with_what_is(self, there: Client) -> None:
         with pytest.raises(MissingObjectError) as caught:
-            pull(b, "org/nme")
+            pull(there, "org/nme")
         assert "model/org/name" in caught.value.hint
 
     def test_a_document_that_means_harm_is_refused(
-        self, b: Client, nas: Path, tmp_path: Path
+        self, there: Client, share: Path, tmp_path: Path
     ) -> None:
-        (path,) = (nas / "documents" / "repos" / "models--org--name").iterdir()
+        (path,) = (share / "documents" / "repos" / "models--org--name").iterdir()
         document = json.loads(path.read_text())
         (revision,) = document["content"]["manifest"]["repos"][0]["revisions"].values()
         revision["files"]["../../../outside"] = revision["files"].pop("config.json")
         path.write_text(json.dumps(document))
         with pytest.raises(DamagedObjectError, match="leads outside its folder"):
-            pull(b, "org/name")
-        assert not (tmp_path / "b" / "outside").exists()
+            pull(there, "org/name")
+        assert not (tmp_path / "there" / "outside").exists()
 
 
 class TestWithoutTheHub:
@@ -371,23 +381,23 @@ class TestWithoutTheHub:
         """As with HF_HUB_OFFLINE=1; else huggingface_hub tries for half a minute to get a file."""
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-    def test_a_snapshot_comes_from_the_tier(self, b: Client) -> None:
-        assert contents(b.snapshot()) == FILES
-        assert faults_of(b.cache) == []
+    def test_a_snapshot_comes_from_the_tier(self, there: Client) -> None:
+        assert contents(there.snapshot()) == FILES
+        assert faults_of(there.cache) == []
 
     @pytest.mark.usefixtures("offline")
-    def test_patterns_hold(self, b: Client) -> None:
-        assert set(contents(b.snapshot(allow_patterns=["*.json"]))) == {
+    def test_patterns_hold(self, there: Client) -> None:
+        assert set(contents(there.snapshot(allow_patterns=["*.json"]))) == {
             "config.json",
             "tokenizer.json",
         }
 
     @pytest.mark.usefixtures("offline")
-    def test_one_file_comes_alone(self, b: Client) -> None:
-        path = b.file("org/name", "config.json")
+    def test_one_file_comes_alone(self, there: Client) -> None:
+        path = there.file("org/name", "config.json")
         assert path.read_bytes() == FILES["config.json"]
         assert set(contents(path.parent)) == {"config.json"}
 
-    def test_what_no_tier_has_is_the_error_of_huggingface_hub(self, b: Client) -> None:
+    def test_what_no_tier_has_is_the_error_of_huggingface_hub(self, there: Client) -> None:
         with pytest.raises(OSError, match=r"cache|connection|Hub"):
-            b.snapshot("org/none")
+            there.snapshot("org/none")

@@ -25,7 +25,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -47,6 +46,7 @@ from smartcache.errors import (
     ConfigError,
     DamagedArtifactError,
     DamagedObjectError,
+    MissingObjectError,
     SetFormatError,
 )
 from smartcache.store.kernel import sync_directory
@@ -62,8 +62,8 @@ MAX_SIZE: Final = 64 << 30
 _LEAST_CHUNKS: Final = 16
 _HASH: Final = 16
 """Bytes of BLAKE3 that stand for a chunk."""
-_OPEN: Final = 32
-"""Chunks of a pack that are kept open; and so many in memory, where none can be written."""
+_OPEN: Final = 64
+"""Chunks of all packs that are kept open; or in memory, where none can be written."""
 _THREADS: Final = 8
 _MAGIC: Final = b"smartcache far 1"
 _LENGTHS: Final = struct.Struct("<II")
@@ -185,6 +185,43 @@ class Skeleton(NamedTuple):
         return found
 
 
+class _Open:
+    """A chunk that is open; closed when the last who reads it is gone."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class _Chunks:
+    """The chunks that this process has at hand, of all packs; those used last."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._found: OrderedDict[Path, _Open | bytes] = OrderedDict()
+
+    def get(self, path: Path) -> _Open | bytes | None:
+        with self._gate:
+            found = self._found.get(path)
+            if found is not None:
+                self._found.move_to_end(path)
+            return found
+
+    def keep(self, path: Path, found: _Open | bytes) -> None:
+        with self._gate:
+            self._found[path] = found
+            while len(self._found) > _OPEN:
+                self._found.popitem(last=False)  # closed when nobody reads it any more
+
+    def forget(self, path: Path) -> None:
+        with self._gate:
+            self._found.pop(path, None)
+
+
 class FarPack:
     """A pack that lies in a tier, open for reading."""
 
@@ -199,8 +236,6 @@ class FarPack:
         self._far = far
         self._leases = leases
         self._folder = path.parent / FOLDER / path.name.removesuffix(FAR)
-        self._gate = threading.Lock()
-        self._open: OrderedDict[int, FileIO | bytes] = OrderedDict()
         self._fetching: set[int] = set()
         self._origin: Origin | None = None
 
@@ -252,7 +287,7 @@ class FarPack:
             found = self._need(first)
             if not isinstance(found, bytes):
                 at = offset - first * chunk
-                if os.preadv(found.fileno(), buffers, at) == size:  # type: ignore[arg-type]
+                if os.preadv(found.fd, buffers, at) == size:  # type: ignore[arg-type]
                     return True
         for buffer in buffers:
             view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
@@ -275,7 +310,7 @@ class FarPack:
             if isinstance(found, bytes):
                 data = found[at : at + room]
             else:
-                count = os.preadv(found.fileno(), [view[:room]], at)
+                count = os.preadv(found.fd, [view[:room]], at)
                 if count <= 0:
                     raise DamagedArtifactError(f"a chunk of {self.path.name} is cut off")
                 return count
@@ -290,14 +325,9 @@ class FarPack:
             for start, length in ranges
             for number in range(start // chunk, (start + length - 1) // chunk + 1)
         }
-        for number in sorted(wanted):
-            with self._gate:
-                if number in self._fetching:
-                    continue
+        for number in sorted(wanted - self._fetching):
+            if self._here(number) is None:
                 self._fetching.add(number)
-            if self._here(number) is not None:
-                self._fetching.discard(number)
-            else:
                 _fetchers().submit(self._fetch_ahead, number)
 
     def _fetch_ahead(self, number: int) -> None:
@@ -312,10 +342,10 @@ class FarPack:
         """Let go of the chunks of a range: what this disk has of them may be damaged."""
         chunk = self.about.chunk
         for number in range(offset // chunk, (offset + size - 1) // chunk + 1):
-            with self._gate:
-                self._open.pop(number, None)
+            path = self._folder / f"{number:08}"
+            _chunks.forget(path)
             with suppress(OSError):
-                os.unlink(self._folder / f"{number:08}")
+                os.unlink(path)
         return True
 
     @property
@@ -328,35 +358,27 @@ class FarPack:
 
     # chunks
 
-    def _here(self, number: int) -> FileIO | bytes | None:
+    def _here(self, number: int) -> _Open | bytes | None:
         """Return a chunk that is on this disk; None: it has to be fetched."""
-        with self._gate:
-            found = self._open.get(number)
-            if found is not None:
-                self._open.move_to_end(number)
-                return found
         path = self._folder / f"{number:08}"
+        found = _chunks.get(path)
+        if found is not None:
+            return found
         try:
-            file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+            file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
         except OSError:
             return None
-        if os.fstat(file.fileno()).st_size != self._length(number):
+        if os.fstat(file.fd).st_size != self._length(number):
             return None
         with suppress(OSError):
-            os.utime(file.fileno())  # it is used: others go before it
-        self._keep(number, file)
+            os.utime(file.fd)  # it is used: others go before it
+        _chunks.keep(path, file)
         return file
-
-    def _keep(self, number: int, found: FileIO | bytes) -> None:
-        with self._gate:
-            self._open[number] = found
-            while len(self._open) > _OPEN:
-                self._open.popitem(last=False)  # closed when nobody reads it any more
 
     def _length(self, number: int) -> int:
         return min(self.about.chunk, self.size - number * self.about.chunk)
 
-    def _need(self, number: int) -> FileIO | bytes:
+    def _need(self, number: int) -> _Open | bytes:
         """Return a chunk, fetched if it is not here."""
         found = self._here(number)
         if found is not None:
@@ -370,17 +392,24 @@ class FarPack:
             found = self._here(number)  # another thread or process may have fetched it
             if found is not None:
                 return found
-            if origin.has_ranges:
-                start = number * self.about.chunk
-                data = origin.read(self.about.digest, start, self._length(number))
-                return self._take(number, data, origin)
-            wanted: FileIO | bytes | None = None
-            for each, data in enumerate(self._all(origin)):
-                taken = self._take(each, data, origin)
-                wanted = taken if each == number else wanted
-            if wanted is None:
-                raise DamagedObjectError(self._wrong(number, origin), tier=origin.name)
-            return wanted
+            try:
+                return self._fetch(number, origin)
+            except MissingObjectError as error:
+                hint = "Open the set with its tier again: who pushed it may have compacted it."
+                raise MissingObjectError(str(error), hint=hint, tier=origin.name) from error
+
+    def _fetch(self, number: int, origin: Origin) -> _Open | bytes:
+        if origin.has_ranges:
+            start = number * self.about.chunk
+            data = origin.read(self.about.digest, start, self._length(number))
+            return self._take(number, data, origin)
+        wanted: _Open | bytes | None = None
+        for each, data in enumerate(self._all(origin)):
+            taken = self._take(each, data, origin)
+            wanted = taken if each == number else wanted
+        if wanted is None:
+            raise DamagedObjectError(self._wrong(number, origin), tier=origin.name)
+        return wanted
 
     def _all(self, origin: Origin) -> Iterator[bytes]:
         """Go through all chunks, of a server that does not send parts."""
@@ -394,7 +423,7 @@ class FarPack:
         if left:
             yield bytes(left)
 
-    def _take(self, number: int, data: bytes, origin: Origin) -> FileIO | bytes:
+    def _take(self, number: int, data: bytes, origin: Origin) -> _Open | bytes:
         """Keep a chunk that has arrived; DamagedObjectError if it is not what was pushed."""
         told = self.about.hashes[number * _HASH : number * _HASH + _HASH]
         if len(data) != self._length(number) or blake3(data).digest(_HASH) != told:
@@ -406,10 +435,10 @@ class FarPack:
                 if error.errno not in _UNWRITABLE:
                     raise
                 _log.warning("%s: chunks are not kept: %s", self._folder, error.strerror)
-        self._keep(number, data)
+        _chunks.keep(self._folder / f"{number:08}", data)
         return data
 
-    def _write(self, number: int, data: bytes) -> FileIO:
+    def _write(self, number: int, data: bytes) -> _Open:
         for folder in (self._folder.parent, self._folder):
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
@@ -424,10 +453,12 @@ class FarPack:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        self._keep(number, file)
+        file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        _chunks.keep(path, file)
         most = MAX_SIZE if self._far is None else self._far.max_size
-        _rooms.grown(self._folder.parent, len(data), max(most, _LEAST_CHUNKS * self.about.chunk))
+        # Where a pack comes whole or not at all, none of it may go while it comes.
+        least = _LEAST_CHUNKS * self.about.chunk if self._connected().has_ranges else 2 * self.size
+        _rooms.grown(self._folder.parent, len(data), max(most, least))
         return file
 
     def _connected(self) -> Origin:
@@ -546,6 +577,7 @@ def _scanned(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 _rooms = _Rooms()
+_chunks = _Chunks()
 
 
 class _Pool:
@@ -564,6 +596,7 @@ def _forget_threads() -> None:
     _Pool.threads = None
     _Pool.gate = threading.Lock()
     _rooms.__init__()  # type: ignore[misc]
+    _chunks.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_forget_threads)
