@@ -84,6 +84,7 @@ from smartcache.config import (
     load_settings,
     variable,
 )
+from smartcache.config import remotes_file as config_remotes_file
 from smartcache.errors import (
     ArtifactError,
     ArtifactGoneError,
@@ -632,6 +633,7 @@ __all__ = [
     "conclude",
     "config",
     "config_file",
+    "config_remotes_file",
     "connect",
     "content_of",
     "cut",

@@ -444,9 +444,9 @@ def gc_command(*, name: str, older_than: timedelta, dry_run: bool, yes: bool) ->
 
     plan = plan_gc(Remotes().tier(name), older_than=older_than, progress=bars)
     result: GcResult | None = None
-    if (plan.objects or plan.names) and not dry_run:
+    if not plan.is_empty and not dry_run:
         freed = format_size(plan.freed_size)
-        what = counted(len(plan.objects), "object")
+        what = _going(plan)
         out.confirm(f"Remove {what} of {name} for good and free {freed}?", yes=yes)
         result = plan.execute(bars)
     out.show(
@@ -456,6 +456,7 @@ def gc_command(*, name: str, older_than: timedelta, dry_run: bool, yes: bool) ->
             "remote": plan.tier,
             "objects": [each.path for each in plan.objects],
             "names": len(plan.names),
+            "leftovers": [each.path for each in plan.leftovers],
             "planned_size": plan.freed_size,
             "kept_size": plan.kept_size,
             "young": plan.young,
@@ -468,21 +469,24 @@ def gc_command(*, name: str, older_than: timedelta, dry_run: bool, yes: bool) ->
     )
 
 
+def _going(plan: GcPlan) -> str:
+    parts = [counted(len(plan.objects), "object")]
+    if plan.leftovers:
+        parts.append(counted(len(plan.leftovers), "half-made file"))
+    return " and ".join(parts)
+
+
 def _say_collected(
     plan: GcPlan, result: GcResult | None, older_than: timedelta, *, dry_run: bool
 ) -> None:
     if result is not None:
-        out.line(
-            f"Removed {counted(len(plan.objects), 'object')}, freed "
-            f"{format_size(result.freed_size)}."
-        )
+        out.line(f"Removed {_going(plan)}, freed {format_size(result.freed_size)}.")
         if result.kept:
             out.talk(f"{counted(result.kept, 'object')} came into use meanwhile and stayed.")
-    elif not plan.objects and not plan.names:
+    elif plan.is_empty:
         out.line("Nothing to remove: everything is needed, or too young.")
     elif dry_run:
-        what = counted(len(plan.objects), "object")
-        out.line(f"Would remove {what} and free {format_size(plan.freed_size)}.")
+        out.line(f"Would remove {_going(plan)} and free {format_size(plan.freed_size)}.")
     if plan.young:
         text = (
             f"{counted(plan.young, 'object')}, {format_size(plan.young_size)}, that nothing needs"

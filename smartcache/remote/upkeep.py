@@ -7,9 +7,10 @@ document that needs them, so what nobody needs is left alone while it is young.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Literal
 
 from blake3 import blake3
@@ -23,6 +24,7 @@ from smartcache.store.tiers import Offer
 YOUNG = timedelta(hours=24)
 """What is younger may belong to a push that has not come to its document."""
 _OBJECT = re.compile(r"objects/[0-9a-f]{2}/([0-9a-f]{64})")
+_HALF_MADE = re.compile(r"[A-Za-z0-9._-]+#[0-9]+")
 _MOST_NAME = 4096
 _AT_ONCE = 500
 
@@ -183,6 +185,8 @@ class GcPlan:
     objects: tuple[Listed, ...]
     names: tuple[Listed, ...]
     """Which object has a sha256 or git's sha1: of objects that go, or are gone."""
+    leftovers: tuple[Listed, ...]
+    """Files of a folder that a killed push has not come to name."""
     young: int
     """Objects that no document needs yet, and that are left alone."""
     young_size: int
@@ -193,7 +197,12 @@ class GcPlan:
     @property
     def freed_size(self) -> int:
         """Bytes that are given back."""
-        return sum(each.size for each in (*self.objects, *self.names))
+        return sum(each.size for each in (*self.objects, *self.names, *self.leftovers))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to remove."""
+        return not (self.objects or self.names or self.leftovers)
 
     def execute(self, progress: Progress = silent) -> GcResult:
         """Remove it, unless a document has come that needs it."""
@@ -229,10 +238,25 @@ def plan_gc(tier: Tier, *, older_than: timedelta = YOUNG, progress: Progress = s
         if digest not in needed
     ]
     return GcPlan(
-        tier=tier.name, objects=tuple(sorted(objects)), names=tuple(sorted(names)), young=young,
-        young_size=young_size, kept_size=kept_size,
+        tier=tier.name, objects=tuple(sorted(objects)), names=tuple(sorted(names)),
+        leftovers=tuple(_leftovers(tier.folder, before)), young=young, young_size=young_size,
+        kept_size=kept_size,
         _execute=lambda plan, progress: _collect(tier, plan, progress),
     )  # fmt: skip
+
+
+def _leftovers(folder: Path | None, before: datetime) -> Iterator[Listed]:
+    """Go through files that obstore was writing when a process was killed; it never lists them."""
+    if folder is None:
+        return
+    for path in sorted(folder.rglob("*#*")):
+        try:
+            st = path.stat()
+        except FileNotFoundError:  # it has its name now
+            continue
+        changed_at = datetime.fromtimestamp(st.st_mtime, UTC)
+        if _HALF_MADE.fullmatch(path.name) and path.is_file() and changed_at <= before:
+            yield Listed(path.relative_to(folder).as_posix(), st.st_size, changed_at)
 
 
 def _needed(tier: Tier) -> set[str]:
@@ -256,7 +280,7 @@ def _named(tier: Tier, name: Listed) -> str:
 def _collect(tier: Tier, plan: GcPlan, progress: Progress) -> GcResult:
     """Remove names before objects: a name without an object leads nowhere, and does no harm."""
     removed = freed = kept = 0
-    with progress("Removing", len(plan.names) + len(plan.objects)) as job:
+    with progress("Removing", len(plan.names) + len(plan.objects) + len(plan.leftovers)) as job:
         for some in (plan.names, plan.objects):
             for start in range(0, len(some), _AT_ONCE):
                 batch = some[start : start + _AT_ONCE]
@@ -267,6 +291,10 @@ def _collect(tier: Tier, plan: GcPlan, progress: Progress) -> GcResult:
                 freed += sum(each.size for each in going)
                 kept += len(batch) - len(going)
                 job.advance(len(batch))
+        for each in plan.leftovers:
+            Path(tier.folder or "", each.path).unlink(missing_ok=True)
+            removed, freed = removed + 1, freed + each.size
+            job.advance()
     return GcResult(removed=removed, freed_size=freed, kept=kept)
 
 

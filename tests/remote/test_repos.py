@@ -20,6 +20,7 @@ from tests.api import (
     plan_pull,
     plan_push,
     store_tiers,
+    verify_tier,
 )
 from tests.hub.bundles import everything, faults_of
 from tests.hub.clients import Client, sha256, weights
@@ -401,3 +402,38 @@ class TestWithoutTheHub:
     def test_what_no_tier_has_is_the_error_of_huggingface_hub(self, there: Client) -> None:
         with pytest.raises(OSError, match=r"cache|connection|Hub"):
             there.snapshot("org/none")
+
+
+@pytest.mark.parametrize("server", ["moto", "rclone"])
+def test_a_repo_goes_through_a_bucket(
+    server: str,
+    here: Client,
+    there: Client,
+    hub: Hub,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """Large enough for several parts; one server sends ranges, the other none."""
+    options = {"endpoint": request.getfixturevalue(server), "region": "us-east-1"}
+    here.smart.remotes.remove("nas")
+    here.smart.remotes.add("nas", f"s3://bucket/{tmp_path.name}", options)
+    files = {**FILES, "large.safetensors": weights(7, 20 << 20)}
+    hub.add("org/name", files)
+    here.snapshot()
+    assert push(here, "org/name")[0] == len(set(files.values())) + 1
+    assert push(here, "org/name")[0] == 0
+    hub.requests.clear()
+    assert contents(there.snapshot()) == files
+    assert hub.requests.gets() == []
+    assert verify_tier(here.smart.tier("nas")).findings == ()
+
+
+def test_a_server_that_is_gone_is_a_warning(
+    there: Client, hub: Hub, moto: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"s3://bucket/{tmp_path.name}"
+    gone = Tier("gone", url, {"endpoint": "http://127.0.0.1:9", "region": "us-east-1"})
+    there.store.open_tiers = lambda: [gone]
+    hub.add("org/name", FILES)
+    assert contents(there.snapshot()) == FILES
+    assert "the tier gone is left out" in caplog.text
