@@ -53,7 +53,7 @@ _STEPS = (
     ),
 )
 def remote_command() -> None:
-    """Share models, sets and datasets between machines through a NAS or bucket.
+    """Share models and tensors with other machines: NAS, S3, ...
 
     A remote is a place that several machines reach: a folder of a NAS, or a bucket of S3, Google or
     Azure. What one machine has pushed there, 'smartcache download' and from_pretrained of all
