@@ -173,11 +173,18 @@ class SmartCache:
 
         return push(self.store, self.sets, self.tier(tier), names, progress)
 
-    def pull(self, tier: str, *names: str, progress: Progress = silent) -> Sent:
+    def pull(
+        self,
+        tier: str,
+        *names: str,
+        cache_dir: str | Path | None = None,
+        progress: Progress = silent,
+    ) -> Sent:
         """Pull repos (into the HF cache), blobs, sets and datasets from a tier."""
         from smartcache.remote import pull
 
-        return pull(self.store, self.sets, self.tier(tier), names, progress)
+        cache = None if cache_dir is None else Path(cache_dir)
+        return pull(self.store, self.sets, self.tier(tier), names, progress, cache_dir=cache)
 
     def _open_tiers(self) -> list[BlobSource]:
         if self._remotes is None and not remotes_file().exists():

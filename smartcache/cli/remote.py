@@ -9,6 +9,7 @@ import click
 from smartcache.cli import _completion
 from smartcache.cli._command import FILE, age, asks, command, group, never_asks
 from smartcache.cli._failures import DAMAGED, BadUsageError, BadValueError
+from smartcache.cli._hub import cache_dirs_option, hf_caches
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -216,9 +217,17 @@ def rm_command(*, name: str) -> None:
 @click.argument(
     "words", metavar="REPO[@REV]|DIGEST|SET|DATASET...", nargs=-1, shell_complete=_completion.repos
 )
+@cache_dirs_option
 @never_asks
 @click.pass_obj
-def push_command(session: Session, *, name: str, words: tuple[str, ...], dry_run: bool) -> None:
+def push_command(
+    session: Session,
+    *,
+    name: str,
+    words: tuple[str, ...],
+    cache_dirs: tuple[Path, ...],
+    dry_run: bool,
+) -> None:
     """Send repos, blobs, sets or datasets to a remote.
 
     What is there already is not sent. Every byte is hashed on the way; revisions that other
@@ -231,7 +240,8 @@ def push_command(session: Session, *, name: str, words: tuple[str, ...], dry_run
         tier = cache.tier(name)
         if not words:
             raise _name_some("push", pushable(cache.store, cache.sets))
-        steps = plan_push(cache.store, cache.sets, tier, words, progress=bars)
+        caches = hf_caches(cache_dirs, list(cache.store.stores())) if cache_dirs else None
+        steps = plan_push(cache.store, cache.sets, tier, words, caches=caches, progress=bars)
         _move(session, tier, steps, "push", dry_run=dry_run)
 
 

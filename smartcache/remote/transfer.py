@@ -469,10 +469,17 @@ def push(
 
 
 def pull(
-    store: Store, sets: ArtifactSets, tier: Tier, words: Iterable[str], progress: Progress = silent
+    store: Store,
+    sets: ArtifactSets,
+    tier: Tier,
+    words: Iterable[str],
+    progress: Progress = silent,
+    *,
+    cache_dir: Path | None = None,
 ) -> Sent:
     """Pull repos, blobs, sets and datasets; what is here already is not fetched."""
-    return _done(plan_pull(store, sets, tier, words, progress=progress), progress)
+    steps = plan_pull(store, sets, tier, words, cache_dir=cache_dir, progress=progress)
+    return _done(steps, progress)
 
 
 def _done(steps: Iterable[Step], progress: Progress) -> Sent:
