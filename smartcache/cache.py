@@ -82,16 +82,15 @@ class SmartCache:
         return plan_download(self.store, request, look=self.look_again, progress=progress)
 
     def pull_instead(self, call: Call) -> bool:
-        """Bring what a call asks for from a tier, if the HF cache does not know the revision.
+        """Bring what a call asks for from a tier, if the HF cache does not have the revision.
 
-        For the time when the Hub cannot be asked. False: it is known, or no tier has it.
+        For the time when the Hub cannot be asked. False: it is there, or no tier has it.
         """
-        from smartcache.hub.dropin import commit_behind
+        from smartcache.hub.dropin import has_snapshot
         from smartcache.hub.tiered import pull_without_hub
 
         request = call.request()
-        is_known = commit_behind(request, None) is not None
-        return not is_known and pull_without_hub(self.store, request)
+        return not has_snapshot(request) and pull_without_hub(self.store, request)
 
     def lending(self, call: Call, purpose: Purpose) -> AbstractContextManager[str]:
         """Let a library load from a repo in a `with` block that gives the commit.

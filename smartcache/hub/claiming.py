@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from smartcache.errors import (
     CannotLinkError,
@@ -103,7 +103,8 @@ class Claims:
             if _is_at(path, self._target.spot(planned.file)):
                 self._target.settled(planned.file)  # another process has brought it meanwhile
             elif self._near is None or not planned.is_weight:  # texts are never shared
-                self._write(planned, lambda to: _copy(path, to, "blake3", hashes.digest))
+                with open(path, "rb") as source:
+                    self._write(planned, lambda to: _copy(source, to, "blake3", hashes.digest))
             else:
                 self._bring_in(self._near, candidate, hashes.digest)
                 self._near.add_aliases(hashes.digest, {algorithm: wanted})
@@ -222,8 +223,8 @@ class Claims:
 
     def _copy_shared(self, planned: PlannedFile, sha256: str) -> bool:
         for found in self._store.find_shared("sha256", sha256, size=planned.file.size):
-            descriptor = found.store.open(found.digest)
-            self._write(planned, lambda to: _copy(descriptor, to, "sha256", sha256))  # noqa: B023 - called at once
+            with open(found.store.open(found.digest), "rb") as source:
+                self._write(planned, lambda to: _copy(source, to, "sha256", sha256))
             return True
         return False
 
@@ -252,12 +253,11 @@ class Claims:
 
 
 def _copy(
-    source: Path | int, target: int, algorithm: Literal["blake3", "sha256"], wanted: str
+    source: BinaryIO, target: int, algorithm: Literal["blake3", "sha256"], wanted: str
 ) -> None:
     """Copy a file, hashed on the way; FileSkippedError if it has other bytes."""
-    with open(source, "rb") as file:
-        if copy_hashed(file, target, algorithm=algorithm) != wanted:
-            raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
+    if copy_hashed(source, target, algorithm=algorithm) != wanted:
+        raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
 
 
 def _write_offer(

@@ -289,6 +289,13 @@ def _prove_what_came(
     log_changes(request.repo, watch.changes(), store)
 
 
+def has_snapshot(request: Request) -> bool:
+    """Say whether the HF cache has the revision, all of it or some."""
+    commit = commit_behind(request, None)
+    folder = request.cache_dir / request.repo.folder_name / "snapshots"
+    return bool(commit) and (folder / str(commit)).is_dir()
+
+
 def commit_behind(request: Request, path: Path | None) -> str | None:
     """Return the commit of a snapshot; None if there is none, "" for a `local_dir`."""
     if request.local_dir is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
 from smartcache.hub import patches, tree
-from smartcache.hub.dropin import Call, commit_behind, listing_of
+from smartcache.hub.dropin import Call, commit_behind, has_snapshot, listing_of
 from smartcache.hub.leftovers import looks_at, prove_file, prove_noted
 from smartcache.hub.lender import Lender
 from smartcache.hub.lent import Loan, Loans
@@ -78,7 +78,7 @@ def lending(
     # A tier may have the small files too, which are all that is loaded if there are no weights.
     is_lending = purpose.has_weights or (call.is_plain and bool(store.tiers))
     listing = None if is_pinned or not is_lending else listing_of(call)
-    if listing is None and is_lending and not is_pinned and call.is_plain:
+    if listing is None and is_lending and not is_pinned and _may_pull(call):
         with forgiving(request.repo, "nothing comes from a tier"):
             pull_without_hub(store, request)
     commit = (commit_behind(request, None) if listing is None else listing.commit) or ""
@@ -89,7 +89,7 @@ def lending(
             if is_lending and not run.is_served():
                 stack.enter_context(run.lease())
                 if not run.is_served():  # by whoever was waited for
-                    if is_pinned and (listing := listing_of(call)) is None and call.is_plain:
+                    if is_pinned and (listing := listing_of(call)) is None and _may_pull(call):
                         pull_without_hub(store, request)
                     run.prepare(listing, look if purpose.has_weights else None)
                 if run.is_idle:
@@ -99,6 +99,11 @@ def lending(
         with run.forgiving("it is not remembered"):
             run.remember()
             log_changes(request.repo, run.watch.changes(), store)
+
+
+def _may_pull(call: Call) -> bool:
+    """Say whether a tier is asked where the Hub cannot be: not for what the HF cache has."""
+    return call.is_plain and not has_snapshot(call.request())
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 Sources in this order: what is at the target already, the store, files of known folders that may
 have the bytes, stores that other users have published, tiers, the Hub. A plan costs the requests
-that huggingface_hub makes anyway (the commit, the listing), stats, and a small request to a tier
-for each file that this machine does not have; no byte of a file is read for it.
+that huggingface_hub makes anyway (the commit, the listing) and stats; of a tier, what it says of
+the repo, and a small request for each large file besides. No byte of a file is read for it.
 """
 
 from __future__ import annotations
@@ -355,23 +355,37 @@ class _Planning:
 
         Small ones too, because a tier may be near and the Hub far, or not to be reached.
         """
-        if self._store is None or self._request.force:
+        store, missing = self._store, [each for each in plans if self._may_come(each)]
+        if store is None or self._request.force or not missing or not store.tiers:
             return plans
+        from smartcache.hub.tiered import pushed_objects
+
+        offers = pushed_objects(store, self._request.repo)
+        # Another repo may have brought the same weights there.
         wanted = {
-            each.file.path: Wanted(algorithm=algorithm, value=value, size=each.file.size)
-            for each in plans
-            if each.source == "fetch" and each.file.size is not None and self._may_come(each)
+            each.file.etag: Wanted(algorithm=algorithm, value=value, size=each.file.size)
+            for each in missing
+            if each.is_large and each.file.etag not in offers
             for algorithm, value in each.file.announced.items()
         }
-        offers = self._store.find_in_tiers(set(wanted.values()))
+        found = store.find_in_tiers(set(wanted.values()))
+        offers |= {etag: found[each] for etag, each in wanted.items() if each in found}
+        taken = {
+            each.file.path: offers[each.file.etag]
+            for each in missing
+            if each.file.etag in offers and offers[each.file.etag].size == each.file.size
+        }
         return [
-            each if offer is None else replace(each, source="tier", offer=offer)
+            replace(each, source="tier", offer=taken[each.file.path])
+            if each.file.path in taken
+            else each
             for each in plans
-            for offer in [offers.get(wanted[each.file.path]) if each.file.path in wanted else None]
         ]
 
     def _may_come(self, planned: PlannedFile) -> bool:
-        """Say whether a file may come from us: a text in the user's own folder is left alone."""
+        """Say whether a file may come from a tier: what the user has in its place is left alone."""
+        if planned.source != "fetch" or not planned.file.announced:
+            return False
         is_free = planned.is_large or not self._is_local
         return is_free or not os.path.lexists(self._target.visible(planned.file))
 

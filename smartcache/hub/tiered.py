@@ -20,17 +20,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from smartcache.errors import BundleError, DamagedObjectError, DigestMismatchError
 from smartcache.hub import tree
-from smartcache.hub.bundle import BundledRepo, Content, Manifest, Revision, decode, encode
+from smartcache.hub.bundle import (
+    BundledRepo,
+    Content,
+    Manifest,
+    Revision,
+    decode,
+    encode,
+    is_safe_id,
+)
 from smartcache.hub.bundle_reading import Chunks
 from smartcache.hub.import_steps import near_store
 from smartcache.hub.importing import ImportPlan, plan_source
 from smartcache.hub.outcome import FileChanges
-from smartcache.hub.plan import Request
 from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.remote import select
 from smartcache.hub.workers import Workers
@@ -39,6 +47,9 @@ from smartcache.store.digest import Algorithm
 from smartcache.store.faults import reached
 from smartcache.store.store import Store
 from smartcache.store.tiers import BlobSource, Document, Offer
+
+if TYPE_CHECKING:
+    from smartcache.hub.plan import Request
 
 KIND = "repos"
 """The documents that are of repos; each is named as the repo's folder in an HF cache."""
@@ -256,6 +267,27 @@ def plan_pull(
     )
 
 
+def pushed_objects(store: Store, repo: Repo) -> dict[str, Offer]:
+    """Return the objects that tiers have of a repo, by their account: by the etag of a file."""
+    offers: dict[str, Offer] = {}
+    for tier, tiered in _tiered(store, repo):
+        for etag, content in tiered.manifest.blobs.items():
+            digest = tiered.digests[content.sha256]
+            offers.setdefault(etag, Offer(tier=tier, digest=digest, size=content.size))
+    return offers
+
+
+def _tiered(store: Store, repo: Repo) -> Iterator[tuple[BlobSource, TieredRepo]]:
+    """Go through what tiers say of a repo; what makes no sense is a warning."""
+    if not is_safe_id(repo):
+        return
+    for tier, document in store.tier_documents(KIND, repo.folder_name):
+        try:
+            yield tier, read_content(repo, document["content"], tier.name)
+        except DamagedObjectError as error:
+            _log.warning("%s", error)
+
+
 def pull_without_hub(store: Store, request: Request, *, progress: Progress = silent) -> bool:
     """Bring what a request asks for from a tier that has the repo; False: none has the revision.
 
@@ -265,12 +297,7 @@ def pull_without_hub(store: Store, request: Request, *, progress: Progress = sil
     if request.local_dir is not None or request.force:
         return False
     revision = str(getattr(request.revision, "resolved", request.revision))
-    for tier, document in store.tier_documents(KIND, request.repo.folder_name):
-        try:
-            tiered = read_content(request.repo, document["content"], tier.name)
-        except DamagedObjectError as error:
-            _log.warning("%s", error)
-            continue
+    for tier, tiered in _tiered(store, request.repo):
         bundled = tiered.bundled
         commit = revision if tree.is_commit(revision) else bundled.refs.get(revision, "")
         if commit not in bundled.revisions:

@@ -112,7 +112,7 @@ class _Needs:
         """Return what is wrong with an object, and who needs it."""
         return Finding(
             kind=kind, digest=digest, size=self.objects[digest], reason=reason,
-            needed_by=tuple(self.by[digest]),
+            needed_by=tuple(sorted(self.by[digest])),
         )  # fmt: skip
 
 

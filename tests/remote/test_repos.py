@@ -144,6 +144,10 @@ class TestDownload:
         there.snapshot()
         assert hub.requests.fetched_bytes() == len(new)
 
+    def test_weights_of_another_repo_are_found_by_their_hash(self, there: Client, hub: Hub) -> None:
+        hub.add("org/other", {"config.json": b"{}", "unet.safetensors": OTHER})
+        assert there.sources("org/other") == {"config.json": "fetch", "unet.safetensors": "tier"}
+
     def test_force_download_asks_the_hub(self, there: Client) -> None:
         assert set(there.sources(force_download=True).values()) == {"fetch"}
 
@@ -195,6 +199,20 @@ class TestFaults:
         """Of the right size, whole, and with the digest that the name says."""
         lie = shared.put_bytes(weights(77, len(OTHER)))
         shared.add_names(store_tiers.Found(lie, len(OTHER)), {"sha256": sha256(OTHER)})
+        hub.add("org/other", {"model.safetensors": OTHER})
+        assert there.sources("org/other") == {"model.safetensors": "tier"}
+        snapshot = there.snapshot("org/other")
+        assert contents(snapshot) == {"model.safetensors": OTHER}
+        assert hub.requests.fetched_bytes() == len(OTHER)
+
+    def test_nor_is_a_document_that_names_another_object(
+        self, there: Client, hub: Hub, share: Path, shared: Tier
+    ) -> None:
+        lie = shared.put_bytes(weights(77, len(OTHER)))
+        (path,) = (share / "documents" / "repos" / "models--org--name").iterdir()
+        document = json.loads(path.read_text())
+        document["content"]["digests"][sha256(OTHER)] = lie
+        path.write_text(json.dumps(document))
         assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() == len(OTHER)
 
@@ -218,6 +236,8 @@ class TestFaults:
 
             def find(self, *_: str) -> None:
                 threading.Event().wait()
+
+            document = find
 
         monkeypatch.setattr(store_tiers, "_PATIENCE", 0.2)
         there.store.open_tiers = lambda: [Hanging()]  # type: ignore[list-item]
