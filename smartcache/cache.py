@@ -198,7 +198,7 @@ class SmartCache:
         return pull(self.store, self.sets, self.tier(tier), names, progress, cache_dir=cache)
 
     def _open_tiers(self) -> list[BlobSource]:
-        if self._remotes is None and not remotes_file().exists():
+        if self._remotes is None and not os.path.exists(remotes_file()):
             return []  # and nothing is loaded
         return list(self.tiers)
 

@@ -105,7 +105,9 @@ def _key_value(text: str) -> tuple[str, str]:
 
 def _say_added(made: Remote) -> None:
     out.line(f"Added {made.name}: {made.url}")
-    if made.creates:
+    if not made.writes:
+        out.warn("You may not write there: it is there to download and pull from.")
+    elif made.creates:
         out.talk("It refuses to overwrite: two machines that push at once lose nothing.")
     else:
         out.warn(
@@ -114,7 +116,8 @@ def _say_added(made: Remote) -> None:
         )
     if not made.ranges:
         out.talk("It does not send parts of files: packs of tensors are fetched whole.")
-    out.talk(f"'smartcache remote push {made.name} REPO' shares a repo.")
+    if made.writes:
+        out.talk(f"'smartcache remote push {made.name} REPO' shares a repo.")
 
 
 @command(
@@ -129,9 +132,9 @@ def _say_added(made: Remote) -> None:
 def ls_command(*, name: str | None) -> None:
     """List the remotes, or what one of them has.
 
-    CHANGES says what happens if two machines change the same thing at once: "safe", or "last wins".
-    PARTS says whether the server sends parts of a file. OBJECTS and SIZE are what each thing needs;
-    an object that several need is there once.
+    CHANGES says what happens if two machines change the same thing at once: "safe", or "last wins";
+    "read only" means that you may not write there. PARTS says whether the server sends parts of a
+    file. OBJECTS and SIZE are what each thing needs; an object that several need is there once.
     """
     from smartcache.remote import Remotes, pullable
 
@@ -169,6 +172,12 @@ def ls_command(*, name: str | None) -> None:
     )
 
 
+def _changes(each: Remote) -> str:
+    if not each.writes:
+        return "read only"
+    return "safe" if each.creates else "last wins"
+
+
 def _show_remotes(found: list[Remote]) -> None:
     if not found:
         out.line("There are no remotes; 'smartcache remote add NAME URL' makes one.")
@@ -178,7 +187,7 @@ def _show_remotes(found: list[Remote]) -> None:
         (
             [
                 each.name,
-                "safe" if each.creates else "last wins",
+                _changes(each),
                 "yes" if each.ranges else "no",
                 each.url,
             ]

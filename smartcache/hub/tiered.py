@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 KIND = "repos"
 """The documents that are of repos; each is named as the repo's folder in an HF cache."""
 _AT_ONCE = 8
+_BLOBS_AT_ONCE = 4
+"""Of each, some pieces of 8 MB are in memory."""
 _SMALL = 1 << 20
 """Contents up to this size are fetched ahead, so many at once."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -237,7 +239,7 @@ class PullPlan:
         self, blobs: Mapping[str, dict[Algorithm, str]], sizes: Mapping[str, int], job: Job
     ) -> None:
         near = near_store(self._store, self.importing.cache_dir)
-        with Workers({"fetch": _AT_ONCE}) as workers:
+        with Workers({"fetch": _BLOBS_AT_ONCE}) as workers:
 
             def bring(sha256: str) -> None:
                 if not workers.is_stopping.is_set():

@@ -75,7 +75,7 @@ def pin(source: str, arguments: Mapping[str, object]) -> dict[str, object]:
 
 def _pull_instead(source: str, arguments: Mapping[str, object]) -> None:
     """Let a repo that the HF cache does not know come from a tier, if there is one that has it."""
-    cache = open_cache() if remotes_file().exists() else None
+    cache = open_cache() if os.path.exists(remotes_file()) else None
     if cache is None:
         return
     known = ("revision", "cache_dir")
@@ -98,7 +98,7 @@ def borrowed(asked: Asked) -> Iterator[str]:
     """
     with inside():
         # Of small files nothing can be lent, unless a tier has them.
-        is_lent = asked.has_weights or remotes_file().exists()
+        is_lent = asked.has_weights or os.path.exists(remotes_file())
         cache = open_cache() if is_lent and asked.source else None
         if cache is None or (not asked.is_local and not _is_repo(asked.source)):
             yield ""

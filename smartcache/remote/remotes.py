@@ -3,10 +3,10 @@
 They are kept beside the settings, in `remotes.json`, which outlives any store, moved or ejected:
 
     {"format": 1, "remotes": {"nas": {"url": "file:///mnt/nas/smartcache", "options": {},
-                                      "creates": true, "ranges": true}}}
+                                      "creates": true, "ranges": true, "writes": true}}}
 
-What the server was seen to do is kept with it. Credentials are not: an option or URL with one is
-refused.
+What the server was seen to do, or to allow, is kept with it. Credentials are not: an option or URL
+with one is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from smartcache.config import remotes_file
-from smartcache.errors import ConfigError
+from smartcache.errors import ConfigError, TierError
 from smartcache.remote.tier import Abilities, Tier, check_options, check_url
 
 _FORMAT = 1
@@ -40,6 +40,8 @@ class Remote:
     options: Mapping[str, str] = field(default_factory=dict)
     creates: bool = True
     ranges: bool = True
+    writes: bool = True
+    """This user may push there, and not only pull."""
 
     def tier(self) -> Tier:
         """Return the tier; nothing is asked of it yet."""
@@ -84,7 +86,8 @@ class Remotes:
     def add(self, name: str, url: str, options: Mapping[str, str] | None = None) -> Remote:
         """Mark a place as a tier, find out what its server does, and keep it under a name.
 
-        TierError if it cannot be used. A remote that is there already is probed again.
+        Who may not write there gets one to read from, if it is a tier already. TierError if it
+        cannot be used. A remote that is there already is tried again.
         """
         if not _NAME.fullmatch(name):
             hint = "Letters, digits, dots, - and _ make a name, such as nas or team-bucket."
@@ -92,10 +95,17 @@ class Remotes:
         place = url if "://" in url or not url else os.path.abspath(os.path.expanduser(url))
         wanted = Remote(name=name, url=check_url(place), options=check_options(options or {}))
         self._refuse_other(wanted)
-        tier = wanted.tier().begin()
+        writes = True
+        try:
+            tier = wanted.tier().begin()
+        except TierError as error:
+            try:
+                tier, writes = wanted.tier().for_reading(), False
+            except TierError:
+                raise error from None
         made = Remote(
             name=name, url=wanted.url, options=wanted.options,
-            creates=tier.abilities.creates, ranges=tier.abilities.ranges,
+            creates=tier.abilities.creates, ranges=tier.abilities.ranges, writes=writes,
         )  # fmt: skip
         with self._changing() as remotes:
             self._refuse_other(made)
@@ -143,7 +153,7 @@ class Remotes:
             entries = {
                 name: {
                     "url": each.url, "options": dict(each.options), "creates": each.creates,
-                    "ranges": each.ranges,
+                    "ranges": each.ranges, "writes": each.writes,
                 }
                 for name, each in sorted(remotes.items())
             }  # fmt: skip
@@ -168,4 +178,5 @@ def _remote(name: str, entry: Mapping[str, object]) -> Remote:
         name=name, url=check_url(str(entry["url"])),
         options=check_options({str(key): str(value) for key, value in options.items()}),
         creates=entry["creates"] is True, ranges=entry["ranges"] is True,
+        writes=entry["writes"] is True,
     )  # fmt: skip

@@ -319,16 +319,15 @@ class Tier:
         Some pieces are on their way ahead of the one that is given. MissingObjectError; TierError
         if the connection is cut; DamagedObjectError if there are fewer or more bytes than `size`.
         """
+        if size is not None and size <= PIECE:  # many of them are small: one request is enough
+            yield from self._whole(digest, size)
+            return
         found = self.size_of(digest)
         if found is None:
             raise MissingObjectError(f"The tier {self.name} has no object {digest}", tier=self.name)
-        if size is not None and found != size:
-            message = f"The tier {self.name} has {found:,} bytes of object {digest}, not {size:,}"
-            raise DamagedObjectError(message, tier=self.name, digest=digest)
+        self._refuse_size(digest, found, size)
         if not self.abilities.ranges or found <= PIECE:
-            with self._asking(f"object {digest}"):
-                for piece in _obstore().get(self._store, _object(digest)).stream(PIECE):
-                    yield bytes(piece)
+            yield from self._whole(digest, found)
             return
         waiting: deque[Future[bytes]] = deque()
         starts = iter(range(0, found, PIECE))
@@ -343,6 +342,18 @@ class Tier:
             finally:
                 for each in waiting:
                     each.cancel()
+
+    def _whole(self, digest: str, size: int) -> Iterator[bytes]:
+        with self._asking(f"object {digest}"):
+            answer = _obstore().get(self._store, _object(digest))
+            self._refuse_size(digest, int(answer.meta["size"]), size)
+            for piece in answer.stream(PIECE):
+                yield bytes(piece)
+
+    def _refuse_size(self, digest: str, found: int, size: int | None) -> None:
+        if size is not None and found != size:
+            message = f"The tier {self.name} has {found:,} bytes of object {digest}, not {size:,}"
+            raise DamagedObjectError(message, tier=self.name, digest=digest)
 
     def read(self, digest: str, start: int, length: int) -> bytes:
         """Return a part of an object; only where the server sends parts."""
@@ -560,6 +571,16 @@ class Tier:
         with self._asking(_MARK):
             obstore.put(self._store, _MARK, json.dumps({"format": FORMAT}).encode())
         return made
+
+    def for_reading(self) -> Tier:
+        """Return the tier for somebody who may not write there; TierError if it is none."""
+        self.check()
+        ranges = False
+        with suppress(TierError), self._asking("a range"):
+            part = bytes(_obstore().get_range(self._store, _MARK, start=1, length=4))
+            ranges = part == bytes(_obstore().get(self._store, _MARK).bytes())[1:5]
+        abilities = Abilities(creates=False, ranges=ranges)
+        return Tier(self.name, self.url, self.options, abilities, self._opened)
 
     def check(self, *, must_exist: bool = True) -> None:
         """Raise TierError if this is not the place of a tier that can be used."""

@@ -383,13 +383,12 @@ def _pull_repo(
 
     def execute(progress: Progress) -> Sent:
         sizes = plan.importing.manifest.contents()
-        missing = plan.importing.missing()
-        known = plan.size, plan.present_size
+        new = [each for each in plan.importing.missing() if store.find("sha256", each) is None]
         plan.execute(progress=progress)
-        objects = len(missing) if known[0] else 0
         return Sent(
-            objects=objects, size=known[0], skipped=len(sizes) - objects, skipped_size=known[1]
-        )
+            objects=len(new), size=plan.size, skipped=len(sizes) - len(new),
+            skipped_size=plan.present_size,
+        )  # fmt: skip
 
     return Step(
         kind="repo", name=str(wanted.repo), size=plan.size, there_size=plan.present_size,

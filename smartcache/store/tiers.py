@@ -38,7 +38,7 @@ _SILENCE = 40.0
 """Seconds in which no byte of an object comes, after which it is given up."""
 _PAUSE = 60.0
 """Seconds for which a tier that failed is left alone."""
-_AHEAD = 2
+_AHEAD = 1
 _log = logging.getLogger(__name__)
 
 Document = dict[str, Any]

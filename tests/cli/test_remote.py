@@ -50,6 +50,7 @@ class TestRemotes:
                 "options": {},
                 "creates": True,
                 "ranges": True,
+                "writes": True,
             }
         ]
         assert "stays there" in sc("remote", "rm", "nas").stdout

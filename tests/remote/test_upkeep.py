@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from datetime import timedelta
 from pathlib import Path
 
+import obstore
 import pytest
 
 from tests.api import (
@@ -94,6 +96,22 @@ class TestRemotes:
         with pytest.raises(TierError):
             Remotes().add("s3", "s3://b", {"endpoint": "http://127.0.0.1:9", "region": "x"})
         assert Remotes().all() == []
+
+    def test_who_may_not_write_adds_it_for_reading(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the system would say to another user; these tests may run as root."""
+        Remotes().add("nas", str(tmp_path / "nas"))
+
+        def denied(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(obstore, "put", denied)
+        made = Remotes().add("reader", str(tmp_path / "nas"))
+        assert (made.writes, made.ranges) == (False, True)
+        assert Remotes().get("reader") == made
+        with pytest.raises(TierError, match="Permission denied"):
+            Remotes().add("other", str(tmp_path / "no tier"))
 
     def test_what_the_server_does_is_kept(self, rclone: str, tmp_path: Path) -> None:
         options = {"endpoint": rclone, "region": "us-east-1"}
