@@ -90,7 +90,7 @@ def _push_step(
 ) -> Step:
     from smartcache.remote.sets import push_dataset, push_set
 
-    if dataset_folder(sets.root, word).is_dir() if _is_name(word) else False:
+    if _is_name(word) and dataset_folder(sets.root, word).is_dir():
         return Step(
             kind="dataset", name=word,
             _execute=lambda progress: push_dataset(sets, tier, word, progress),
@@ -314,8 +314,7 @@ def plan_pull(
     cache = tree.default_cache_dir() if cache_dir is None else cache_dir
     steps = []
     for word in words:
-        found = _find_document(tier, word)
-        kind, name = found
+        kind, name = _find_document(tier, word)
         if kind == tiered.KIND:
             steps.append(
                 _pull_repo(store, tier, Wanted.parse(word), cache, progress, moves=update_refs)
@@ -508,15 +507,3 @@ def pullable(tier: Tier) -> Iterator[tuple[Kind, str, Document]]:
         document = documents[each]
         if document is not None:
             yield kinds[each[0]], described(each), document
-
-
-__all__ = [
-    "Kind",
-    "Step",
-    "plan_pull",
-    "plan_push",
-    "pull",
-    "pullable",
-    "push",
-    "pushable",
-]
