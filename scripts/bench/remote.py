@@ -182,7 +182,9 @@ def made_repo(cache: Path, sizes: list[int]) -> dict[str, Path]:
     return files
 
 
-def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -> None:
+def transfer(  # noqa: C901 - one job after the other
+    table: Table, folder: Path, sizes: list[int], *, is_folder: bool
+) -> None:
     """Measure pushes and pulls, by a server or through a folder."""
     import obstore.store
 
