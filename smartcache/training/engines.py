@@ -1,0 +1,362 @@
+"""Engines: who does the tasks of a build. Several processes of this machine, or another package's.
+
+An engine knows nothing of datasets. It brings a *worker*, an object that can be called with a task,
+to where the work is done, once; it takes tasks as its processes become free, and gives back what
+the worker has returned, in whatever order it comes. What a process had that has died is given back
+as lost. Processes live as long as one build, and end by themselves when the one that started them
+is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+from smartcache.errors import ConfigError, EncoderError
+
+T = TypeVar("T")
+R = TypeVar("R")
+_AHEAD = 2
+"""Tasks that a process has: while it does one, the next is there."""
+_TICK = 0.2
+"""Seconds after which an engine says that nothing has come."""
+_GRACE = 5.0
+"""Seconds that a process has to deliver what it has done when it is to end."""
+_BIRTHS = 3
+"""Processes that may die, one after the other, before one of them has done anything."""
+_GUARD = 'Start it below  if __name__ == "__main__":  or put the encoder into a module.'
+_CODE = (
+    "import os, sys; sys.path[:] = {path!r}; os.environ.setdefault('OMP_NUM_THREADS', '{threads}');"
+    " from smartcache.training.engines import serve; serve({fd})"
+)
+_is_worker = False
+
+
+class Doing(Protocol):
+    """What engines bring to their processes, by pickle, and call there."""
+
+    def __call__(self, task: Any) -> Any:  # noqa: ANN401 - the engine passes both on
+        """Do a task."""
+        ...
+
+    def enough(self) -> None:
+        """Hear, in another thread, that the task in hand is to end early."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class Lost(NamedTuple):
+    """Comes in place of a result: the process that had the task has died."""
+
+    how: str
+    had_begun: bool
+    """It was the task in hand, and not one that was waiting."""
+
+
+class Fault(NamedTuple):
+    """An error on its way to another process."""
+
+    data: bytes
+    """Pickled; empty: it cannot be."""
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Take an error as it is, or at least its words."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            data = pickle.dumps(error)
+            pickle.loads(data)  # noqa: S301 - our own
+        except Exception:  # noqa: BLE001 - whatever its class makes of it
+            data = b""
+        return cls(data, text)
+
+    def error(self) -> BaseException:
+        """Return the error."""
+        with suppress(Exception):  # of a class that is not known here
+            found: BaseException = pickle.loads(self.data)  # noqa: S301 - of our own worker
+            found.add_note(f"In a worker: {self.text}")
+            return found
+        return EncoderError(f"An encoder failed in a worker: {self.text}")
+
+
+class Engine(Protocol):
+    """What `dataset.build(engine=...)` takes: `ProcessEngine`, `smartcache.remote.RayEngine`."""
+
+    @property
+    def workers(self) -> int:
+        """How many tasks are done at the same time."""
+        ...
+
+    def map(
+        self, worker: Doing, take: Callable[[], T | None]
+    ) -> Iterator[tuple[T, Any] | None]:  # fmt: skip
+        """Do tasks; give each with its result, or with `Lost`, as it comes.
+
+        `take` is asked for a task whenever a process has room for one; None: there is none now. It
+        ends when there is none and nothing is under way. None is given when nothing has come for a
+        while, so that whoever waits can look around.
+        """
+        ...
+
+    def enough(self) -> None:
+        """Have all tasks end early; their results still come."""
+        ...
+
+    def close(self) -> None:
+        """End all processes. The engine can be used again."""
+        ...
+
+
+class _Process:
+    """One process, and the tasks that it has."""
+
+    def __init__(self, threads: int) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            code = _CODE.format(path=sys.path, threads=threads, fd=theirs.fileno())
+            # A session of its own: Ctrl-C is for the process that builds, which ends this one.
+            self.process = subprocess.Popen(  # noqa: S603 - this interpreter
+                [sys.executable, "-c", code], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self.pipe = Connection(mine.detach())
+        self.tasks: deque[Any] = deque()
+        self.worker: object = None
+        """The one that it has."""
+
+    def send(self, *message: object) -> None:
+        """Say something; that it is dead shows when it is listened to."""
+        with suppress(OSError):
+            self.pipe.send(message)
+
+    def how(self) -> str:
+        """Return how it has died."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(_GRACE)
+            return f"signal {-code}" if code < 0 else f"exit code {code}"
+        self.process.kill()
+        return "it does not answer"
+
+
+class ProcessEngine:
+    """Several processes of this machine: `dataset.build(engine=ProcessEngine(workers=2))`.
+
+    They are new processes, not forks: CUDA and threads do not survive a fork. The function of an
+    encoder is pickled, with all that it refers to. A function that was written in a notebook or in
+    the main script needs cloudpickle, or a main script that can be imported.
+    """
+
+    def __init__(self, workers: int = 2) -> None:
+        if type(workers) is not int or workers < 1:
+            raise ConfigError(f"workers is a number from 1 on, not {workers!r}")
+        self.workers = workers
+        self._processes: list[_Process] = []
+
+    def __repr__(self) -> str:
+        return f"ProcessEngine(workers={self.workers})"
+
+    def map(
+        self, worker: Doing, take: Callable[[], T | None]
+    ) -> Iterator[tuple[T, Any] | None]:  # fmt: skip
+        """Do tasks in the processes; see `Engine`."""
+        if _is_worker:
+            message = "A process that was started to encode has begun to build"
+            raise EncoderError(message, hint=_GUARD)
+        sent = packed(worker)
+        births = 0
+        while True:
+            self._fill(worker, sent, take)
+            if not any(each.tasks for each in self._processes):
+                return
+            ready = wait([each.pipe for each in self._processes], _TICK)
+            if not ready:
+                yield None
+            for each in [each for each in self._processes if each.pipe in ready]:
+                try:
+                    kind, value = each.pipe.recv()
+                except (EOFError, OSError):
+                    self._processes.remove(each)
+                    each.pipe.close()
+                    how = each.how()
+                    births += 1
+                    if births > _BIRTHS + self.workers:
+                        message = f"Processes that encode die before they have done anything: {how}"
+                        raise EncoderError(message) from None
+                    for number, task in enumerate(each.tasks):
+                        yield task, Lost(how, had_begun=number == 0)
+                    continue
+                if kind == "failed":
+                    raise value.error()
+                births = 0
+                yield each.tasks.popleft(), value
+
+    def _fill(self, worker: Doing, sent: bytes, take: Callable[[], T | None]) -> None:
+        """Give tasks to those that have the fewest; start processes as long as there are some."""
+        for depth in range(_AHEAD):
+            at = 0
+            while at < self.workers:
+                if at < len(self._processes) and len(self._processes[at].tasks) > depth:
+                    at += 1
+                    continue
+                task = take()
+                if task is None:
+                    return
+                if at == len(self._processes):
+                    cores = len(os.sched_getaffinity(0)) if hasattr(
+                        os, "sched_getaffinity"
+                    ) else os.cpu_count() or 1  # fmt: skip
+                    self._processes.append(_Process(max(1, cores // self.workers)))
+                process = self._processes[at]
+                if process.worker is not worker:
+                    process.worker = worker
+                    process.send("worker", sent)
+                process.tasks.append(task)
+                process.send("task", task)
+                at += 1
+
+    def enough(self) -> None:
+        """Have all tasks end after the batch in hand."""
+        for each in self._processes:
+            each.send("enough", None)
+
+    def close(self) -> None:
+        """End all processes; what they have done of their tasks is delivered before."""
+        until = time.monotonic() + _GRACE
+        self.enough()
+        for each in self._processes:
+            each.pipe.close()
+        for each in self._processes:
+            try:
+                each.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                each.process.kill()
+                each.process.wait()
+        self._processes = []
+
+
+# what travels
+
+
+def packed(worker: Doing) -> bytes:
+    """Return a worker as bytes for another process; EncoderError if that cannot be done."""
+    refusal: Exception | None = None
+    data = b""
+    try:
+        data = pickle.dumps(worker)
+    except Exception as error:  # noqa: BLE001 - whatever the parts of it say
+        refusal = error
+    if data and b"__main__" not in data:
+        return b"\0" + data
+    cloudpickle = _cloudpickle()
+    if cloudpickle is not None:
+        try:
+            return b"\0" + bytes(cloudpickle.dumps(worker))
+        except Exception as error:  # noqa: BLE001
+            refusal = error
+    elif data:
+        path = getattr(sys.modules["__main__"], "__file__", None)
+        if path is not None and os.path.isfile(path):
+            return os.fsencode(os.path.abspath(path)) + b"\0" + data
+        refusal = refusal or EncoderError("its function was not written in a file")
+    hint = "Write the function at the top of a module of its own, or install cloudpickle."
+    if cloudpickle is not None:
+        hint = "Let its function load what cannot be sent when it is first called."
+    message = f"The encoder cannot be sent to another process: {refusal}"
+    raise EncoderError(message, hint=hint) from refusal
+
+
+def _cloudpickle() -> Any:  # noqa: ANN401 - a module
+    with suppress(ImportError):
+        return import_module("cloudpickle")
+    ray = sys.modules.get("ray")  # has one of its own
+    return None if ray is None else ray.cloudpickle
+
+
+def unpacked(data: bytes) -> Doing:
+    """Return the worker; the main script is imported first, if its function is from there."""
+    path, _, rest = data.partition(b"\0")
+    if path and "__mp_main__" not in sys.modules:
+        main = types.ModuleType("__mp_main__")
+        main.__dict__.update(runpy.run_path(os.fsdecode(path), run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    found: Doing = pickle.loads(rest)  # noqa: S301 - of the process that has started this one
+    return found
+
+
+# the process
+
+
+def serve(fd: int) -> None:
+    """Do tasks until nobody gives any; all that a process of `ProcessEngine` does."""
+    global _is_worker  # noqa: PLW0603 - there is one process
+    _is_worker = True
+    _Service(Connection(fd)).run()
+
+
+class _Service:
+    """Does what comes through a pipe; one thread listens while another one works."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._worker: Doing | None = None
+        self._is_enough = False
+
+    def run(self) -> None:
+        """Do tasks until the other end is closed, be it that its process has died."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            while (message := self._messages.get())[0] != "end":
+                self._obey(*message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is raised in the other process
+            with suppress(OSError):
+                self._pipe.send(("failed", Fault.of(error)))
+            raise SystemExit(1) from None
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+
+    def _listen(self) -> None:
+        """Hear what is said while a task is done: above all, that it is enough."""
+        kind = ""
+        while kind != "end":
+            try:
+                kind, value = self._pipe.recv()
+            except (EOFError, OSError):
+                kind, value = "end", None
+            if kind in ("enough", "end"):
+                self._is_enough = True
+                if self._worker is not None:
+                    self._worker.enough()
+            self._messages.put((kind, value))
+
+    def _obey(self, kind: str, value: Any) -> None:  # noqa: ANN401 - bytes, or a task
+        if kind == "worker":
+            if self._worker is not None:
+                self._worker.close()
+            self._worker = unpacked(value)
+            if self._is_enough:
+                self._worker.enough()
+        elif kind == "task" and self._worker is not None:
+            self._pipe.send(("done", self._worker(value)))

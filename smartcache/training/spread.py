@@ -1,0 +1,421 @@
+"""Spread the encoding of one output over the workers of an engine.
+
+The process that builds is the only one that writes to the set. It claims what is missing, cuts it
+into tasks, and hears what has become of them. A worker gets the encoder once, and with every task
+the rows of the listing that it needs: names, texts, metadata and what the content has to be. It
+reads the files by itself, puts what it makes into a *scratch set* of its own, and at the end of a
+task seals that pack and delivers it. What travels back are names and counts.
+
+So a worker that dies loses the task that it had not sealed, and nothing else: it is given to
+another one, without what has arrived. If the process that builds dies, workers deliver what they
+have; packs in the folder of a set count there, taken in or not, and the next build finds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
+
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Claim
+from smartcache.errors import EncoderError
+from smartcache.store.kernel import sync_directory
+from smartcache.store.locks import claim as claim_file
+from smartcache.training.encoder import Encoder, Item, Keys
+from smartcache.training.engines import Engine, Fault, Lost
+from smartcache.training.look import Listing
+from smartcache.training.work import TRIED, Rules, Work
+
+if TYPE_CHECKING:
+    from smartcache.training.build import Encoding
+
+_log = logging.getLogger(__name__)
+_SECONDS = 10.0
+"""What a task should take: so much is lost when a worker dies."""
+_BYTES = 256 << 20
+"""What a task should make, at most."""
+_FIRST = 8
+"""Items of the first tasks, from which it is learnt how long one takes."""
+_GROWTH = 4
+"""So many times the task before, at most: the first calls of an encoder tell little."""
+_LEAST = 0.5
+"""Seconds that tasks take at least, also at the end, where they become shorter."""
+_DEATHS = 3
+"""How many workers a task may cost."""
+_NAMED = 3
+_SCRATCH = ".scratch-"
+_LOCK = ".lock"
+
+
+class Delivery(Protocol):
+    """How sealed packs get from a worker to the set. It travels to the workers, by pickle."""
+
+    @property
+    def near(self) -> Path | None:
+        """Where a worker had best write what it delivers; None: where it has room."""
+        ...
+
+    def deliver(self, pack: Path) -> object:
+        """Bring a sealed pack on its way; in the worker. What is returned travels."""
+        ...
+
+    def accept(self, opened: ArtifactSet, delivered: object) -> None:
+        """Let the set have a pack that was delivered; in the process that builds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToFolder:
+    """Packs are written beside the set, and become its own by a rename: nothing is copied."""
+
+    folder: Path
+    near: Path
+
+    def deliver(self, pack: Path) -> object:
+        """Move a pack into the folder of the set."""
+        pack.rename(self.folder / pack.name)
+        sync_directory(self.folder)
+        return pack.name
+
+    def accept(self, opened: ArtifactSet, delivered: object) -> None:
+        """Let its artifacts count as put now."""
+        opened.take_in(opened.path / str(delivered))
+
+
+class Task(NamedTuple):
+    """What a worker does at a time. Numbers are those of its own, small listing."""
+
+    listing: Listing
+    keys: Keys
+    batches: list[list[int]]
+    has_encoded: bool
+    """Another worker knows that the encoder works."""
+
+
+@dataclass(slots=True)
+class Done:
+    """What has become of a task. What is neither kept nor left out was not done."""
+
+    delivered: list[object] = field(default_factory=list)
+    kept_: list[int] = field(default_factory=list)
+    failures: list[tuple[int, str, str, bool]] = field(default_factory=list)
+    """Number, name of the item, reason, whether it is remembered."""
+    fault: Fault | None = None
+    has_encoded: bool = False
+    seconds: float = 0.0
+    size: int = 0
+    """Bytes of the packs."""
+
+    def kept(self, number: int) -> None:
+        """Take note of an output."""
+        self.kept_.append(number)
+
+    def left_out(self, number: int, item: str, reason: str, *, is_remembered: bool) -> None:
+        """Take note of an item without one."""
+        self.failures.append((number, item, reason, is_remembered))
+
+    def written(self, count: int) -> None:
+        """Nobody watches."""
+
+
+class Worker:
+    """What a worker has of one output: the encoder, and a scratch set. Called with its tasks."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: dict[str, Any],
+        encoder: Encoder,
+        options: dict[str, Any],
+        rules: Rules,
+        threads: int,
+        delivery: Delivery,
+        trial: Task,
+    ) -> None:
+        self._given = name, spec, encoder, options, rules, threads, delivery, trial
+        self._work: Work | None = None
+        self._sets: Path | None = None
+        self._is_enough = threading.Event()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Worker, self._given
+
+    def _opened(self) -> Work:
+        """Open the scratch set, when there is something to be done."""
+        if self._work is None:
+            from smartcache.training.dataset import Output
+
+            name, spec, encoder, options, rules, threads, delivery, trial = self._given
+            self._sets = Path(tempfile.mkdtemp(prefix="smartcache-", dir=delivery.near))
+            scratch = ArtifactSets(self._sets).open(
+                spec["set"], spec["fingerprint"], evictable=False, **options
+            )
+            output, tried = Output(name, spec, scratch), Output(name, spec, scratch)
+            output.encoder, tried.keys = encoder, trial.keys
+
+            def trials(count: int) -> list[Item]:
+                numbers = [number for some in trial.batches for number in some]
+                return [tried.item(trial.listing, number, set()) for number in numbers[:count]]
+
+            self._work = Work(
+                output, trial.listing, Done(), rules=rules, threads=threads, trials=trials
+            )
+        return self._work
+
+    def __call__(self, task: Task) -> Done:
+        """Do a task; what was done of it is delivered also if the encoder fails."""
+        began = time.monotonic()
+        done = Done()
+        try:
+            work = self._opened()
+            work.listing, work.output.keys, work.sink = task.listing, task.keys, done
+            work.has_encoded = work.has_encoded or task.has_encoded
+            try:
+                work.run(map(work.batch, task.batches), self._is_enough.is_set)
+            except Exception as error:  # noqa: BLE001 - it is raised in the other process
+                done.fault = Fault.of(error)
+            self._deliver(done)
+            done.has_encoded = work.has_encoded
+        except Exception as error:  # noqa: BLE001
+            done = Done(fault=done.fault or Fault.of(error), delivered=done.delivered)
+        done.seconds = time.monotonic() - began
+        return done
+
+    def _deliver(self, done: Done) -> None:
+        opened, delivery = cast("Work", self._work).output.set, self._given[6]
+        opened.seal()
+        for pack in sorted(opened.path.glob("*.pack")):
+            size = pack.stat().st_size
+            done.delivered.append(delivery.deliver(pack))
+            pack.unlink(missing_ok=True)
+            done.size += size
+
+    def enough(self) -> None:
+        """End the task that was begun after the batch that is being encoded; from any thread."""
+        self._is_enough.set()
+
+    def close(self) -> None:
+        """Let go of everything, and leave nothing behind."""
+        if self._work is not None:
+            self._work.__exit__()
+            self._work.output.set.close()
+            self._work = None
+        if self._sets is not None:
+            shutil.rmtree(self._sets, ignore_errors=True)
+
+
+class _Flight(NamedTuple):
+    """A task that a worker has."""
+
+    batches: list[list[int]]
+    """As the dataset numbers them."""
+    numbers: dict[int, int]
+    """By the number in the task."""
+    claim: Claim
+    deaths: int = 0
+
+
+class Spread:
+    """The coordinator of the workers, for one output."""
+
+    def __init__(self, encoding: Encoding, engine: Engine) -> None:
+        self._encoding = encoding
+        self._engine = engine
+        self._output = encoding.output
+        self._encoder = cast("Encoder", self._output.encoder)
+        self._flights: dict[int, _Flight] = {}
+        self._again: deque[_Flight] = deque()
+        self._todo: deque[list[int]] = deque()
+        self._left = 0
+        """Items that nobody has yet."""
+        self._busy: list[int] = []
+        self._fault: Fault | None = None
+        self._has_encoded = False
+        self._seconds = self._bytes = 0.0
+        """What one item takes; 0: that is not known yet."""
+        self._most = max(_FIRST, self._encoder.batch)
+        """Items of the next task, at most."""
+
+    def __enter__(self) -> Self:
+        opened = self._output.set
+        prefix = f"{_SCRATCH}{opened.id[:8]}-"
+        _clear(opened.path.parent, prefix)
+        near = opened.path.parent / f"{prefix}{secrets.token_hex(4)}"
+        self._near, self._lock = near, claim_file(near.with_suffix(_LOCK))  # first: see `_clear`
+        near.mkdir(mode=0o700)
+        self._delivery: Delivery = ToFolder(opened.path, near)
+        build = self._encoding.build
+        # What it depends on is known here; whatever the function needs travels with the function.
+        encoder = copy.copy(self._encoder)
+        encoder.depends_on = None
+        options = {name: getattr(opened.options, name) for name in ("ttl", "compression")}
+        trial = self._encoding.trial_numbers(encoder.batch + TRIED)
+        self._worker = Worker(
+            self._output.name, self._output.spec, encoder, options, build.rules,
+            build.threads, self._delivery, self._task([trial])[0],
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        shutil.rmtree(self._near, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release()
+
+    def encode(self, numbers: list[int]) -> list[int]:
+        """Have workers encode what nobody else has claimed; return the rest."""
+        build = self._encoding.build
+        self._todo.extend(self._encoding.batches(numbers))
+        self._left, self._busy = len(numbers), []
+        is_ending = False
+        try:
+            for came in self._engine.map(self._worker, self._take):
+                if came is not None:
+                    task, result = came
+                    flight = self._flights.pop(id(task))
+                    if isinstance(result, Lost):
+                        self._give_again(flight, result)
+                    else:
+                        self._accept(flight, result)
+                if not is_ending and (self._fault is not None or build.must_stop()):
+                    is_ending = True
+                    self._todo.clear()
+                    self._engine.enough()
+        finally:
+            for flight in (*self._flights.values(), *self._again):
+                flight.claim.close()
+            self._flights, self._again = {}, deque()
+            self._todo.clear()
+        if self._fault is not None:
+            raise self._fault.error()
+        return self._busy
+
+    def _take(self) -> Task | None:
+        """Give the next task; None: there is none."""
+        build = self._encoding.build
+        if self._fault is not None or build.report.is_stopped:
+            return None
+        if self._again:
+            return self._fly(self._again.popleft())
+        while self._todo:
+            some: list[list[int]] = []
+            count, most = 0, self._size()
+            while self._todo and (not some or count + len(self._todo[0]) <= most):
+                some.append(self._todo.popleft())
+                count += len(some[-1])
+            self._left -= count
+            numbers = [number for batch in some for number in batch]
+            claim, chosen = self._encoding.claim(numbers, self._busy)
+            if chosen:
+                return self._fly(_Flight(_only(some, chosen), {}, claim))
+        return None
+
+    def _size(self) -> int:
+        """Return how many items the next task has."""
+        most = self._most
+        if self._seconds:
+            most = min(most, int(_SECONDS / self._seconds))
+            most = min(most, int(_BYTES / self._bytes)) if self._bytes else most
+            # The less there is left, the less each gets: so that all are done at the same time.
+            fair = self._left // (2 * self._engine.workers)
+            most = min(most, max(fair, int(_LEAST / self._seconds)))
+        return max(most, 1)
+
+    def _fly(self, flight: _Flight) -> Task:
+        task, numbers = self._task(flight.batches)
+        self._flights[id(task)] = flight._replace(numbers=numbers)
+        return task
+
+    def _task(self, batches: list[list[int]]) -> tuple[Task, dict[int, int]]:
+        """Cut out of the listing what a task needs."""
+        output, each = self._output, self._output.variations
+        numbers = [number for batch in batches for number in batch]
+        items = list(dict.fromkeys(number // each for number in numbers))
+        place = {item: at for at, item in enumerate(items)}
+        mine = {number: place[number // each] * each + number % each for number in numbers}
+        data, bucket = output.keys.data, output.keys.bucket
+        keys = b"".join(data[32 * each * item : 32 * each * (item + 1)] for item in items)
+        task = Task(
+            self._encoding.listing.excerpt(items, output.spec["reads"]),
+            Keys(keys + data[-32:], bucket[items]),
+            [[mine[number] for number in batch] for batch in batches],
+            self._has_encoded,
+        )
+        return task, {at: number for number, at in mine.items()}
+
+    def _accept(self, flight: _Flight, done: Done) -> None:
+        """Take in what a worker has delivered, and count it."""
+        encoding = self._encoding
+        try:
+            try:
+                for each in done.delivered:
+                    self._delivery.accept(self._output.set, each)
+            except Exception:
+                if done.fault is None:
+                    raise
+                _log.debug("What a worker delivered that failed is not whole", exc_info=True)
+            else:
+                for number in done.kept_:
+                    encoding.kept(flight.numbers[number])
+            for number, item, reason, is_remembered in done.failures:
+                encoding.left_out(flight.numbers[number], item, reason, is_remembered=is_remembered)
+        finally:
+            flight.claim.close()
+        count = len(done.kept_) + len(done.failures)
+        encoding.written(count)
+        self._fault = self._fault or done.fault
+        self._has_encoded = self._has_encoded or done.has_encoded
+        if count:
+            self._seconds, self._bytes = done.seconds / count, done.size / count
+            self._most = max(self._most, _GROWTH * count)
+
+    def _give_again(self, flight: _Flight, lost: Lost) -> None:
+        """Let another worker do what one that died has not delivered."""
+        encoding = self._encoding
+        numbers = [number for batch in flight.batches for number in batch]
+        left = encoding.absent(numbers)
+        there = set(numbers) - set(left)
+        for number in there:
+            encoding.kept(number)
+        encoding.written(len(there))
+        deaths = flight.deaths + lost.had_begun
+        if not left:
+            flight.claim.close()
+        elif deaths < _DEATHS:
+            _log.warning("A worker has died (%s); another one encodes what it had", lost.how)
+            self._again.append(_Flight(_only(flight.batches, left), {}, flight.claim, deaths))
+        else:
+            flight.claim.close()
+            names = [encoding.listing.name(n // self._output.variations) for n in left]
+            some = ", ".join(names[:_NAMED]) + (" ..." if names[_NAMED:] else "")
+            message = f"{deaths} workers have died encoding {self._output.name} of {some}"
+            hint = "See whether there was enough memory, or whether the encoder crashes on one."
+            raise EncoderError(f"{message}: {lost.how}", hint=hint, items=tuple(names))
+
+
+def _only(batches: Sequence[list[int]], wanted: Sequence[int]) -> list[list[int]]:
+    """Return batches without what is not wanted."""
+    chosen = set(wanted)
+    found = ([number for number in batch if number in chosen] for batch in batches)
+    return [batch for batch in found if batch]
+
+
+def _clear(folder: Path, prefix: str) -> None:
+    """Remove the scratch folders of builds that were killed: nobody holds their lock."""
+    for name in os.listdir(folder):
+        if name.startswith(prefix) and not name.endswith(_LOCK):
+            with suppress(OSError):
+                lock = claim_file(folder / f"{name}{_LOCK}")
+                if lock is not None:
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                    lock.release()
