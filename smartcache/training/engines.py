@@ -39,7 +39,7 @@ _GRACE = 5.0
 """Seconds that a process has to deliver what it has done when it is to end."""
 _BIRTHS = 3
 """Processes that may die, one after the other, before one of them has done anything."""
-_GUARD = 'Start it below  if __name__ == "__main__":  or put the encoder into a module.'
+_GUARD = "Start what is to run once below that line, or put the encoder into a module."
 _CODE = (
     "import os, sys; sys.path[:] = {path!r}; os.environ.setdefault('OMP_NUM_THREADS', '{threads}');"
     " from smartcache.training.engines import serve; serve({fd})"
@@ -179,8 +179,8 @@ class ProcessEngine:
     ) -> Iterator[tuple[T, Any] | None]:  # fmt: skip
         """Do tasks in the processes; see `Engine`."""
         if _is_worker:
-            message = "A process that was started to encode has begun to build"
-            raise EncoderError(message, hint=_GUARD)
+            message = "A process that was started to encode has run the whole main script"
+            raise EncoderError(f'{message}: it has no  if __name__ == "__main__":', hint=_GUARD)
         sent = packed(worker)
         births = 0
         while True:
@@ -294,8 +294,8 @@ def _cloudpickle() -> Any:  # noqa: ANN401 - a module
 def unpacked(data: bytes) -> Doing:
     """Return the worker; the main script is imported first, if its function is from there."""
     path, _, rest = data.partition(b"\0")
-    if path and "__mp_main__" not in sys.modules:
-        main = types.ModuleType("__mp_main__")
+    if path and sys.modules["__main__"].__dict__.get("__file__") != os.fsdecode(path):
+        main = types.ModuleType("__mp_main__")  # the name that such scripts have elsewhere, too
         main.__dict__.update(runpy.run_path(os.fsdecode(path), run_name="__mp_main__"))
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     found: Doing = pickle.loads(rest)  # noqa: S301 - of the process that has started this one

@@ -36,7 +36,7 @@ from smartcache.errors import (
     StoreError,
 )
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.digest import hash_many
+from smartcache.store.digest import hash_file, hash_many
 from smartcache.store.locks import lock
 from smartcache.store.statkey import RACY_NS
 from smartcache.training.sources import (
@@ -228,6 +228,24 @@ class Listing:
         name = self.names[number] if read == FILE else self.found[read][number]
         known = self.table.file(self.folders[self.folder[number]].number, name)
         return known[:32] if digest_of(known) == self.reads[read][number].tobytes() else NOTHING
+
+    def is_current(self, number: int, read: str) -> bool:
+        """Say whether a file has the content that was read of it; OSError if it cannot be read.
+
+        Its stat key says so, or else its content: on another machine, the same file or a copy of
+        it has a stat key of its own.
+        """
+        path = self.path(number, read)
+        if path is None:
+            return False
+        if stat_key(path) == self.stat(number, read):
+            return True
+        digest: bytes = self.reads[read][number].tobytes()
+        if self.is_file(number, read):
+            return bytes.fromhex(hash_file(path)[0].digest) == digest
+        name = self.names[number] if read == FILE else self.found[read][number]
+        text = _read_text(self.folders[self.folder[number]].path, name)[1]
+        return text is not None and text_digest(text) == digest
 
     def value(self, number: int, read: str) -> object:
         """Return a text, or the value of a row, as it was when it was looked at."""

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from smartcache.training.build import Encoding
 
 _log = logging.getLogger(__name__)
-_SECONDS = 10.0
-"""What a task should take: so much is lost when a worker dies."""
+_SECONDS, _SHARE, _MOST = 10.0, 0.02, 300.0
+"""What a task should take, as so much is lost when a worker dies: some seconds, or a share of what
+the building of the output has taken so far, up to a bound. With seconds alone, a day would leave
+ten thousand packs for each worker; so it leaves a few hundred."""
 _BYTES = 256 << 20
 """What a task should make, at most."""
 _FIRST = 8
@@ -90,7 +92,8 @@ class ToFolder:
 
     def accept(self, opened: ArtifactSet, delivered: object) -> None:
         """Let its artifacts count as put now."""
-        opened.take_in(opened.path / str(delivered))
+        with suppress(FileNotFoundError):  # compacted away: they are in another pack by now
+            opened.take_in(opened.path / str(delivered))
 
 
 class Task(NamedTuple):
@@ -244,6 +247,7 @@ class Spread:
         self._has_encoded = False
         self._seconds = self._bytes = 0.0
         """What one item takes; 0: that is not known yet."""
+        self._began = time.monotonic()
         self._most = max(_FIRST, self._encoder.batch)
         """Items of the next task, at most."""
 
@@ -268,6 +272,8 @@ class Spread:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None:  # workers may still have something to deliver
+            self._engine.close()
         shutil.rmtree(self._near, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
@@ -324,7 +330,9 @@ class Spread:
         """Return how many items the next task has."""
         most = self._most
         if self._seconds:
-            most = min(most, int(_SECONDS / self._seconds))
+            elapsed = time.monotonic() - self._began
+            target = min(max(_SECONDS, _SHARE * elapsed), _MOST)
+            most = min(most, int(target / self._seconds))
             most = min(most, int(_BYTES / self._bytes)) if self._bytes else most
             # The less there is left, the less each gets: so that all are done at the same time.
             fair = self._left // (2 * self._engine.workers)

@@ -262,5 +262,7 @@ def take_in(engine: Engine, path: Path) -> int:
         sync_directory(catalog.folder)
     records = sum(len(footer.rows.hash) for footer in state.footers)
     write.take_in(engine, state.header.nonce, records)
+    with engine.mutex:
+        engine.written(source.size)
     engine.sync_all()
     return records
