@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
+    from smartcache.remote import Tier
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
 
 P = ParamSpec("P")
@@ -163,6 +164,7 @@ class SmartCache:
         compression: Rule | None = None,
         memory: float | str | Memory | None = None,
         read_only: bool = False,
+        tier: str | Tier | None = None,
     ) -> ArtifactSet:
         """Open the set of a name and a fingerprint, made if it is not there.
 
@@ -175,14 +177,25 @@ class SmartCache:
         `memory` ("2GB", bytes, or a `Memory` that several sets share) keeps values that this
         process has read.
 
+        `tier` names a remote whose artifacts of this set are read through: what is not here is
+        fetched, and some of it kept. It stays so until the remote is taken off.
+
         `read_only` writes nothing at all, not even when an artifact was used. The set must be
         there: SetFormatError if it is not. `smartcache.artifacts.ArtifactSets` opens sets of other
         users and on read-only filesystems, where no store can be opened.
         """
-        return self.sets.open(
+        opened = self.sets.open(
             name, fingerprint, max_size=max_size, ttl=ttl, evictable=evictable, durable=durable,
             unused_for=unused_for, compression=compression, memory=memory, read_only=read_only,
         )  # fmt: skip
+        if tier is not None:
+            from smartcache.remote import attach_set
+
+            attach_set(opened, self._tier(tier))
+        return opened
+
+    def _tier(self, tier: str | Tier) -> Tier:
+        return self.tier(tier) if isinstance(tier, str) else tier
 
     def memoize(
         self,
@@ -224,28 +237,46 @@ class SmartCache:
         *,
         validate: Validate | None = None,
         miss: Miss = "raise",
+        tier: str | Tier | None = None,
         **outputs: Encoder,
     ) -> Dataset:
         """Open the dataset of a name: sources, and what encoders make of them, by output.
 
         Nothing is read or encoded yet: `plan` and `build` look at the sources. `validate="trust"`
         takes it that they are as they were (also by `SMARTCACHE_SKIP_VALIDATION`); `miss` is what
-        reading does with what is missing: "raise" an error, or "encode" it.
+        reading does with what is missing: "raise" an error, or "encode" it. What a `tier` has of
+        the outputs is not encoded again, but read through.
         """
         from smartcache.training import open_dataset
 
         trusts: Validate = "trust" if self.settings.skip_validation else "full"
-        return open_dataset(
+        dataset = open_dataset(
             self.sets, name, sources, outputs, validate=validate or trusts, miss=miss,
             threads=self.settings.threads,
             digest_of=lambda path: self.store.digest_of(path.resolve()).digest,
         )  # fmt: skip
+        if tier is not None:
+            from smartcache.remote import attach_outputs
 
-    def open_dataset(self, path_or_name: str | Path) -> Dataset:
-        """Open a dataset without its sources and encoders: an export, or one of this store."""
+            attach_outputs(dataset, self._tier(tier))
+        return dataset
+
+    def open_dataset(
+        self, path_or_name: str | Path, *, tier: str | Tier | None = None
+    ) -> Dataset:  # fmt: skip
+        """Open a dataset without its sources and encoders: an export, or one of this store.
+
+        With a `tier`, one that was pushed there: its outputs are read through.
+        """
         from smartcache.training import dataset_folder, exported_dataset, stored_dataset
 
         threads = self.settings.threads
+        if tier is not None:
+            from smartcache.remote import attached_dataset
+
+            return attached_dataset(
+                self.sets, self._tier(tier), str(path_or_name), threads=threads
+            )  # fmt: skip
         folder = dataset_folder(self.sets.root, str(path_or_name))
         if os.sep not in str(path_or_name) and folder.is_dir():
             return stored_dataset(folder, self.sets, threads=threads)
@@ -264,7 +295,7 @@ class SmartCache:
 
 def sets_of(store: Store) -> ArtifactSets:
     """Return all sets of artifacts of a store."""
-    from smartcache.artifacts import ArtifactSets
+    from smartcache.artifacts import ArtifactSets, Far
 
     settings = store.settings
     return ArtifactSets(
@@ -272,7 +303,15 @@ def sets_of(store: Store) -> ArtifactSets:
         threads=settings.threads,
         max_size=settings.artifacts_max_size,
         ttl=settings.artifacts_ttl,
+        far=Far(_connected, settings.remote_max_size),
     )
+
+
+def _connected(description: Mapping[str, object]) -> Tier:
+    """Return a tier by what a set remembers of it; in every process that opens the set."""
+    from smartcache.remote import connected
+
+    return connected(description)
 
 
 def sets_in(store: Store) -> ArtifactSets | None:

@@ -47,6 +47,8 @@ class Settings:
     everywhere: bool = False
     artifacts_max_size: int | None = None
     artifacts_ttl: float | None = None
+    remote_max_size: int = 64 << 30
+    """What a set may keep of artifacts that it reads through from a tier."""
     skip_validation: bool = False
     shared_stores: tuple[Path, ...] = ()
     """Stores that others have published, to take bytes from."""
@@ -65,6 +67,7 @@ class Overrides(TypedDict, total=False):
     everywhere: bool | str | None
     artifacts_max_size: int | str | None
     artifacts_ttl: float | str | None
+    remote_max_size: int | str | None
     skip_validation: bool | str | None
     shared_stores: Sequence[str | Path] | str | None
     shared_store_owners: Sequence[str | int] | str | None
@@ -483,6 +486,10 @@ SETTINGS: Mapping[str, Setting] = {
     "artifacts_ttl": Setting(
         _lifetime, "SMARTCACHE_ARTIFACTS_TTL",
         "How long a computed tensor is kept at most.",
+    ),
+    "remote_max_size": Setting(
+        _size, "SMARTCACHE_REMOTE_MAX_SIZE",
+        "The most that a set keeps here of what it reads through from a tier.",
     ),
     "skip_validation": Setting(
         _flag, "SMARTCACHE_SKIP_VALIDATION",

@@ -31,6 +31,9 @@
     │   ├── UnknownClassError(ValueError, AttributeError)
     │   ├── DeviceMemoryError(RuntimeError) the device has not enough memory for the weights
     │   └── SharedComponentError(RuntimeError)  what would change other pipelines too
+    ├── TierError(OSError)                  a tier that cannot be reached, or is none
+    │   ├── MissingObjectError              it does not have what was asked for
+    │   └── DamagedObjectError              other bytes than the name of the object says
     └── StoreError
         ├── StoreFormatError                the store was written by a newer smartcache, or is none
         ├── StoreMovedError                 the store was moved away while it was open
@@ -288,6 +291,25 @@ class SharedComponentError(PretrainedError, RuntimeError):
     """It would change a component that other pipelines use too."""
 
     default_hint = "Call smartcache.unshare(pipeline) first, or load it with share=False."
+
+
+class TierError(SmartcacheError, OSError):
+    """A tier cannot be reached, refuses what is asked of it, or is none."""
+
+    default_hint = "Check network, credentials and 'smartcache remote ls', and run it again."
+    tier: str = ""
+
+
+class MissingObjectError(TierError):
+    """A tier does not have what was asked for."""
+
+    default_hint = "Push it again from where it is; 'smartcache remote verify' finds more."
+
+
+class DamagedObjectError(TierError):
+    """The bytes that a tier has, or that are to go there, are not those that their name says."""
+
+    default_hint = "Nothing of it was kept. 'smartcache remote verify' finds out what is damaged."
 
 
 class StoreError(SmartcacheError):

@@ -15,7 +15,7 @@ import logging
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from inspect import iscoroutinefunction
@@ -24,11 +24,12 @@ from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
-from smartcache.artifacts.engine import compact, read, recover, write
+from smartcache.artifacts.engine import compact, far, read, recover, write
 from smartcache.artifacts.engine.compact import CompactResult, Eviction
 from smartcache.artifacts.engine.engine import Engine, open_engine
+from smartcache.artifacts.engine.far import Far, Skeleton
 from smartcache.artifacts.engine.records import ARTIFACT
-from smartcache.artifacts.engine.recover import SetVerifyReport
+from smartcache.artifacts.engine.recover import Sealed, SetVerifyReport
 from smartcache.artifacts.keys import Digests, check_key, check_keys, key_text
 from smartcache.artifacts.memory import Kept, Memory, locked
 from smartcache.artifacts.sample import Sample
@@ -174,7 +175,7 @@ class SetInfo:
 class ArtifactSet:
     """The artifacts of one name and fingerprint. For any number of threads and processes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made by ArtifactSets
         self,
         folder: SetFolder,
         *,
@@ -185,8 +186,9 @@ class ArtifactSet:
         read_only: bool = False,
         memory: Memory | None = None,
         clock: Callable[[], float] | None = None,
+        elsewhere: Far | None = None,
     ) -> None:
-        self._engine = open_engine(folder, read_only=read_only, clock=clock)
+        self._engine = open_engine(folder, read_only=read_only, clock=clock, far=elsewhere)
         self._release = weakref.finalize(self, Engine.release_later, self._engine)
         self._threads = threads
         self._longest = longest
@@ -208,6 +210,11 @@ class ArtifactSet:
     def id(self) -> str:
         """What tells it from other sets of its name: made of its fingerprint."""
         return self._engine.folder.id
+
+    @property
+    def instance(self) -> str:
+        """What tells its folder from others that have the same set."""
+        return self._engine.folder.instance
 
     @property
     def path(self) -> Path:
@@ -239,7 +246,9 @@ class ArtifactSet:
     def __reduce__(self) -> tuple[object, ...]:
         """Go to another process as its folder: it is opened there."""
         options = self._threads, self._longest, self._make_room, self._room_step
-        return _reopened, (self.path, *options, self._engine.read_only, self._memory)
+        return _reopened, (
+            self.path, *options, self._engine.read_only, self._memory, self._engine.far
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -821,6 +830,43 @@ class ArtifactSet:
         self._keep_bounds()
         return records
 
+    def sealed(self) -> AbstractContextManager[Sealed]:
+        """Have all packs that nobody writes sealed, and none go, for the length of a block."""
+        return recover.sealed(self._engine)
+
+    def bring(self, name: str, chunks: Iterable[bytes], *, size: int, digest: str) -> None:
+        """Write a sealed pack of this set from elsewhere to this disk, by its digest.
+
+        DigestMismatchError, and nothing is kept, if other bytes arrive. Its artifacts count as
+        older than those that were put here, and among each other by their times.
+        """
+        recover.bring(self._engine, name, chunks, size=size, digest=digest)
+
+    def attach(self, skeleton: Skeleton, *, take_in: bool = False) -> None:
+        """Have a pack that lies in a tier; its artifacts count as `bring` says, or as put now."""
+        recover.attach(self._engine, skeleton, take_in=take_in)
+
+    def detach(self, name: str) -> None:
+        """Have a pack of a tier no more."""
+        self._engine.refuse_read_only()
+        far.detach(self.path, name)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether some of it lies in a tier: then it pays to announce early what is read."""
+        self._engine.catalog.refresh()
+        return any(pack.is_far for pack in self._engine.catalog.known_packs())
+
+    def has_all_of(self, skeleton: Skeleton) -> bool:
+        """Say whether there is an artifact here for every key that a pack of a tier has."""
+        keys = recover.keys_in(self._engine, skeleton)
+        with self.select(keys) as chosen:
+            return not len(chosen.missing)
+
+    def far_packs(self) -> dict[str, Skeleton]:
+        """Return the packs that lie in tiers, by name."""
+        return far.skeletons(self.path)
+
     def stats(self) -> SetStats:
         """Return figures; looks at all footers."""
         engine = self._engine
@@ -944,7 +990,7 @@ def describe(engine: Engine) -> SetInfo:
     return SetInfo(
         name=folder.name, id=folder.id, fingerprint=folder.fingerprint, path=folder.path,
         created_at=folder.created_at, used_at=used, options=folder.options,
-        artifacts=len(times), live=int(table.size[is_artifact].astype(np.int64).sum()) << 6,
+        artifacts=len(times), live=compact.live_size(engine),
         on_disk=compact.on_disk(engine),
     )  # fmt: skip
 
@@ -957,8 +1003,10 @@ def _reopened(
     room_step: int,
     read_only: bool,  # noqa: FBT001
     memory: Memory | None,
+    elsewhere: Far | None,
 ) -> ArtifactSet:
     return ArtifactSet(
         SetFolder.read(path, read_only=read_only), threads=threads, longest=longest,
         make_room=make_room, room_step=room_step, read_only=read_only, memory=memory,
+        elsewhere=elsewhere,
     )  # fmt: skip

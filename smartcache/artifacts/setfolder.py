@@ -4,6 +4,7 @@
       set.json         name, fingerprint, options; the only file that packs cannot bring back
       index.sqlite3    failures and uses; no artifact is lost with it
       <16 hex>.pack    records (engine/records.py); more of them as it grows
+      <16 hex>.far     a pack that lies in a tier (engine/far.py); far/ has what was read of them
       lock, leases/    flock files
 
 A set moves as a folder: nothing in it says where it lies. It belongs to one user, who alone can
@@ -62,7 +63,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _LARGEST = 1 << 24
 _OURS = re.compile(
-    r"set\.json|index\.sqlite3(-wal|-shm|-journal)?|lock(\.turn)?|leases|[0-9a-f]{16}\.pack"
+    r"set\.json|index\.sqlite3(-wal|-shm|-journal)?|lock(\.turn)?|leases|far|[0-9a-f]{16}\.(pack|far)"
 )
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DOMAIN: Final = b"smartcache artifact set 2\0"
@@ -121,11 +122,11 @@ def check_folder(path: Path) -> None:
     for name in filter(_OURS.fullmatch, os.listdir(path)):
         with suppress(FileNotFoundError):  # a log of SQLite, or a pack that was compacted away
             found = os.lstat(path / name)
-            is_right = stat.S_ISDIR if name == "leases" else stat.S_ISREG
+            is_right = stat.S_ISDIR if name in ("leases", "far") else stat.S_ISREG
             if is_right(found.st_mode):
                 refuse_foreign(found, path / name)
             elif not name.endswith(".pack"):
-                kind = "a folder" if name == "leases" else "a regular file"
+                kind = "a folder" if name in ("leases", "far") else "a regular file"
                 hint = "Remove it: smartcache did not make it."
                 raise SetFormatError(f"{path / name} is not {kind}", hint=hint, path=path)
 

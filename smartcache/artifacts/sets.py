@@ -22,6 +22,7 @@ from smartcache.artifacts.artifactset import ArtifactSet, SetInfo, describe
 from smartcache.artifacts.engine import compact, recover, write
 from smartcache.artifacts.engine.compact import Victim
 from smartcache.artifacts.engine.engine import Engine, closed_here, engine_of
+from smartcache.artifacts.engine.far import Far
 from smartcache.artifacts.engine.recover import Rebuilt, SetVerifyReport
 from smartcache.artifacts.inspect import ArtifactInfo, Shown, find_key, inspect, structures
 from smartcache.artifacts.keys import key_text
@@ -106,13 +107,18 @@ class ArtifactSets:
         max_size: int | None = None,
         ttl: float | None = None,
         clock: Callable[[], float] | None = None,
+        far: Far | None = None,
     ) -> None:
-        """Take the folder; `clock` is for tests, in place of the time of day."""
+        """Take the folder; `clock` is for tests, in place of the time of day.
+
+        `far` says how packs are read that lie in tiers.
+        """
         self.root = Path(root)
         self._clock = clock
         self._threads = min(threads, 2)
         self._max_size = max_size
         self._ttl = ttl
+        self._far = far
 
     def open(  # noqa: PLR0913 - a set has so many options
         self,
@@ -177,11 +183,11 @@ class ArtifactSets:
             folder, threads=self._threads, longest=self._ttl,
             make_room=None if most is None else self.make_room,
             room_step=min(_UNASKED, (most or 0) // 16), read_only=read_only, memory=memory,
-            clock=self._clock,
+            clock=self._clock, elsewhere=self._far,
         )  # fmt: skip
 
     def _engine(self, path: Path) -> AbstractContextManager[Engine]:
-        return engine_of(path, clock=self._clock)
+        return engine_of(path, clock=self._clock, far=self._far)
 
     # looking
 

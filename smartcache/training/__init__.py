@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from smartcache.training.dataset import dataset_folders as dataset_folders
     from smartcache.training.dataset import exported_dataset as exported_dataset
     from smartcache.training.dataset import open_dataset as open_dataset
+    from smartcache.training.dataset import read_document as read_document
     from smartcache.training.dataset import stored_dataset as stored_dataset
     from smartcache.training.encoder import Buckets as Buckets
     from smartcache.training.encoder import Encoder as Encoder
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from smartcache.training.sources import Sources as Sources
     from smartcache.training.upkeep import CleanPlan as CleanPlan
     from smartcache.training.upkeep import copy_dataset as copy_dataset
+    from smartcache.training.upkeep import pack_up as pack_up
+    from smartcache.training.upkeep import unpack as unpack
 
 _HOMES = {
     "batches": ("Batches", "Plan"),
@@ -51,13 +54,14 @@ _HOMES = {
         "dataset_folders",
         "exported_dataset",
         "open_dataset",
+        "read_document",
         "stored_dataset",
     ),
     "encoder": ("Buckets", "Encoder", "Item"),
     "engines": ("Doing", "Engine", "Lost", "ProcessEngine", "packed", "unpacked"),
     "prefetch": ("PrefetchStats", "Prefetcher"),
     "sources": ("Source", "Sources"),
-    "upkeep": ("CleanPlan", "copy_dataset"),
+    "upkeep": ("CleanPlan", "copy_dataset", "pack_up", "unpack"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the table above is the list

@@ -53,6 +53,9 @@ _MOST_DATASETS: Final = 256
 _KEPT: Final = 2
 """Plans that are kept: of this epoch, and of the next, which may be read ahead."""
 
+_AHEAD: Final = 16
+"""Steps for which outputs are fetched from a tier before they are read."""
+
 
 class Step(NamedTuple):
     """A micro-batch that one rank gets."""
@@ -306,9 +309,25 @@ class Batches:
         plan = self.plan(epoch)
         if not len(plan):
             raise self._nothing()
-        for _ in range(self._steps_left(position, len(plan))):
+        # What lies in a tier is fetched while the steps before it are taken.
+        is_far = any(
+            output.set.is_far for each in self.datasets for output in each.outputs.values()
+        )
+        announced = position
+        for left in range(self._steps_left(position, len(plan)), 0, -1):
+            while is_far and announced < position + min(left, _AHEAD) * self.world:
+                self._announce(self._step(plan, announced))
+                announced += self.world
             yield self._step(plan, position)
             position += self.world
+
+    def _announce(self, step: Step) -> None:
+        """Say that a step will be read soon."""
+        for number, outputs in self.numbers_of(step).items():
+            for name, numbers in outputs.items():
+                output = self.datasets[number].outputs[name]
+                if output.set.is_far and not output.is_windowed:
+                    output.selection.announce(numbers)
 
     def _step(self, plan: Plan, position: int) -> Step:
         # Behind the end the first ones come again, so that no rank has to wait for the others.

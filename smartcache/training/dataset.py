@@ -827,6 +827,18 @@ def read_document(folder: Path, *, must_exist: bool = True) -> dict[str, Any]:
     path = folder / _FILE
     try:
         document = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        if not must_exist:
+            return {}
+        raise DatasetError(f"There is no dataset in {folder}", path=folder) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    return check_document(document, path)
+
+
+def check_document(document: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
+    """Return what a dataset.json says; DatasetError if it makes no sense."""
+    try:
         if document["format"] != FORMAT:
             message = f"{path} has format {document['format']!r}; this smartcache reads {FORMAT}"
             raise DatasetError(message, hint="Update smartcache.", path=path)
@@ -838,15 +850,15 @@ def read_document(folder: Path, *, must_exist: bool = True) -> dict[str, Any]:
         Sources.from_json(document["sources"])
         check_name(document["name"])
         return cast("dict[str, Any]", document)
-    except FileNotFoundError as error:
-        if not must_exist:
-            return {}
-        raise DatasetError(f"There is no dataset in {folder}", path=folder) from error
     except DatasetError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, SmartcacheError) as error:
-        hint = "Remove the file and open the dataset again: nothing that was encoded is lost."
-        raise DatasetError(f"{path} is damaged: {error!r}", hint=hint, path=path) from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: BaseException) -> DatasetError:
+    hint = "Remove the file and open the dataset again: nothing that was encoded is lost."
+    return DatasetError(f"{path} is damaged: {error!r}", hint=hint, path=path)
 
 
 def changing(folder: Path) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
     is no dataset yet, and is gone on with by the next call. OutputMissingError if not everything
     was encoded.
     """
-    from smartcache.training.dataset import FORMAT, dataset_folder, set_of, write_document
+    from smartcache.training.dataset import dataset_folder, write_document
 
     target = dataset_folder(root, dataset.name)
     if (target / "dataset.json").exists():
@@ -62,11 +62,9 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
         raise DatasetError(f"{root} is not a folder", path=root) from error
     sets = ArtifactSets(root)
     count = 0
-    outputs = {}
     total = sum(len(output.keys.data) // 32 for output in dataset.outputs.values())
     with progress("Copying", total) as job:
         for output in dataset.outputs.values():
-            outputs[output.name] = {**output.spec, "failed": _failures(output)}
             with sets.open(output.spec["set"], output.spec["fingerprint"], evictable=False) as new:
                 for key, item in _keys(dataset, output).items():
                     if key not in new:
@@ -77,13 +75,64 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
                 new.sync()
     make_own(target.parent)
     make_own(target)
+    write_document(target, pack_up(dataset, target))
+    return count
+
+
+def pack_up(dataset: Dataset, target: Path) -> dict[str, Any]:
+    """Write the table of sources to a folder; return what dataset.json says of such a copy.
+
+    OutputMissingError if something is not encoded.
+    """
+    from smartcache.training.dataset import FORMAT, set_of
+
+    _refuse_missing(dataset)
     _copy_table(dataset, target)
-    document = {
+    outputs = {
+        output.name: {**output.spec, "failed": _failures(output)}
+        for output in dataset.outputs.values()
+    }
+    return {
         **dataset.document, "format": FORMAT, "outputs": outputs,
         "sets": sorted(map(set_of, outputs.values())),
     }  # fmt: skip
-    write_document(target, document)
-    return count
+
+
+def unpack(root: Path, document: dict[str, Any], table: bytes) -> None:
+    """Write a dataset from elsewhere, in place of one that came from there before.
+
+    `document["from"]` says where it comes from. One that was made here is never replaced.
+    """
+    from smartcache.training.dataset import (
+        changing,
+        check_document,
+        dataset_folder,
+        read_document,
+        write_document,
+    )
+
+    check_document(document, Path("dataset.json"))
+    target = dataset_folder(root, document["name"])
+    for folder in (root, target.parent, target):
+        make_own(folder)
+    with changing(target):
+        known = read_document(target, must_exist=False)
+        if known and "from" not in known:
+            hint = "Open it without a tier, or remove it first."
+            message = f"The dataset {document['name']} was made here"
+            raise DestinationExistsError(message, hint=hint, path=target)
+        new = target / ".index.sqlite3.new"
+        with open(new, "wb") as file:
+            new.chmod(0o600)
+            file.write(table)
+            file.flush()
+            os.fsync(file.fileno())
+        with closing(SourceTable(new, wal=False, read_only=True)):
+            pass  # refuses what is no such table
+        for left in ("-journal", "-wal", "-shm"):
+            (target / f"index.sqlite3{left}").unlink(missing_ok=True)
+        new.replace(target / "index.sqlite3")
+        write_document(target, document)
 
 
 def _copy_table(dataset: Dataset, target: Path) -> None:

@@ -17,17 +17,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from smartcache.artifacts.engine.far import FarPack, far_names
 from smartcache.artifacts.engine.packs import (
     SUFFIX,
     Column,
     Flags,
     LocalPack,
     PackFiles,
+    PackSource,
     PackState,
     Rows,
     newest,
@@ -74,6 +77,8 @@ _WORTH = 16
 """Looking one key up in a pack takes as long as loading so many rows of it."""
 _COARSE = 50_000_000
 """Nanoseconds within which two changes of a folder may bear the same time."""
+_AGES_AGO = np.uint64(8)
+"""Bits by which the times of a pack from elsewhere are shifted, to the first months of 1970."""
 _PLAIN = 1 << 31
 _OFFSET = (1 << 40) - 1
 
@@ -85,7 +90,8 @@ class Pack:
     """What is known of one pack."""
 
     __slots__ = (
-        "end", "header", "intakes", "is_closed", "is_foreign", "is_gone", "is_own", "is_sealed",
+        "end", "header", "intakes", "is_closed", "is_far", "is_foreign", "is_gone", "is_own",
+        "is_sealed",
         "layouts", "lost", "max_seq", "name", "newest", "nonce", "number", "parsed", "pins", "rows",
         "seen",
         "tail_end", "verified",
@@ -102,6 +108,8 @@ class Pack:
         """Nobody writes it: whoever begins to touches the folder before."""
         self.is_foreign = False
         """Written in another folder, and brought here."""
+        self.is_far = False
+        """It lies in a tier."""
         self.is_own = False
         """This process writes it, and adds to the tail what it writes."""
         self.is_gone = False
@@ -354,14 +362,19 @@ class Catalog:
             # Opened for this: where a listing stands is shared with the processes of a fork.
             own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
             try:
-                names = set(pack_names(own))
+                here = set(pack_names(own))
+                far = set(far_names(own)) - here
             finally:
                 os.close(own)
+            names = here | far
             if os.fstat(self._fd).st_mtime_ns != found.st_mtime_ns:
                 self._vanished += 1  # a name may have come where the listing had been already
             self._is_settled = False  # until all of it is known: this may be interrupted
             self._bad &= names
             for pack in list(self._names.values()):
+                if pack.is_far and pack.name in here:  # it was pulled
+                    pack.is_far = False
+                    self.files.forget(pack.name)
                 if not pack.is_sealed and not pack.is_own:
                     pack.is_closed = self._is_left(pack.name)
                     self._grow(pack)
@@ -388,10 +401,11 @@ class Catalog:
         """Take note of a pack that was not known; False: it has to be looked at again."""
         is_left = self._is_left(name)  # before it is read
         try:
-            source = LocalPack(self.folder / f"{name}{SUFFIX}")
-            if source.size < PACK_HEADER_BYTES:
-                # It is being made; or its maker was killed, and then it stays as it is.
-                return is_left and source.is_old
+            with suppress(FileNotFoundError):
+                found = LocalPack(self.folder / f"{name}{SUFFIX}")
+                if found.size < PACK_HEADER_BYTES:
+                    # It is being made; or its maker was killed, and then it stays as it is.
+                    return is_left and found.is_old
             source = self.files[name]
             state = read_state(source, name, self.set_id)
         except FileNotFoundError:
@@ -405,6 +419,7 @@ class Catalog:
         pack = Pack(len(self.packs), name, state.header)
         pack.is_foreign = state.header.instance not in (self.instance, b"")
         pack.is_closed = is_left
+        pack.is_far = isinstance(source, FarPack)
         self.packs.append(pack)
         pack.seen = self._take_over(pack, source, state)
         if not state.is_sealed and not pack.is_foreign:
@@ -437,7 +452,7 @@ class Catalog:
         self._sort_out()
         pack.seen = size  # last: another thread that finds this size looks no further
 
-    def _take_over(self, pack: Pack, source: LocalPack, state: PackState) -> int:
+    def _take_over(self, pack: Pack, source: PackSource, state: PackState) -> int:
         """Know a pack by its footers; return up to where it is known."""
         for footer in state.footers:
             pack.layouts = footer.layouts | pack.layouts
@@ -449,7 +464,7 @@ class Catalog:
         pack.is_sealed = state.is_sealed
         return pack.end
 
-    def _rows(self, pack: Pack, source: LocalPack, state: PackState) -> list[Rows]:
+    def _rows(self, pack: Pack, source: PackSource, state: PackState) -> list[Rows]:
         """Return what the footers of a pack say.
 
         The numbers of a foreign pack are ranks among all of its records: so they are in one piece.
@@ -482,7 +497,7 @@ class Catalog:
             for entry, rank in zip(rows.entries(), ranks, strict=True):
                 yield entry if entry.seq == rank else entry._replace(seq=rank)
 
-    def _scan(self, pack: Pack, source: LocalPack) -> int:
+    def _scan(self, pack: Pack, source: PackSource) -> int:
         """Take note of the tail of a pack; return the size up to which it was looked at."""
         size = source.size
         for found in scan(source, pack.nonce, self.seed, pack.tail_end, size):
@@ -581,12 +596,25 @@ class Catalog:
             self.changes = object()
 
     def ranks(self, pack: Pack, rows: Rows) -> Column:
-        """Return the sequence numbers of rows; those of a foreign pack count from its intake."""
+        """Return the sequence numbers of rows; those of a foreign pack count from its intake.
+
+        One that was never taken in is older than all that was put here. Numbers are times: among
+        such packs, what was put last counts.
+        """
         if not pack.is_foreign:
             return rows.seq
+        intake = self._intakes.get(pack.nonce, 0)
+        if not intake:
+            ranks: Column = rows.seq >> _AGES_AGO
+            return ranks
         order = np.empty(len(rows.seq), "<u8")
         order[np.argsort(rows.seq, kind="stable")] = np.arange(1, len(rows.seq) + 1)
-        return order + np.uint64(max(0, self._intakes.get(pack.nonce, 0) - len(rows.seq)))
+        return order + np.uint64(max(0, intake - len(rows.seq)))
+
+    def is_far(self, table: Table) -> Flags:
+        """Say of each row whether its record lies in a tier."""
+        numbers = [pack.number for pack in self.packs if pack.is_far]
+        return np.isin(table.place >> np.uint64(40), np.array(numbers, np.uint64))
 
     def _columns(self, pack: Pack, rows: Rows) -> Table:
         chosen = (rows.kind == ARTIFACT) | (rows.kind == DELETE)

@@ -24,11 +24,12 @@ import numpy as np
 from smartcache.artifacts.engine import write
 from smartcache.artifacts.engine.catalog import Pack, Table, is_of
 from smartcache.artifacts.engine.engine import Engine
+from smartcache.artifacts.engine.far import kept_size
 from smartcache.artifacts.engine.packs import (
     SUFFIX,
     Column,
     Flags,
-    LocalPack,
+    PackSource,
     PackWriter,
     Rows,
     read_state,
@@ -130,6 +131,8 @@ def uses_of(engine: Engine) -> list[Use]:
             shared, saved = _shared(pack, rows[number], table, is_artifact & (numbers == number))
             kept = int(live[number]) + shared
             dead = max(0, size - overhead - kept - int(notes[number]))
+            if pack.is_far:  # of which this disk has some chunks, and none of them is dead
+                size, dead = kept_size(catalog.files[pack.name]), 0
             found.append(Use(pack, size, kept, dead, int(counts[number]), saved))
     return found
 
@@ -158,7 +161,7 @@ def _matters(engine: Engine, table: Table, numbers: Column, rows: dict[int, list
     return result
 
 
-def _rows_and_overhead(engine: Engine, pack: Pack, source: LocalPack) -> tuple[list[Rows], int]:
+def _rows_and_overhead(engine: Engine, pack: Pack, source: PackSource) -> tuple[list[Rows], int]:
     """Return the footers of a pack, and what it takes besides artifacts and deletions."""
     state = read_state(source, pack.name, engine.catalog.set_id)
     rows = engine.catalog.rows_on_disk(pack)
@@ -228,6 +231,8 @@ def worth_compacting(engine: Engine, *, force: bool = False, share: float = 0.5)
     """
     chosen, small = [], []
     for use in uses_of(engine):
+        if use.pack.is_far:
+            continue
         room = use.size - PACK_HEADER_BYTES
         if use.dead and (force or use.dead > share * room):
             chosen.append(use)
@@ -386,7 +391,7 @@ class _Copying:
             return is_needed and entry.seq >= self.catalog.last_pin(entry.key)[0]
         return entry.kind == INTAKE and entry.hash in others.nonces
 
-    def _copy(self, pack: Pack, source: LocalPack, key: bytes, entry: Entry, seq: int) -> None:
+    def _copy(self, pack: Pack, source: PackSource, key: bytes, entry: Entry, seq: int) -> None:
         if entry.kind == ARTIFACT:
             try:
                 self._copy_artifact(pack, source, entry, seq)
@@ -412,7 +417,7 @@ class _Copying:
             is_plain=False, pointers=(),
         ))  # fmt: skip
 
-    def _copy_artifact(self, pack: Pack, source: LocalPack, entry: Entry, seq: int) -> None:
+    def _copy_artifact(self, pack: Pack, source: PackSource, entry: Entry, seq: int) -> None:
         data = source.bytes_at(entry.offset, entry.meta)
         meta = parse_meta(data, pack.nonce, entry.offset)
         head = meta.head
@@ -600,12 +605,13 @@ def victims(engine: Engine, *, free: int = 0, unused_since: int | None = None) -
     """
     catalog = engine.catalog
     table = catalog.snapshot()
-    is_artifact = table.kind == ARTIFACT
+    # What lies in a tier takes no room here that would come back.
+    is_artifact = (table.kind == ARTIFACT) & ~catalog.is_far(table)
     times = engine.used_at(table)
     late = np.flatnonzero(is_artifact & ~catalog.is_live(table))
     chosen = late
     if engine.folder.options.evictable and (free or unused_since is not None):
-        rest = np.flatnonzero(catalog.is_live(table))
+        rest = np.flatnonzero(is_artifact & catalog.is_live(table))
         chosen = np.concatenate((late, rest[np.lexsort((table.seq[rest], times[rest]))]))
     keep = engine.held_keys()
     freed = 0
@@ -655,7 +661,8 @@ def evict(engine: Engine, chosen: Iterable[Victim]) -> Eviction:
 def live_size(engine: Engine) -> int:
     """Return the bytes of all artifacts that are wanted."""
     table = engine.catalog.snapshot()
-    return int(table.size[table.kind == ARTIFACT].astype(np.int64).sum()) << 6
+    is_here = (table.kind == ARTIFACT) & ~engine.catalog.is_far(table)
+    return int(table.size[is_here].astype(np.int64).sum()) << 6
 
 
 def enforce(engine: Engine) -> Eviction:
@@ -709,5 +716,5 @@ def on_disk(engine: Engine) -> int:
     total = 0
     for pack in engine.catalog.known_packs():
         with suppress(FileNotFoundError, SetFormatError):
-            total += engine.catalog.files[pack.name].size
+            total += kept_size(engine.catalog.files[pack.name])
     return total

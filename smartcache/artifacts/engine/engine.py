@@ -24,6 +24,7 @@ import numpy as np
 from blake3 import blake3
 
 from smartcache.artifacts.engine.catalog import Catalog, Pack, Place, Table
+from smartcache.artifacts.engine.far import FAR, Far, FarPack
 from smartcache.artifacts.engine.index import NAME, SetIndex, open_index
 from smartcache.artifacts.engine.packs import (
     PACK_BYTES,
@@ -31,6 +32,7 @@ from smartcache.artifacts.engine.packs import (
     Column,
     Flags,
     LocalPack,
+    PackSource,
     PackWriter,
     new_nonce,
     new_writer,
@@ -78,6 +80,9 @@ class Engine:
             read_only=read_only,
         )  # fmt: skip
         self.leases = Leases(folder.path / "leases")
+        self.far: Far | None = None
+        """How packs that lie in tiers are read."""
+        self.catalog.files.elsewhere = self._open_far
         self.pack_bytes = PACK_BYTES
         self.writer: PackWriter | None = None
         self.written_size = 0
@@ -127,6 +132,10 @@ class Engine:
         """Those that are being written down."""
         self._noted: dict[bytes, int] = {}
         """The hour in which a use was noted, of artifacts that are in no table."""
+
+    def _open_far(self, name: str) -> FarPack:
+        leases = None if self.read_only else self.leases
+        return FarPack.open(self.path / f"{name}{FAR}", self.far, leases)
 
     def follow(self, folder: SetFolder) -> None:
         """Have the options that the set has now."""
@@ -190,7 +199,7 @@ class Engine:
 
     # finding
 
-    def hold(self, keys: list[bytes]) -> list[tuple[Place, LocalPack] | None]:
+    def hold(self, keys: list[bytes]) -> list[tuple[Place, PackSource] | None]:
         """Say where artifacts lie, with their packs open; None: there is no such artifact.
 
         What is returned can be read whatever becomes of the set. This is the one place where
@@ -211,7 +220,7 @@ class Engine:
             return [None if place is None else (place, sources[place.pack]) for place in places]
         raise self.vanishing()
 
-    def hold_one(self, key: bytes) -> tuple[Place, LocalPack] | None:
+    def hold_one(self, key: bytes) -> tuple[Place, PackSource] | None:
         """Say where an artifact lies, with its pack open."""
         if not self._is_open:
             self.refuse_closed()
@@ -230,7 +239,7 @@ class Engine:
             self.hits += 1
         return place, source
 
-    def look(self, key: bytes) -> tuple[Place, LocalPack] | None:
+    def look(self, key: bytes) -> tuple[Place, PackSource] | None:
         """Say where an artifact lies, past its time or not; that does not count as a use."""
         for _ in range(_TRIES):
             place = self.catalog.find(key, expired=True)
@@ -242,7 +251,7 @@ class Engine:
                 self.catalog.look_again(place.pack.name)
         raise self.vanishing()
 
-    def need(self, keys: list[bytes]) -> list[tuple[Place, LocalPack]]:
+    def need(self, keys: list[bytes]) -> list[tuple[Place, PackSource]]:
         """Say where artifacts lie; ArtifactNotFoundError names those that are not there."""
         found = self.hold(keys)
         if None in found:
@@ -487,7 +496,8 @@ class Engine:
 
     def _came(self, pack: Pack) -> int:
         try:
-            return int(os.stat(self.path / f"{pack.name}{SUFFIX}").st_mtime)
+            suffix = FAR if pack.is_far else SUFFIX
+            return int(os.stat(self.path / f"{pack.name}{suffix}").st_mtime)
         except OSError:
             return 0
 
@@ -568,6 +578,8 @@ class Engine:
             if pack.is_own:
                 pack.is_own = False
                 self.catalog.disown(pack)
+            if pack.is_far:  # another thread may have been in the middle of something
+                self.catalog.files.forget(pack.name)
         self.writer = self._own = None
         self._unsynced = set()
         self._begin_again()
@@ -661,7 +673,11 @@ _forking: list[threading.RLock] = []
 
 
 def open_engine(
-    folder: SetFolder, *, read_only: bool = False, clock: Callable[[], float] | None = None
+    folder: SetFolder,
+    *,
+    read_only: bool = False,
+    clock: Callable[[], float] | None = None,
+    far: Far | None = None,
 ) -> Engine:
     """Return the engine of a folder, with one user more; all in this process share it.
 
@@ -675,6 +691,8 @@ def open_engine(
         found.follow(folder)  # its options may be others now
         if clock is not None:
             found.catalog.clock = clock
+        if far is not None:
+            found.far = far
         found._users += 1  # noqa: SLF001
         if found.unused_for and not found.has_index:
             with suppress(SmartcacheError, OSError):
@@ -683,9 +701,11 @@ def open_engine(
 
 
 @contextmanager
-def engine_of(path: Path, *, clock: Callable[[], float] | None = None) -> Iterator[Engine]:
+def engine_of(
+    path: Path, *, clock: Callable[[], float] | None = None, far: Far | None = None
+) -> Iterator[Engine]:
     """Have the set of a folder open for the length of a block."""
-    engine = open_engine(SetFolder.read(path), clock=clock)
+    engine = open_engine(SetFolder.read(path), clock=clock, far=far)
     try:
         yield engine
     finally:

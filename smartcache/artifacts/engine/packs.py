@@ -91,9 +91,15 @@ _SPARE = 32
 class PackSource(Protocol):
     """Where the bytes of a pack come from: a local file, or another place that has sealed packs."""
 
+    path: Path
+
     @property
     def size(self) -> int:
         """The bytes of the pack, as it is now."""
+        ...
+
+    def bytes_at(self, offset: int, length: int) -> bytes:
+        """Return some bytes; fewer at the end."""
         ...
 
     def read(self, offset: int, buffers: Sequence[Buffer], size: int, *, wait: bool = True) -> bool:
@@ -104,8 +110,21 @@ class PackSource(Protocol):
         """Return a range of the pack where it lies in memory; None: it has to be read."""
         ...
 
+    def memory(self) -> Bytes | None:
+        """Return all of the pack that is mapped, with a look at its length; None: not mapped."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pack is as long as what is mapped of it."""
+        ...
+
     def announce(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Say which ranges (offset and length) will be read soon."""
+        ...
+
+    def distrust(self, offset: int, size: int) -> bool:
+        """Hear that a range is damaged; True: it is read anew from where it came from."""
         ...
 
 
@@ -251,6 +270,10 @@ class LocalPack:
         """Bring all of it to the disk."""
         getattr(os, "fdatasync", os.fsync)(self._fd)
 
+    def distrust(self, offset: int, size: int) -> bool:  # noqa: ARG002
+        """Return False: there are no other bytes than those of the file."""
+        return False
+
     def announce(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Have the kernel read ranges into memory; nobody waits for it."""
         if hasattr(os, "posix_fadvise"):
@@ -264,20 +287,22 @@ class PackFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, LocalPack] = {}
+        self.elsewhere: Callable[[str], PackSource] | None = None
+        """Opens a pack that is no file here; FileNotFoundError if there is none."""
+        self._open: dict[str, PackSource] = {}
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         soft = _MOST_OPEN * 8 if soft == resource.RLIM_INFINITY else soft
         self.most = max(4, min(_MOST_OPEN, soft // 8))  # a mapping keeps a descriptor of its own
         """So many packs may be held at once by one who goes through many."""
 
-    def __getitem__(self, name: str) -> LocalPack:
+    def __getitem__(self, name: str) -> PackSource:
         """Return an open pack; FileNotFoundError if it was compacted away.
 
         Who claims it at that moment makes it anew, empty: that is not the pack either.
         """
         found = self._open.get(name)
         if found is None:
-            found = LocalPack(self.folder / f"{name}{SUFFIX}")
+            found = self._opened(name)
             if found.size < PACK_HEADER_BYTES:
                 raise FileNotFoundError(errno.ENOENT, "The pack is empty", os.fspath(found.path))
             self._open[name] = found
@@ -285,6 +310,15 @@ class PackFiles:
                 for other in list(self._open)[: -self.most]:
                     self._open.pop(other, None)
         return found
+
+    def _opened(self, name: str) -> PackSource:
+        try:
+            return LocalPack(self.folder / f"{name}{SUFFIX}")
+        except FileNotFoundError:
+            if self.elsewhere is not None:
+                with suppress(FileNotFoundError):
+                    return self.elsewhere(name)
+            raise
 
     def forget(self, name: str) -> None:
         """Let go of a pack that is gone: it would still take its room."""
@@ -298,7 +332,12 @@ class PackFiles:
 def pack_names(folder: str | Path | int) -> list[str]:
     """Return the names of all packs in a folder, without the suffix."""
     names = (name[: -len(SUFFIX)] for name in os.listdir(folder) if name.endswith(SUFFIX))
-    return sorted(filter(_NAME.fullmatch, names))
+    return sorted(filter(is_pack_name, names))
+
+
+def is_pack_name(name: str) -> bool:
+    """Say whether a text can be the name of a pack."""
+    return _NAME.fullmatch(name) is not None
 
 
 # what a footer is
@@ -502,7 +541,7 @@ class PackState(NamedTuple):
     """Where the last of them begins: behind the last record."""
 
 
-def read_state(source: LocalPack, name: str, set_id: bytes, until: int | None = None) -> PackState:
+def read_state(source: PackSource, name: str, set_id: bytes, until: int | None = None) -> PackState:
     """Read the header of a pack and its footers (those before an offset), the last one first.
 
     SetFormatError if it is no pack of this set. A pack whose header is damaged is known by its
@@ -541,7 +580,7 @@ def read_state(source: LocalPack, name: str, set_id: bytes, until: int | None = 
     return nothing
 
 
-def read_footer(source: LocalPack, nonce: int, offset: int, limit: int) -> Footer:
+def read_footer(source: PackSource, nonce: int, offset: int, limit: int) -> Footer:
     """Read a footer; DamagedArtifactError if it is not whole."""
     raw = source.bytes_at(offset, HEADER_BYTES) if offset < limit else b""
     head = parse_header(raw, nonce, offset)
@@ -815,7 +854,7 @@ def taken_over(folder: Path, name: str, set_id: bytes, seed: int) -> PackWriter 
     return writer
 
 
-def _continue(writer: PackWriter, source: LocalPack, state: PackState) -> None:
+def _continue(writer: PackWriter, source: PackSource, state: PackState) -> None:
     """Let a writer know what is in its pack, and where that ends."""
     for footer in state.footers:
         writer.layouts.update({body: at for at, body in footer.layouts.items()})

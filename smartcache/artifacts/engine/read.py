@@ -25,7 +25,7 @@ import numpy as np
 from smartcache.artifacts.engine import write
 from smartcache.artifacts.engine.catalog import Place, Table, is_of, row_of
 from smartcache.artifacts.engine.engine import Engine
-from smartcache.artifacts.engine.packs import Buffer, Bytes, Column, LocalPack
+from smartcache.artifacts.engine.packs import Buffer, Bytes, Column, PackSource
 from smartcache.artifacts.engine.records import (
     ARTIFACT,
     BODY_AT,
@@ -71,7 +71,7 @@ class Held(NamedTuple):
 
     key: bytes
     place: Place
-    source: LocalPack
+    source: PackSource
     layout: Layout
 
 
@@ -82,7 +82,7 @@ def hold(engine: Engine, keys: list[bytes]) -> list[Held]:
     ]  # fmt: skip
 
 
-def held(engine: Engine, key: bytes, place: Place, source: LocalPack) -> Held:
+def held(engine: Engine, key: bytes, place: Place, source: PackSource) -> Held:
     """Return an artifact that was found; DamagedArtifactError if its layout is not whole."""
     layout = place.pack.parsed.get(place.layout)
     if layout is None:
@@ -307,7 +307,12 @@ def read_through(held: Held) -> None:
 
 
 def is_damaged(held: Held) -> bool:
-    """Read an artifact once more that was not what was put."""
+    """Read an artifact once more that was not what was put.
+
+    What lies in a tier is fetched anew for that: it was right when it was pushed.
+    """
+    for start, size in _ranges(held):
+        held.source.distrust(start, size)
     try:
         read_through(held)
     except (DamagedArtifactError, LayoutError):
@@ -659,19 +664,30 @@ def _major_faults() -> int:
 
 
 def announce(held: Iterable[Held]) -> None:
-    """Tell the kernel what will be read."""
+    """Tell the kernel, or the tier, what will be read; nobody waits for it.
+
+    Tensors that an artifact shares with others are left out if its record is not at hand.
+    """
     for each in held:
-        ranges = [(each.place.offset, each.place.size)]
-        if not each.place.is_plain:
-            with suppress(DamagedArtifactError):
-                meta = read_meta(each)
-                parts = (meta.part(number) for number in range(meta.head.parts))
-                ranges += [
-                    (each.place.offset + part.offset, part.stored)
-                    for part in parts
-                    if part.offset < 0
-                ]
+        meta = bytearray(each.place.meta)
+        is_known = each.place.is_plain or each.source.read(
+            each.place.offset, [meta], each.place.meta, wait=False
+        )
+        ranges = _ranges(each) if is_known else [(each.place.offset, each.place.size)]
         each.source.announce(ranges)
+
+
+def _ranges(held: Held) -> list[tuple[int, int]]:
+    """Return where the bytes of an artifact lie in its pack."""
+    found = [(held.place.offset, held.place.size)]
+    if not held.place.is_plain:
+        with suppress(DamagedArtifactError):
+            meta = read_meta(held)
+            parts = (meta.part(number) for number in range(meta.head.parts))
+            found += [
+                (held.place.offset + part.offset, part.stored) for part in parts if part.offset < 0
+            ]
+    return found
 
 
 class _Pool:

@@ -7,27 +7,35 @@ import os
 import secrets
 import shutil
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
-from smartcache.artifacts.engine import read, write
+from smartcache.artifacts.engine import far, read, write
 from smartcache.artifacts.engine.catalog import Pack
+from smartcache.artifacts.engine.compact import COMPACTING
 from smartcache.artifacts.engine.engine import Engine
+from smartcache.artifacts.engine.far import FAR, FarPack, Skeleton
 from smartcache.artifacts.engine.packs import (
     SUFFIX,
     LocalPack,
+    PackSource,
+    is_pack_name,
     pack_names,
     read_state,
     taken_over,
 )
-from smartcache.artifacts.engine.records import ARTIFACT, END, PACK_HEADER_BYTES, scan
+from smartcache.artifacts.engine.records import ARTIFACT, END, PACK_HEADER_BYTES, PackHeader, scan
 from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.setfolder import make_private
 from smartcache.errors import (
     DamagedArtifactError,
+    DigestMismatchError,
     LayoutError,
     SetFormatError,
 )
@@ -102,6 +110,8 @@ def verify(engine: Engine, *, full: bool = True, progress: Progress = silent) ->
                 report.footless.append(pack.name)
     rows = np.flatnonzero(table.kind == ARTIFACT)
     report.artifacts = len(rows)
+    # What lies in a tier is not fetched to be verified: that is done there, and when it arrives.
+    rows = rows[~catalog.is_far(table)[rows]]
     rows = rows[np.argsort(table.place[rows])]
     total = int(table.size[rows].astype(np.int64).sum()) << 6
     with progress("Verifying", total, "bytes") as job:
@@ -148,7 +158,10 @@ def _is_lost(engine: Engine, key: bytes, seq: int) -> bool:
     for attempt in (0, 1):
         try:
             layout = engine.catalog.layout(place.pack, place.layout)
-            read.read_through(read.Held(key, place, source, layout))
+            held = read.Held(key, place, source, layout)
+            if attempt and not read.is_damaged(held):
+                return False
+            read.read_through(held)
         except (DamagedArtifactError, LayoutError, SetFormatError) as error:
             if attempt:
                 read.settle(engine, key, place, error)
@@ -158,7 +171,7 @@ def _is_lost(engine: Engine, key: bytes, seq: int) -> bool:
     return False
 
 
-def _is_footer_damaged(engine: Engine, pack: Pack, source: LocalPack) -> bool:
+def _is_footer_damaged(engine: Engine, pack: Pack, source: PackSource) -> bool:
     """Say whether a pack has an `end`, but no footer that can be read."""
     size = source.size
     state = read_state(source, pack.name, engine.catalog.set_id)
@@ -194,7 +207,7 @@ def rebuild(engine: Engine, *, progress: Progress = silent) -> Rebuilt:
     with engine.mutex:
         engine.leave_pack(sealed=False)
         catalog.refresh()
-        packs = catalog.known_packs()
+        packs = [pack for pack in catalog.known_packs() if not pack.is_far]
         result.unreadable = catalog.bad
         with progress("Reading packs", len(packs)) as job:
             for pack in packs:
@@ -231,9 +244,12 @@ def _note_packs(engine: Engine) -> None:
         for pack in catalog.known_packs():
             with suppress(FileNotFoundError, SetFormatError):
                 state = read_state(catalog.files[pack.name], pack.name, catalog.set_id)
-                if state.footers and pack.name in there:
+                if state.footers and pack.name in there and not pack.is_far:
                     records = sum(len(footer.rows.hash) for footer in state.footers)
                     engine.index.add_pack(pack.name, state.records_end, records)
+
+
+# packs that come and go as a whole
 
 
 def take_in(engine: Engine, path: Path) -> int:
@@ -248,21 +264,109 @@ def take_in(engine: Engine, path: Path) -> int:
         raise SetFormatError(message, hint="Close the set that writes it first.", path=path)
     target = catalog.folder / f"{state.header.nonce:016x}{SUFFIX}"
     if not target.exists():
-        temporary = target.with_suffix(f".{secrets.token_hex(4)}.tmp")
-        try:
-            make_private(temporary)
-            with open(path, "rb") as reading, open(temporary, "r+b") as writing:
-                shutil.copyfileobj(reading, writing, 8 << 20)
-                writing.flush()
-                os.fsync(writing.fileno())
-            reached("take in: copied")
-            temporary.rename(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_directory(catalog.folder)
+        with _arriving(target) as writing, open(path, "rb") as reading:
+            shutil.copyfileobj(reading, writing, 8 << 20)
     records = sum(len(footer.rows.hash) for footer in state.footers)
     write.take_in(engine, state.header.nonce, records)
     with engine.mutex:
         engine.written(source.size)
     engine.sync_all()
     return records
+
+
+@contextmanager
+def _arriving(target: Path) -> Iterator[BinaryIO]:
+    """Write a pack under another name, synced; it has its own when the block is left."""
+    temporary = target.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    try:
+        make_private(temporary)
+        with open(temporary, "r+b") as writing:
+            yield writing
+            writing.flush()
+            os.fsync(writing.fileno())
+        reached("take in: copied")
+        temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(target.parent)
+
+
+def bring(
+    engine: Engine, name: str, chunks: Iterable[bytes], *, size: int, digest: str
+) -> None:  # fmt: skip
+    """Write a pack from elsewhere to this disk, hashed on the way."""
+    engine.refuse_read_only()
+    target = engine.path / f"{name}{SUFFIX}"
+    if not is_pack_name(name):
+        raise SetFormatError(f"{name!r} is not the name of a pack", path=engine.path)
+    if not target.exists():
+        made, written = blake3(), 0
+        with _arriving(target) as writing:
+            for each in chunks:
+                made.update(each)
+                written += len(each)
+                writing.write(each)
+            if (written, made.hexdigest()) != (size, digest):
+                message = f"What arrived as {target.name} does not have the digest {digest}"
+                raise DigestMismatchError(message, path=target)
+            writing.flush()
+            read_state(LocalPack(Path(writing.name)), name, engine.catalog.set_id)
+    far.detach(engine.path, name)
+    engine.catalog.refresh()
+
+
+def attach(engine: Engine, skeleton: Skeleton, *, take_in: bool) -> None:
+    """Have a pack that lies in a tier."""
+    engine.refuse_read_only()
+    header = PackHeader.parse(skeleton.header)
+    if header.set_id != engine.catalog.set_id:
+        raise SetFormatError(f"{skeleton.name} is a pack of another set", path=engine.path)
+    if not (engine.path / f"{skeleton.name}{SUFFIX}").exists():
+        far.attach(engine.path, skeleton)
+    if take_in:
+        source = engine.catalog.files[skeleton.name]
+        state = read_state(source, skeleton.name, engine.catalog.set_id)
+        records = sum(len(footer.rows.hash) for footer in state.footers)
+        write.take_in(engine, header.nonce, records)
+        engine.sync_all()
+
+
+class Sealed(NamedTuple):
+    """The packs of a set."""
+
+    packs: list[Path]
+    """Those that nobody writes any more, and that lie here."""
+    left_out: int
+    """How many others write, or have left unfinished."""
+
+
+@contextmanager
+def sealed(engine: Engine) -> Iterator[Sealed]:
+    """Seal all packs that nobody writes; none goes for the length of the block."""
+    engine.refuse_read_only()
+    catalog = engine.catalog
+    with engine.leases.hold(COMPACTING, what="pushing"):
+        with engine.mutex:
+            engine.leave_pack(sealed=True)
+        catalog.refresh()
+        for pack in catalog.known_packs():
+            if not (pack.is_sealed or pack.is_foreign or pack.is_far):
+                writer = taken_over(engine.path, pack.name, catalog.set_id, catalog.seed)
+                if writer is not None:
+                    writer.close(sealed=True, note=engine.note_pack)
+        catalog.refresh()
+        here = [pack for pack in catalog.known_packs() if not pack.is_far]
+        done = [engine.path / f"{pack.name}{SUFFIX}" for pack in here if pack.is_sealed]
+        yield Sealed(done, len(here) - len(done))
+
+
+def keys_in(engine: Engine, skeleton: Skeleton) -> list[str]:
+    """Return the keys of the artifacts that a pack has, of which only the skeleton is at hand."""
+    source = FarPack(skeleton, engine.path / f"{skeleton.name}{FAR}")
+    state = read_state(source, skeleton.name, engine.catalog.set_id)
+    return [
+        key_text(entry.key)
+        for footer in state.footers
+        for entry in footer.rows.entries()
+        if entry.kind == ARTIFACT
+    ]

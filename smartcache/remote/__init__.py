@@ -1,0 +1,66 @@
+"""Beyond this machine: a tier behind the store, and datasets encoded by many machines.
+
+Names are loaded when they are first used: `import smartcache.remote` loads no obstore and no Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smartcache.remote.sets import Delivery as Delivery
+    from smartcache.remote.sets import attach_outputs as attach_outputs
+    from smartcache.remote.sets import attach_set as attach_set
+    from smartcache.remote.sets import attached_dataset as attached_dataset
+    from smartcache.remote.sets import pull_dataset as pull_dataset
+    from smartcache.remote.sets import pull_set as pull_set
+    from smartcache.remote.sets import push_dataset as push_dataset
+    from smartcache.remote.sets import push_set as push_set
+    from smartcache.remote.sets import set_documents as set_documents
+    from smartcache.remote.tier import Abilities as Abilities
+    from smartcache.remote.tier import Found as Found
+    from smartcache.remote.tier import Listed as Listed
+    from smartcache.remote.tier import Sent as Sent
+    from smartcache.remote.tier import Tier as Tier
+    from smartcache.remote.tier import check_options as check_options
+    from smartcache.remote.tier import check_url as check_url
+    from smartcache.remote.tier import connected as connected
+    from smartcache.remote.tier import in_parallel as in_parallel
+
+_HOMES = {
+    "sets": (
+        "Delivery",
+        "attach_outputs",
+        "attach_set",
+        "attached_dataset",
+        "pull_dataset",
+        "pull_set",
+        "push_dataset",
+        "push_set",
+        "set_documents",
+    ),
+    "tier": (
+        "Abilities",
+        "Found",
+        "Listed",
+        "Sent",
+        "Tier",
+        "check_options",
+        "check_url",
+        "connected",
+        "in_parallel",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the table above is the list
+
+
+if not TYPE_CHECKING:  # A type checker that saw it would believe in any name.
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        globals()[name] = found
+        return found

@@ -1,0 +1,681 @@
+"""A tier: a place beyond this machine that has objects by their content, and says what they are.
+
+It is a folder of a NAS, or a bucket of S3, Google or Azure. Below its URL:
+
+    smartcache.json                    marks the place as ours, and says its format
+    objects/<aa>/<digest>              bytes, named by their BLAKE3 digest: blobs, and sealed packs
+    names/<algorithm>/<aa>/<value>     which object has this sha256, or git's sha1
+    documents/<kind>/<name>/<n>.json   what a repo, a set or a dataset needs; the highest n counts
+
+An object has its name only when all of its bytes have arrived and were hashed on the way; so it
+does no harm to push twice, or to be killed in the middle. Documents come last and change by making
+the next number, which only one of several writers can do, where the server honours "create only".
+Whatever is read is hashed by whoever keeps it: the tier is not believed.
+
+Credentials are those that obstore finds (environment, instance, files); none is kept here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from blake3 import blake3
+
+from smartcache.errors import (
+    ConfigError,
+    DamagedObjectError,
+    MissingObjectError,
+    TierError,
+)
+from smartcache.progress import Progress, silent
+from smartcache.remote.forked import Readers
+
+FORMAT: Final = 1
+KINDS: Final = ("repos", "blobs", "sets", "datasets")
+PIECE: Final = 8 << 20
+"""Bytes that go to the server, or come from it, in one request."""
+THREADS: Final = 8
+"""Objects that are sent or fetched at once."""
+_AHEAD: Final = 4
+"""Pieces of one object that are on their way at once."""
+_MOST_PARTS: Final = 9000
+"""Of one upload; S3 takes 10,000."""
+_MOST_DOCUMENT: Final = 1 << 28
+_TRIES: Final = 20
+_MARK: Final = "smartcache.json"
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SECRET: Final = re.compile("key|secret|token|password|sas|credential", re.IGNORECASE)
+_SCHEMES: Final = ("s3", "gs", "az", "file")
+
+T = TypeVar("T")
+R = TypeVar("R")
+Document = dict[str, Any]
+Advance = Callable[[int], object]
+
+
+class Found(NamedTuple):
+    """An object of a tier."""
+
+    digest: str
+    size: int
+
+
+class Listed(NamedTuple):
+    """An object, or a name of one, as the server lists it."""
+
+    path: str
+    size: int
+    changed_at: datetime
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """What was sent, or fetched, and what was there already."""
+
+    objects: int = 0
+    size: int = 0
+    skipped: int = 0
+    skipped_size: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(
+            objects=self.objects + other.objects,
+            size=self.size + other.size,
+            skipped=self.skipped + other.skipped,
+            skipped_size=self.skipped_size + other.skipped_size,
+        )
+
+
+def check_url(url: str) -> str:
+    """Return the URL of a tier; ConfigError if it is none, or has a password in it.
+
+    A path is that of a folder.
+    """
+    text = os.fspath(url)
+    if "://" not in text:
+        path = Path(text).expanduser()
+        if not text or not path.is_absolute():
+            hint = "Write the whole path of a folder, or s3://bucket/prefix, gs://... or az://..."
+            raise ConfigError(f"{text!r} is not the place of a tier", hint=hint)
+        return path.as_uri()
+    parts = urlsplit(text)
+    if parts.scheme not in _SCHEMES:
+        hint = f"It begins with {', '.join(f'{each}://' for each in _SCHEMES)}."
+        raise ConfigError(f"{text} is not the place of a tier", hint=hint)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        hint = "Give credentials in the environment, as the tools of the server want them."
+        raise ConfigError("A URL with credentials or a query is not kept", hint=hint)
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        raise ConfigError(
+            f"{text} is not the path of a folder", hint="Write file:///mnt/nas/cache."
+        )
+    if parts.scheme != "file" and not parts.netloc:
+        raise ConfigError(f"{text} names no bucket", hint="Write s3://bucket/prefix.")
+    return text.rstrip("/")
+
+
+def check_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of a tier; ConfigError if one would keep a secret."""
+    for name in options:
+        if _SECRET.search(name):
+            hint = "Give it in the environment, for instance as AWS_ACCESS_KEY_ID."
+            raise ConfigError(f"The option {name} holds a secret: it is not kept", hint=hint)
+    return dict(options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a server was seen to do."""
+
+    creates: bool = True
+    """It refuses to make what is there already: writers of one document cannot lose a change."""
+    ranges: bool = True
+    """It sends a part of an object."""
+
+
+@dataclass(slots=True)
+class Tier:
+    """A place beyond this machine, open. For any number of threads; goes to other processes."""
+
+    name: str
+    url: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    abilities: Abilities = field(default_factory=Abilities)
+    _opened: Any = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Tier, (self.name, self.url, dict(self.options), self.abilities)
+
+    def described(self) -> Document:
+        """Return what `connected` makes it from again."""
+        return {
+            "name": self.name, "url": self.url, "options": dict(self.options),
+            "creates": self.abilities.creates, "ranges": self.abilities.ranges,
+        }  # fmt: skip
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether it sends a part of an object."""
+        return self.abilities.ranges
+
+    # talking to the server
+
+    @property
+    def _store(self) -> Any:  # noqa: ANN401 - one of obstore's classes
+        if self._opened is None:
+            self._opened = self._connect()
+        return self._opened
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it is; None: a server is asked."""
+        parts = urlsplit(self.url)
+        return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+    def _connect(self) -> Any:  # noqa: ANN401
+        obstore = _obstore()
+        folder = self.folder
+        if folder is not None:
+            if not folder.is_dir():
+                hint = "Check the path, and that its drive is mounted."
+                raise TierError(f"{folder} is not there", hint=hint, tier=self.name, path=folder)
+            return obstore.store.LocalStore(folder)
+        options = {**self.options}
+        try:
+            # Nothing is asked for hours: a server that is silent for half a minute is not there.
+            return obstore.store.from_url(
+                self.url, config=options,
+                client_options={
+                    "allow_http": True, "connect_timeout": timedelta(seconds=5),
+                    "read_timeout": timedelta(seconds=30), "timeout": timedelta(hours=12),
+                },
+                retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
+            )  # fmt: skip
+        except obstore.exceptions.BaseError as error:
+            raise ConfigError(f"{self.url} cannot be used: {_first_line(error)}") from error
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Let errors of the server be ours; `what` is the object or document."""
+        base = _obstore().exceptions.BaseError
+        try:
+            yield
+        except FileNotFoundError as error:
+            message = f"The tier {self.name} has no {what}"
+            raise MissingObjectError(message, tier=self.name) from error
+        except (base, OSError) as error:
+            if isinstance(error, TierError):
+                raise
+            message = f"The tier {self.name} did not give or take {what}: {_first_line(error)}"
+            raise TierError(message, tier=self.name) from error
+
+    # objects
+
+    def size_of(self, digest: str) -> int | None:
+        """Return the size of an object; None: it is not there."""
+        with suppress(MissingObjectError), self._asking(f"object {digest}"):
+            return int(_obstore().head(self._store, _object(digest))["size"])
+        return None
+
+    def sizes(self, digests: Iterable[str], progress: Progress = silent) -> dict[str, int]:
+        """Return the sizes of those objects that are there."""
+        wanted = list(dict.fromkeys(digests))
+        found: dict[str, int] = {}
+        with progress("Looking at the tier", len(wanted)) as job:
+            for digest, size in in_parallel(lambda each: (each, self.size_of(each)), wanted):
+                if size is not None:
+                    found[digest] = size
+                job.advance()
+        return found
+
+    def put_file(self, digest: str, path: str | Path, *, advance: Advance | None = None) -> bool:
+        """Send a file; False: the object was there.
+
+        It is hashed on the way: DamagedObjectError, and no object, if the file has other bytes.
+        """
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if self.size_of(digest) == size:
+                return False
+            made = blake3()
+
+            def pieces() -> Iterator[bytes]:
+                left = size
+                while left > 0:
+                    piece = file.read(min(PIECE, left))
+                    left -= len(piece)
+                    if not piece:
+                        break
+                    made.update(piece)
+                    if left == 0:
+                        self._refuse_wrong(made.hexdigest(), digest, f"{path}")
+                    yield piece
+                    if advance is not None:
+                        advance(len(piece))
+                if left > 0 or size == 0:
+                    self._refuse_wrong(made.hexdigest(), digest, f"{path}")
+
+            with self._asking(f"object {digest}"):
+                if size <= PIECE:
+                    data = b"".join(pieces())
+                    _obstore().put(self._store, _object(digest), data, use_multipart=False)
+                else:
+                    part = max(PIECE, -(-size // _MOST_PARTS))
+                    _obstore().put(
+                        self._store, _object(digest), pieces(), use_multipart=True,
+                        chunk_size=part, max_concurrency=_AHEAD,
+                    )  # fmt: skip
+        return True
+
+    def put_bytes(self, data: bytes) -> str:
+        """Send some bytes; return their digest."""
+        digest = blake3(data).hexdigest()
+        if self.size_of(digest) != len(data):
+            with self._asking(f"object {digest}"):
+                _obstore().put(self._store, _object(digest), data, use_multipart=False)
+        return digest
+
+    def send(
+        self, files: Mapping[str, tuple[Path, int]], progress: Progress = silent, *,
+        label: str = "Pushing",
+    ) -> Sent:  # fmt: skip
+        """Send files, by digest and size, that are not there; the largest first."""
+        there = self.sizes(files)
+        sent = Sent()
+        todo: list[tuple[str, Path, int]] = []
+        for digest, (path, size) in files.items():
+            if there.get(digest) == size:
+                sent.skipped += 1
+                sent.skipped_size += size
+            else:
+                todo.append((digest, path, size))
+        todo.sort(key=lambda each: -each[2])
+        with progress(label, sum(size for _, _, size in todo), "bytes") as job:
+
+            def one(each: tuple[str, Path, int]) -> tuple[bool, int]:
+                digest, path, size = each
+                job.describe(path.name)
+                return self.put_file(digest, path, advance=job.advance), size
+
+            for is_new, size in in_parallel(one, todo):
+                if is_new:
+                    sent.objects += 1
+                    sent.size += size
+                else:
+                    sent.skipped += 1
+                    sent.skipped_size += size
+        return sent
+
+    def chunks(self, digest: str, *, size: int | None = None) -> Iterator[bytes]:
+        """Go through the bytes of an object; who keeps them hashes them.
+
+        Some pieces are on their way ahead of the one that is given. MissingObjectError; TierError
+        if the connection is cut; DamagedObjectError if there are fewer or more bytes than `size`.
+        """
+        found = self.size_of(digest)
+        if found is None:
+            raise MissingObjectError(f"The tier {self.name} has no object {digest}", tier=self.name)
+        if size is not None and found != size:
+            message = f"The tier {self.name} has {found:,} bytes of object {digest}, not {size:,}"
+            raise DamagedObjectError(message, tier=self.name, digest=digest)
+        if not self.abilities.ranges or found <= PIECE:
+            with self._asking(f"object {digest}"):
+                for piece in _obstore().get(self._store, _object(digest)).stream(PIECE):
+                    yield bytes(piece)
+            return
+        waiting: deque[Future[bytes]] = deque()
+        starts = iter(range(0, found, PIECE))
+        with ThreadPoolExecutor(_AHEAD, "smartcache-tier") as pool:
+            try:
+                for start in starts:
+                    waiting.append(pool.submit(self.read, digest, start, min(PIECE, found - start)))
+                    if len(waiting) >= _AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for each in waiting:
+                    each.cancel()
+
+    def read(self, digest: str, start: int, length: int) -> bytes:
+        """Return a part of an object; only where the server sends parts."""
+        if _is_forked():
+            return _readers().read(self.described(), digest, start, length)
+        with self._asking(f"object {digest}"):
+            data = bytes(
+                _obstore().get_range(self._store, _object(digest), start=start, length=length)
+            )
+        if len(data) != length:
+            message = (
+                f"The tier {self.name} gave {len(data):,} bytes of object {digest}, not {length:,}"
+            )
+            raise DamagedObjectError(message, tier=self.name, digest=digest)
+        return data
+
+    def _refuse_wrong(self, found: str, digest: str, what: str) -> None:
+        if found != digest:
+            message = f"{what} does not have the digest {digest}"
+            hint = "It has changed, or is damaged: run 'smartcache verify'. Nothing was kept."
+            raise DamagedObjectError(message, hint=hint, tier=self.name, digest=digest)
+
+    # names of objects
+
+    def find(self, algorithm: str, value: str) -> Found | None:
+        """Return the object that has a hash; None: the tier knows of none."""
+        if algorithm == "blake3":
+            size = self.size_of(value)
+            return None if size is None else Found(value, size)
+        try:
+            with self._asking(f"{algorithm} {value}"):
+                raw = bytes(_obstore().get(self._store, _name(algorithm, value)).bytes())
+            said = json.loads(raw)
+            found = Found(str(said["digest"]), int(said["size"]))
+        except MissingObjectError:
+            return None
+        except (ValueError, TypeError, LookupError):
+            return None  # who wrote it was cut off: it is as if it were not there
+        return found if _DIGEST.fullmatch(found.digest) else None
+
+    def add_names(self, found: Found, values: Mapping[Any, str]) -> None:
+        """Say which other hashes an object has."""
+        data = json.dumps({"digest": found.digest, "size": found.size}).encode()
+        for algorithm, value in values.items():
+            if algorithm != "blake3":
+                with self._asking(f"{algorithm} {value}"):
+                    _obstore().put(self._store, _name(algorithm, value), data)
+
+    # documents
+
+    def document(self, kind: str, name: str) -> Document | None:
+        """Return what is said of a repo, a set or a dataset; None: nothing is."""
+        return self._document(kind, name)[0]
+
+    def _document(self, kind: str, name: str) -> tuple[Document | None, int]:
+        """Return the newest document and its number; 0: there is none."""
+        for _ in range(_TRIES):
+            number = max(self._numbers(kind, name), default=0)
+            if not number:
+                return None, 0
+            path = _document(kind, name, number)
+            # One that was replaced meanwhile is gone.
+            with suppress(MissingObjectError), self._asking(f"{kind} {name}"):
+                raw = bytes(_obstore().get(self._store, path).bytes())
+                return self._decoded(raw, path, kind), number
+        raise TierError(f"{name} changes all the time on the tier {self.name}", tier=self.name)
+
+    def _decoded(self, raw: bytes, path: str, kind: str) -> Document:
+        try:
+            if len(raw) > _MOST_DOCUMENT:
+                raise ValueError("too long")
+            found = json.loads(raw)
+            objects = found["objects"]
+            if not all(
+                _DIGEST.fullmatch(digest) and type(size) is int and size >= 0
+                for digest, size in objects.items()
+            ):
+                raise ValueError("objects")
+            if found["kind"] != kind or not isinstance(found["content"], dict):
+                raise ValueError("kind")
+            version = found["format"]
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            message = f"{path} of the tier {self.name} is damaged"
+            raise DamagedObjectError(message, tier=self.name) from error
+        if version != FORMAT:
+            message = f"{path} of the tier {self.name} has format {version!r}"
+            raise TierError(message, hint="Update smartcache.", tier=self.name)
+        return dict(found)
+
+    def _numbers(self, kind: str, name: str) -> list[int]:
+        prefix = _document(kind, name, 0).rpartition("/")[0]
+        found = (path.rpartition("/")[2] for path, _, _ in self._listed(prefix))
+        return [int(each[:-5]) for each in found if re.fullmatch(r"[0-9]{8}\.json", each)]
+
+    def change(
+        self,
+        kind: str,
+        name: str,
+        change: Callable[[Document | None], tuple[Mapping[str, int], Document]],
+    ) -> Document:
+        """Write a document anew; one that stays as it is, is not written.
+
+        `change` gets the content there is, and returns the objects and the content that shall be.
+        It is called again, if another writer was faster.
+        """
+        exists = _obstore().exceptions.AlreadyExistsError
+        for _ in range(_TRIES):
+            before, number = self._document(kind, name)
+            objects, content = change(None if before is None else before["content"])
+            if before is not None and (before["objects"], before["content"]) == (objects, content):
+                return before
+            document: Document = {
+                "format": FORMAT, "kind": kind, "name": name,
+                "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "objects": dict(sorted(objects.items())), "content": content,
+            }  # fmt: skip
+            data = json.dumps(document, separators=(",", ":")).encode()
+            try:
+                with self._asking(f"{kind} {name}"):
+                    self._create(_document(kind, name, number + 1), data)
+            except TierError as error:
+                if not isinstance(error.__cause__, exists):
+                    raise
+                continue
+            numbers = self._numbers(kind, name)
+            if not self.abilities.creates and self._document(kind, name)[0] != document:
+                continue  # the last writer wins: this makes it less likely to be another one
+            if max(numbers, default=0) > number + 1:
+                # Ours may be one that was replaced and removed before we made it again: then
+                # nobody has read it. What was changed already stays as it is.
+                continue
+            with suppress(TierError):  # the one before stays for those who are reading it
+                self._delete([_document(kind, name, each) for each in numbers if each < number])
+            return document
+        raise TierError(f"{name} changes all the time on the tier {self.name}", tier=self.name)
+
+    def _create(self, path: str, data: bytes) -> None:
+        obstore = _obstore()
+        if self.abilities.creates:
+            obstore.put(self._store, path, data, mode="create")
+        else:
+            obstore.put(self._store, path, data)
+
+    def documents(self, kind: str | None = None) -> Iterator[tuple[str, str]]:
+        """Go through kind and name of all documents."""
+        prefix = "documents" if kind is None else f"documents/{kind}"
+        seen: set[tuple[str, str]] = set()
+        for path, _, _ in self._listed(prefix):
+            parts = path.split("/")
+            if len(parts) == 4 and parts[1] in KINDS and (parts[1], parts[2]) not in seen:  # noqa: PLR2004
+                seen.add((parts[1], parts[2]))
+                yield parts[1], parts[2]
+
+    def remove_document(self, kind: str, name: str) -> None:
+        """Remove a document; what only it needed goes with the next `gc`."""
+        self._delete([_document(kind, name, each) for each in self._numbers(kind, name)])
+
+    # all of it
+
+    def objects(self) -> Iterator[Listed]:
+        """Go through all objects and names of objects, and what is no document beside them."""
+        for prefix in ("objects", "names"):
+            yield from self._listed(prefix)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove objects and names, as `objects` lists them."""
+        self._delete(list(paths))
+
+    def _listed(self, prefix: str) -> Iterator[Listed]:
+        with self._asking(f"list of {prefix}"):
+            for some in _obstore().list(self._store, prefix=prefix, chunk_size=1000):
+                for each in some:
+                    yield Listed(each["path"], int(each["size"]), each["last_modified"])
+
+    def _delete(self, paths: list[str]) -> None:
+        if paths:
+            with self._asking(paths[0]), suppress(FileNotFoundError):
+                _obstore().delete(self._store, paths)
+
+    # beginning
+
+    def begin(self) -> Tier:
+        """Mark the place as ours, and find out what its server does; returns the tier that knows.
+
+        A folder is made if it is not there. TierError if something else is there, or if the place
+        has another format.
+        """
+        obstore = _obstore()
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                message = f"{self.folder} cannot be made: {error.strerror}"
+                raise TierError(message, tier=self.name, path=self.folder) from error
+        self.check(must_exist=False)
+        probe = f"probe-{secrets.token_hex(8)}"
+        creates = ranges = False
+        with self._asking("a new object"):
+            obstore.put(self._store, probe, b"0123456789", mode="overwrite")
+        try:
+            with suppress(TierError), self._asking("a range"):
+                data = bytes(obstore.get_range(self._store, probe, start=3, length=4))
+                ranges = data == b"3456"
+            try:
+                with self._asking("what is there"):
+                    obstore.put(self._store, probe, b"0123456789", mode="create")
+            except TierError as error:
+                creates = isinstance(error.__cause__, obstore.exceptions.AlreadyExistsError)
+        finally:
+            self._delete([probe])
+        made = Tier(
+            self.name, self.url, self.options, Abilities(creates=creates, ranges=ranges),
+            self._opened,
+        )  # fmt: skip
+        with self._asking(_MARK):
+            obstore.put(self._store, _MARK, json.dumps({"format": FORMAT}).encode())
+        return made
+
+    def check(self, *, must_exist: bool = True) -> None:
+        """Raise TierError if this is not the place of a tier that can be used."""
+        try:
+            with self._asking(_MARK):
+                raw = bytes(_obstore().get(self._store, _MARK).bytes())
+        except MissingObjectError as error:
+            if not must_exist:
+                return
+            hint = f"Run 'smartcache remote add {self.name} {self.url}', or mount its drive."
+            message = f"{self.url} is not the place of a tier"
+            raise TierError(message, hint=hint, tier=self.name) from error
+        try:
+            version = json.loads(raw)["format"]
+        except (ValueError, TypeError, LookupError) as error:
+            message = f"{_MARK} of the tier {self.name} is damaged"
+            raise DamagedObjectError(message, tier=self.name) from error
+        if version != FORMAT:
+            message = f"The tier {self.name} has format {version!r}; this smartcache reads {FORMAT}"
+            raise TierError(message, hint="Update smartcache.", tier=self.name)
+
+
+_connections: dict[str, Tier] = {}
+
+
+def connected(description: Mapping[str, Any]) -> Tier:
+    """Return the tier that `Tier.described` told of; one for all of this process."""
+    url, options = check_url(description["url"]), check_options(description["options"])
+    known = json.dumps([url, options])
+    if known not in _connections:
+        abilities = Abilities(
+            creates=bool(description["creates"]), ranges=bool(description["ranges"])
+        )
+        _connections[known] = Tier(str(description["name"]), url, options, abilities)
+    return _connections[known]
+
+
+def _obstore() -> Any:  # noqa: ANN401 - the package
+    if _is_forked():
+        hint = "Open sets before the fork, or start the process with the method 'spawn'."
+        raise TierError("A forked process cannot ask a tier for anything but packs", hint=hint)
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        hint = "Install it: pip install 'smartcache[remote]'."
+        raise ConfigError("Tiers need obstore, which is not installed", hint=hint) from error
+    _Process.pid = os.getpid()
+    return obstore
+
+
+class _Process:
+    """What is particular to this process."""
+
+    pid = 0
+    """That in which obstore was first used: it does not work in children that are forked later."""
+    readers: Readers | None = None
+
+
+def _is_forked() -> bool:
+    return _Process.pid not in (0, os.getpid())
+
+
+def _readers() -> Readers:
+    if _Process.readers is None or not _Process.readers.is_of_this_process():
+        _Process.readers = Readers()
+    return _Process.readers
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what an error says, without the tables that obstore adds."""
+    return str(error).strip().partition("\n")[0]
+
+
+def _object(digest: str) -> str:
+    if not _DIGEST.fullmatch(digest):
+        raise DamagedObjectError(f"{digest[:80]!r} is not a digest")
+    return f"objects/{digest[:2]}/{digest}"
+
+
+def _name(algorithm: str, value: str) -> str:
+    return f"names/{algorithm}/{value[:2]}/{value}"
+
+
+def _document(kind: str, name: str, number: int) -> str:
+    if kind not in KINDS or not _NAME.fullmatch(name):
+        raise ConfigError(f"{kind}/{name!r} cannot be the name of a document")
+    return f"documents/{kind}/{name}/{number:08}.json"
+
+
+def in_parallel(act: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+    """Do something for each of many, some at once; the first error ends it, and is raised.
+
+    Results come as they are there. No more is begun than is being done.
+    """
+    pool = ThreadPoolExecutor(threads, "smartcache-tier")
+    waiting: set[Future[R]] = set()
+    todo = iter(items)
+    try:
+        is_more = True
+        while is_more or waiting:
+            while is_more and len(waiting) < threads:
+                try:
+                    waiting.add(pool.submit(act, next(todo)))
+                except StopIteration:
+                    is_more = False
+            if waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for each in done:
+                    yield each.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
