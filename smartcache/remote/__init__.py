@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smartcache.remote.ray import RayEngine as RayEngine
     from smartcache.remote.sets import Delivery as Delivery
     from smartcache.remote.sets import attach_outputs as attach_outputs
     from smartcache.remote.sets import attach_set as attach_set
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from smartcache.remote.tier import in_parallel as in_parallel
 
 _HOMES = {
+    "ray": ("RayEngine",),
     "sets": (
         "Delivery",
         "attach_outputs",

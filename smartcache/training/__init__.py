@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from smartcache.training.encoder import Item as Item
     from smartcache.training.engines import Doing as Doing
     from smartcache.training.engines import Engine as Engine
+    from smartcache.training.engines import Fault as Fault
     from smartcache.training.engines import Lost as Lost
     from smartcache.training.engines import ProcessEngine as ProcessEngine
     from smartcache.training.engines import packed as packed
@@ -58,7 +59,7 @@ _HOMES = {
         "stored_dataset",
     ),
     "encoder": ("Buckets", "Encoder", "Item"),
-    "engines": ("Doing", "Engine", "Lost", "ProcessEngine", "packed", "unpacked"),
+    "engines": ("Doing", "Engine", "Fault", "Lost", "ProcessEngine", "packed", "unpacked"),
     "prefetch": ("PrefetchStats", "Prefetcher"),
     "sources": ("Source", "Sources"),
     "upkeep": ("CleanPlan", "copy_dataset", "pack_up", "unpack"),

@@ -25,9 +25,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from smartcache.errors import ConfigError, EncoderError
+
+if TYPE_CHECKING:
+    from smartcache.artifacts import ArtifactSet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -98,6 +102,18 @@ class Fault(NamedTuple):
         return EncoderError(f"An encoder failed in a worker: {self.text}")
 
 
+class Delivery(Protocol):
+    """How sealed packs get from a worker to the set. It travels to the workers, by pickle."""
+
+    def deliver(self, pack: Path) -> Any:  # noqa: ANN401
+        """Bring a sealed pack on its way; in the worker. What is returned travels."""
+        ...
+
+    def accept(self, opened: ArtifactSet, delivered: Any) -> None:  # noqa: ANN401
+        """Let the set have a pack that was delivered; in the process that builds."""
+        ...
+
+
 class Engine(Protocol):
     """What `dataset.build(engine=...)` takes: `ProcessEngine`, `smartcache.remote.RayEngine`."""
 
@@ -115,6 +131,10 @@ class Engine(Protocol):
         ends when there is none and nothing is under way. None is given when nothing has come for a
         while, so that whoever waits can look around.
         """
+        ...
+
+    def delivery(self, opened: ArtifactSet) -> Delivery | None:
+        """Say how packs get to a set; None: they are written to its folder, which all can reach."""
         ...
 
     def enough(self) -> None:
@@ -232,6 +252,9 @@ class ProcessEngine:
                 process.tasks.append(task)
                 process.send("task", task)
                 at += 1
+
+    def delivery(self, opened: ArtifactSet) -> None:
+        """They are written to its folder."""
 
     def enough(self) -> None:
         """Have all tasks end after the batch in hand."""

@@ -23,17 +23,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from smartcache.artifacts import ArtifactSet, ArtifactSets, Claim
 from smartcache.errors import EncoderError
 from smartcache.store.kernel import sync_directory
 from smartcache.store.locks import claim as claim_file
 from smartcache.training.encoder import Encoder, Item, Keys
-from smartcache.training.engines import Engine, Fault, Lost
+from smartcache.training.engines import Delivery, Engine, Fault, Lost
 from smartcache.training.look import Listing
 from smartcache.training.work import TRIED, Rules, Work
 
@@ -60,29 +60,11 @@ _SCRATCH = ".scratch-"
 _LOCK = ".lock"
 
 
-class Delivery(Protocol):
-    """How sealed packs get from a worker to the set. It travels to the workers, by pickle."""
-
-    @property
-    def near(self) -> Path | None:
-        """Where a worker had best write what it delivers; None: where it has room."""
-        ...
-
-    def deliver(self, pack: Path) -> object:
-        """Bring a sealed pack on its way; in the worker. What is returned travels."""
-        ...
-
-    def accept(self, opened: ArtifactSet, delivered: object) -> None:
-        """Let the set have a pack that was delivered; in the process that builds."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ToFolder:
     """Packs are written beside the set, and become its own by a rename: nothing is copied."""
 
     folder: Path
-    near: Path
 
     def deliver(self, pack: Path) -> object:
         """Move a pack into the folder of the set."""
@@ -132,47 +114,54 @@ class Done:
         """Nobody watches."""
 
 
+@dataclass(kw_only=True)
 class Worker:
     """What a worker has of one output: the encoder, and a scratch set. Called with its tasks."""
 
-    def __init__(
-        self,
-        name: str,
-        spec: dict[str, Any],
-        encoder: Encoder,
-        options: dict[str, Any],
-        rules: Rules,
-        threads: int,
-        delivery: Delivery,
-        trial: Task,
-    ) -> None:
-        self._given = name, spec, encoder, options, rules, threads, delivery, trial
+    name: str
+    spec: dict[str, Any]
+    encoder: Encoder
+    options: dict[str, Any]
+    """Of the set."""
+    rules: Rules
+    threads: int
+    delivery: Delivery
+    near: Path | None
+    """Where it had best write what it delivers; None: where there is room."""
+    trial: Task
+    """Items to try the encoder with."""
+
+    def __post_init__(self) -> None:
         self._work: Work | None = None
         self._sets: Path | None = None
         self._is_enough = threading.Event()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Worker, self._given
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without what is open."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def _opened(self) -> Work:
         """Open the scratch set, when there is something to be done."""
         if self._work is None:
             from smartcache.training.dataset import Output
 
-            name, spec, encoder, options, rules, threads, delivery, trial = self._given
-            self._sets = Path(tempfile.mkdtemp(prefix="smartcache-", dir=delivery.near))
+            name, spec, trial = self.name, self.spec, self.trial
+            self._sets = Path(tempfile.mkdtemp(prefix="smartcache-", dir=self.near))
             scratch = ArtifactSets(self._sets).open(
-                spec["set"], spec["fingerprint"], evictable=False, **options
+                spec["set"], spec["fingerprint"], evictable=False, **self.options
             )
             output, tried = Output(name, spec, scratch), Output(name, spec, scratch)
-            output.encoder, tried.keys = encoder, trial.keys
+            output.encoder, tried.keys = self.encoder, trial.keys
 
             def trials(count: int) -> list[Item]:
                 numbers = [number for some in trial.batches for number in some]
                 return [tried.item(trial.listing, number, set()) for number in numbers[:count]]
 
             self._work = Work(
-                output, trial.listing, Done(), rules=rules, threads=threads, trials=trials
+                output, trial.listing, Done(), rules=self.rules, threads=self.threads, trials=trials
             )
         return self._work
 
@@ -196,11 +185,11 @@ class Worker:
         return done
 
     def _deliver(self, done: Done) -> None:
-        opened, delivery = cast("Work", self._work).output.set, self._given[6]
+        opened = cast("Work", self._work).output.set
         opened.seal()
         for pack in sorted(opened.path.glob("*.pack")):
             size = pack.stat().st_size
-            done.delivered.append(delivery.deliver(pack))
+            done.delivered.append(self.delivery.deliver(pack))
             pack.unlink(missing_ok=True)
             done.size += size
 
@@ -237,6 +226,7 @@ class Spread:
         self._engine = engine
         self._output = encoding.output
         self._encoder = cast("Encoder", self._output.encoder)
+        self._release = ExitStack()
         self._flights: dict[int, _Flight] = {}
         self._again: deque[_Flight] = deque()
         self._todo: deque[list[int]] = deque()
@@ -253,12 +243,11 @@ class Spread:
 
     def __enter__(self) -> Self:
         opened = self._output.set
-        prefix = f"{_SCRATCH}{opened.id[:8]}-"
-        _clear(opened.path.parent, prefix)
-        near = opened.path.parent / f"{prefix}{secrets.token_hex(4)}"
-        self._near, self._lock = near, claim_file(near.with_suffix(_LOCK))  # first: see `_clear`
-        near.mkdir(mode=0o700)
-        self._delivery: Delivery = ToFolder(opened.path, near)
+        near = None
+        delivery = self._engine.delivery(opened)
+        if delivery is None:
+            delivery, near = ToFolder(opened.path), self._make_room(opened.path.parent)
+        self._delivery = delivery
         build = self._encoding.build
         # What it depends on is known here; whatever the function needs travels with the function.
         encoder = copy.copy(self._encoder)
@@ -266,17 +255,28 @@ class Spread:
         options = {name: getattr(opened.options, name) for name in ("ttl", "compression")}
         trial = self._encoding.trial_numbers(encoder.batch + TRIED)
         self._worker = Worker(
-            self._output.name, self._output.spec, encoder, options, build.rules,
-            build.threads, self._delivery, self._task([trial])[0],
+            name=self._output.name, spec=self._output.spec, encoder=encoder, options=options,
+            rules=build.rules, threads=build.threads, delivery=delivery, near=near,
+            trial=self._task([trial])[0],
         )  # fmt: skip
         return self
+
+    def _make_room(self, folder: Path) -> Path:
+        """Make a folder for the scratch sets of all workers, and remove those of killed builds."""
+        prefix = f"{_SCRATCH}{self._output.set.id[:8]}-"
+        _clear(folder, prefix)
+        near = folder / f"{prefix}{secrets.token_hex(4)}"
+        lock = claim_file(near.with_suffix(_LOCK))  # before there is a folder: see `_clear`
+        if lock is not None:
+            self._release.callback(lock.release)
+        near.mkdir(mode=0o700)
+        self._release.callback(shutil.rmtree, near, ignore_errors=True)
+        return near
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is not None:  # workers may still have something to deliver
             self._engine.close()
-        shutil.rmtree(self._near, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.release()
+        self._release.close()
 
     def encode(self, numbers: list[int]) -> list[int]:
         """Have workers encode what nobody else has claimed; return the rest."""

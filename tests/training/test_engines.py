@@ -22,7 +22,14 @@ from smartcache.training import Dataset, Encoder, ProcessEngine, Sources
 from tests.api import EncoderError, SmartCache, silent
 from tests.processes.children import Child
 from tests.training.conftest import Photos
-from tests.training.workers import Encode, StubbornError, encodes, processes
+from tests.training.workers import (
+    Encode,
+    StubbornError,
+    encodes,
+    names_in,
+    processes,
+    scratch_of,
+)
 
 pytestmark = pytest.mark.timeout(60)
 COUNT = 24
@@ -68,18 +75,6 @@ def told(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     return value
-
-
-def names_in(dataset: Dataset) -> set[str]:
-    """The items that have a latent by now, for whoever looks."""
-    found = dataset.outputs["latent"].set
-    return {found.metadata(key)["name"] for key in found}
-
-
-def scratch_of(dataset: Dataset) -> list[str]:
-    """What workers and their builds have left behind, or have not removed yet."""
-    folder = dataset.outputs["latent"].set.path.parent
-    return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 def is_alive(pid: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from smartcache.training import Item
+from smartcache.training import Dataset, Item
 
 
 class Encode:
@@ -115,3 +115,15 @@ def processes(folder: Path) -> set[int]:
 def _lines(folder: Path) -> list[str]:
     log = folder / "encoded"
     return log.read_text("utf-8").splitlines() if log.exists() else []
+
+
+def names_in(dataset: Dataset) -> set[str]:
+    """The items that have a latent by now, for whoever looks."""
+    found = dataset.outputs["latent"].set
+    return {found.metadata(key)["name"] for key in found}
+
+
+def scratch_of(dataset: Dataset) -> list[str]:
+    """What workers and their builds have left behind, or have not removed yet."""
+    folder = dataset.outputs["latent"].set.path.parent
+    return [name for name in os.listdir(folder) if name.startswith(".")]
