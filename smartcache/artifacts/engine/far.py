@@ -25,7 +25,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -185,6 +184,18 @@ class Skeleton(NamedTuple):
         return found
 
 
+class _Open:
+    """A chunk that is open; closed when the last who reads it is gone."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class FarPack:
     """A pack that lies in a tier, open for reading."""
 
@@ -200,7 +211,7 @@ class FarPack:
         self._leases = leases
         self._folder = path.parent / FOLDER / path.name.removesuffix(FAR)
         self._gate = threading.Lock()
-        self._open: OrderedDict[int, FileIO | bytes] = OrderedDict()
+        self._open: OrderedDict[int, _Open | bytes] = OrderedDict()
         self._fetching: set[int] = set()
         self._origin: Origin | None = None
 
@@ -252,7 +263,7 @@ class FarPack:
             found = self._need(first)
             if not isinstance(found, bytes):
                 at = offset - first * chunk
-                if os.preadv(found.fileno(), buffers, at) == size:  # type: ignore[arg-type]
+                if os.preadv(found.fd, buffers, at) == size:  # type: ignore[arg-type]
                     return True
         for buffer in buffers:
             view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
@@ -275,7 +286,7 @@ class FarPack:
             if isinstance(found, bytes):
                 data = found[at : at + room]
             else:
-                count = os.preadv(found.fileno(), [view[:room]], at)
+                count = os.preadv(found.fd, [view[:room]], at)
                 if count <= 0:
                     raise DamagedArtifactError(f"a chunk of {self.path.name} is cut off")
                 return count
@@ -328,7 +339,7 @@ class FarPack:
 
     # chunks
 
-    def _here(self, number: int) -> FileIO | bytes | None:
+    def _here(self, number: int) -> _Open | bytes | None:
         """Return a chunk that is on this disk; None: it has to be fetched."""
         with self._gate:
             found = self._open.get(number)
@@ -337,17 +348,17 @@ class FarPack:
                 return found
         path = self._folder / f"{number:08}"
         try:
-            file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+            file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
         except OSError:
             return None
-        if os.fstat(file.fileno()).st_size != self._length(number):
+        if os.fstat(file.fd).st_size != self._length(number):
             return None
         with suppress(OSError):
-            os.utime(file.fileno())  # it is used: others go before it
+            os.utime(file.fd)  # it is used: others go before it
         self._keep(number, file)
         return file
 
-    def _keep(self, number: int, found: FileIO | bytes) -> None:
+    def _keep(self, number: int, found: _Open | bytes) -> None:
         with self._gate:
             self._open[number] = found
             while len(self._open) > _OPEN:
@@ -356,7 +367,7 @@ class FarPack:
     def _length(self, number: int) -> int:
         return min(self.about.chunk, self.size - number * self.about.chunk)
 
-    def _need(self, number: int) -> FileIO | bytes:
+    def _need(self, number: int) -> _Open | bytes:
         """Return a chunk, fetched if it is not here."""
         found = self._here(number)
         if found is not None:
@@ -374,7 +385,7 @@ class FarPack:
                 start = number * self.about.chunk
                 data = origin.read(self.about.digest, start, self._length(number))
                 return self._take(number, data, origin)
-            wanted: FileIO | bytes | None = None
+            wanted: _Open | bytes | None = None
             for each, data in enumerate(self._all(origin)):
                 taken = self._take(each, data, origin)
                 wanted = taken if each == number else wanted
@@ -394,7 +405,7 @@ class FarPack:
         if left:
             yield bytes(left)
 
-    def _take(self, number: int, data: bytes, origin: Origin) -> FileIO | bytes:
+    def _take(self, number: int, data: bytes, origin: Origin) -> _Open | bytes:
         """Keep a chunk that has arrived; DamagedObjectError if it is not what was pushed."""
         told = self.about.hashes[number * _HASH : number * _HASH + _HASH]
         if len(data) != self._length(number) or blake3(data).digest(_HASH) != told:
@@ -409,7 +420,7 @@ class FarPack:
         self._keep(number, data)
         return data
 
-    def _write(self, number: int, data: bytes) -> FileIO:
+    def _write(self, number: int, data: bytes) -> _Open:
         for folder in (self._folder.parent, self._folder):
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
@@ -424,7 +435,7 @@ class FarPack:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._keep(number, file)
         most = MAX_SIZE if self._far is None else self._far.max_size
         _rooms.grown(self._folder.parent, len(data), max(most, _LEAST_CHUNKS * self.about.chunk))

@@ -613,6 +613,8 @@ def read_batch(
         elif engine.probes and not batch.unread:
             engine.probes -= 1
     except _DamagedInBatchError as error:
+        for each in held:  # what this disk has of a tier may be damaged in more places than one
+            each.source.distrust(each.place.offset, each.place.size)
         is_lost = is_damaged(error.held)
         if is_lost or is_second:
             raise settle(engine, error.held.key, error.held.place, error, delete=is_lost) from error
