@@ -30,8 +30,8 @@ _AHEAD = 2
 """Tasks that an actor has: while it does one, the next is there."""
 _TICK = 0.2
 """Seconds after which it is said that nothing has come."""
-_GRACE = 5.0
-"""Seconds that actors have to deliver what they have done when they are to end."""
+_GRACE = 15.0
+"""Seconds that actors have to end their batch and deliver what they have done."""
 _BIRTHS = 3
 """Actors that may die, one after the other, before one of them has done anything."""
 _PATIENCE = 30.0

@@ -39,8 +39,8 @@ _AHEAD = 2
 """Tasks that a process has: while it does one, the next is there."""
 _TICK = 0.2
 """Seconds after which an engine says that nothing has come."""
-_GRACE = 5.0
-"""Seconds that a process has to deliver what it has done when it is to end."""
+_GRACE = 15.0
+"""Seconds that a process has to end its batch and deliver what it has done."""
 _BIRTHS = 3
 """Processes that may die, one after the other, before one of them has done anything."""
 _GUARD = "Start what is to run once below that line, or put the encoder into a module."
@@ -190,6 +190,8 @@ class ProcessEngine:
             raise ConfigError(f"workers is a number from 1 on, not {workers!r}")
         self.workers = workers
         self._processes: list[_Process] = []
+        self._deaths = 0
+        """Processes that have died since the last result."""
 
     def __repr__(self) -> str:
         return f"ProcessEngine(workers={self.workers})"
@@ -201,33 +203,41 @@ class ProcessEngine:
         if _is_worker:
             message = "A process that was started to encode has run the whole main script"
             raise EncoderError(f'{message}: it has no  if __name__ == "__main__":', hint=_GUARD)
+        first = take()
+        if first is None:
+            return
+        todo = deque([first])  # taken before the worker is packed: it may be made ready by that
         sent = packed(worker)
-        births = 0
+        self._deaths = 0
         while True:
-            self._fill(worker, sent, take)
+            self._fill(worker, sent, lambda: todo.popleft() if todo else take())
             if not any(each.tasks for each in self._processes):
                 return
             ready = wait([each.pipe for each in self._processes], _TICK)
             if not ready:
                 yield None
             for each in [each for each in self._processes if each.pipe in ready]:
-                try:
-                    kind, value = each.pipe.recv()
-                except (EOFError, OSError):
-                    self._processes.remove(each)
-                    each.pipe.close()
-                    how = each.how()
-                    births += 1
-                    if births > _BIRTHS + self.workers:
-                        message = f"Processes that encode die before they have done anything: {how}"
-                        raise EncoderError(message) from None
-                    for number, task in enumerate(each.tasks):
-                        yield task, Lost(how, had_begun=number == 0)
-                    continue
-                if kind == "failed":
-                    raise value.error()
-                births = 0
-                yield each.tasks.popleft(), value
+                yield from self._heard(each)
+
+    def _heard(self, process: _Process) -> Iterator[tuple[Any, Any]]:
+        """Give what has come of a process: a result, or the tasks that it has lost."""
+        try:
+            kind, value = process.pipe.recv()
+        except (EOFError, OSError):
+            self._processes.remove(process)
+            process.pipe.close()
+            how = process.how()
+            self._deaths += 1
+            if self._deaths > _BIRTHS + self.workers:
+                message = f"Processes that encode die before they have done anything: {how}"
+                raise EncoderError(message) from None
+            for number, task in enumerate(process.tasks):
+                yield task, Lost(how, had_begun=number == 0)
+            return
+        if kind == "failed":
+            raise value.error()
+        self._deaths = 0
+        yield process.tasks.popleft(), value
 
     def _fill(self, worker: Doing, sent: bytes, take: Callable[[], T | None]) -> None:
         """Give tasks to those that have the fewest; start processes as long as there are some."""

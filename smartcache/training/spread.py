@@ -47,6 +47,9 @@ the building of the output has taken so far, up to a bound. With seconds alone, 
 ten thousand packs for each worker; so it leaves a few hundred."""
 _BYTES = 256 << 20
 """What a task should make, at most."""
+_CLAIMED = 4096
+"""Items that are claimed at a time, of all tasks: the kernel goes through all locks of a file for
+each that is taken. So many take 60 us each, sixteen times as many take 7 ms each."""
 _FIRST = 8
 """Items of the first tasks, from which it is learnt how long one takes."""
 _GROWTH = 4
@@ -93,7 +96,8 @@ class Done:
     """What has become of a task. What is neither kept nor left out was not done."""
 
     delivered: list[object] = field(default_factory=list)
-    kept_: list[int] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
+    """Numbers that have an output."""
     failures: list[tuple[int, str, str, bool]] = field(default_factory=list)
     """Number, name of the item, reason, whether it is remembered."""
     fault: Fault | None = None
@@ -104,7 +108,7 @@ class Done:
 
     def kept(self, number: int) -> None:
         """Take note of an output."""
-        self.kept_.append(number)
+        self.made.append(number)
 
     def left_out(self, number: int, item: str, reason: str, *, is_remembered: bool) -> None:
         """Take note of an item without one."""
@@ -328,14 +332,15 @@ class Spread:
 
     def _size(self) -> int:
         """Return how many items the next task has."""
-        most = self._most
+        all_tasks = 2 * max(1, self._engine.workers)
+        most = min(self._most, _CLAIMED // all_tasks)
         if self._seconds:
             elapsed = time.monotonic() - self._began
             target = min(max(_SECONDS, _SHARE * elapsed), _MOST)
             most = min(most, int(target / self._seconds))
             most = min(most, int(_BYTES / self._bytes)) if self._bytes else most
             # The less there is left, the less each gets: so that all are done at the same time.
-            fair = self._left // (2 * self._engine.workers)
+            fair = self._left // all_tasks
             most = min(most, max(fair, int(_LEAST / self._seconds)))
         return max(most, 1)
 
@@ -373,13 +378,13 @@ class Spread:
                     raise
                 _log.debug("What a worker delivered that failed is not whole", exc_info=True)
             else:
-                for number in done.kept_:
+                for number in done.made:
                     encoding.kept(flight.numbers[number])
             for number, item, reason, is_remembered in done.failures:
                 encoding.left_out(flight.numbers[number], item, reason, is_remembered=is_remembered)
         finally:
             flight.claim.close()
-        count = len(done.kept_) + len(done.failures)
+        count = len(done.made) + len(done.failures)
         encoding.written(count)
         self._fault = self._fault or done.fault
         self._has_encoded = self._has_encoded or done.has_encoded

@@ -5,11 +5,11 @@ What is encoded is in a log that all processes append to: see `tests.training.wo
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +41,7 @@ class Ray:
 
         node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
         self.cluster = Cluster(initialize_head=True, head_node_args=node)
-        ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
     @contextmanager
     def node(self) -> Iterator[Any]:
@@ -57,13 +57,13 @@ class Ray:
         import ray
 
         ray.shutdown()
-        self.cluster.shutdown()
+        self.cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Ray]:
     with pytest.MonkeyPatch.context() as patched:
-        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # noqa: S108 - of sockets: short
+        folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets are in it
         patched.setenv("RAY_TMPDIR", folder)
         patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -109,7 +109,8 @@ class TestRefused:
         with pytest.raises(ConfigError, match="is a number from"):
             RayEngine(**options)
 
-    def test_a_cluster_without_room(self, tmp_path: Path, cache: SmartCache, ray: Ray) -> None:
+    @pytest.mark.usefixtures("ray")
+    def test_a_cluster_without_room(self, tmp_path: Path, cache: SmartCache) -> None:
         with (
             opened(cache, tmp_path, 3) as dataset,
             pytest.raises(EncoderError, match="no room for an actor of 1 CPUs and 2 GPUs"),
@@ -118,8 +119,9 @@ class TestRefused:
 
 
 class TestBuild:
+    @pytest.mark.usefixtures("ray")
     def test_it_is_what_one_process_makes_and_the_errors_are_the_encoders(
-        self, tmp_path: Path, cache: SmartCache, ray: Ray
+        self, tmp_path: Path, cache: SmartCache
     ) -> None:
         with opened(cache, tmp_path, 30, bad="0007.png") as dataset:
             report = dataset.build(engine=RayEngine(), progress=silent)
@@ -127,10 +129,12 @@ class TestBuild:
             assert [each.item for each in report.failed] == ["0007.png"]
             found = values(dataset)
         assert os.getpid() not in processes(tmp_path)
-        with SmartCache(tmp_path / "other") as other:
-            with opened(other, tmp_path, 30, bad="0007.png") as dataset:
-                dataset.build(progress=silent)
-                assert values(dataset) == found
+        with (
+            SmartCache(tmp_path / "other") as other,
+            opened(other, tmp_path, 30, bad="0007.png") as dataset,
+        ):
+            dataset.build(progress=silent)
+            assert values(dataset) == found
         with (
             SmartCache(tmp_path / "third") as third,
             opened(third, tmp_path, 30, error=ZeroDivisionError) as dataset,
@@ -138,13 +142,12 @@ class TestBuild:
         ):
             dataset.build(engine=RayEngine(), progress=silent)
 
+    @pytest.mark.usefixtures("ray")
     def test_what_is_sent_straight_to_a_tier_is_read_from_there(
-        self, tmp_path: Path, cache: SmartCache, ray: Ray
+        self, tmp_path: Path, cache: SmartCache, nas: Tier
     ) -> None:
-        (tmp_path / "nas").mkdir()
-        tier = Tier.open("nas", f"file://{tmp_path}/nas")
         with opened(cache, tmp_path, 30) as dataset:
-            report = dataset.build(engine=RayEngine(tier=tier), progress=silent)
+            report = dataset.build(engine=RayEngine(tier=nas), progress=silent)
             assert report.encoded == {"latent": 30}
             assert len(dataset.outputs["latent"].set.far_packs()) > 0
             assert len(values(dataset)) == 30
@@ -154,7 +157,6 @@ class TestBuild:
         self, tmp_path: Path, cache: SmartCache, ray: Ray
     ) -> None:
         sealed: set[str] = set()
-        began = time.monotonic()
         with ray.node() as node, opened(cache, tmp_path, COUNT, pause=0.002) as dataset:
 
             def kill() -> bool:
@@ -168,8 +170,7 @@ class TestBuild:
             assert (report.encoded, report.failed) == ({"latent": COUNT}, [])
             counts = encodes(tmp_path)
             assert {counts[f"{name} 0"] for name in sealed} == {1}
-            assert sum(counts.values()) > COUNT, "what the node had in hand"
+            assert len(processes(tmp_path)) >= 2
             assert dataset.plan(silent).is_empty
             assert len(values(dataset)) == COUNT
             assert not scratch_of(dataset)
-            print("node", time.monotonic() - began, len(sealed), sum(counts.values()))
