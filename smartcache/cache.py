@@ -178,7 +178,8 @@ class SmartCache:
         process has read.
 
         `tier` names a remote whose artifacts of this set are read through: what is not here is
-        fetched, and some of it kept. It stays so until the remote is taken off.
+        fetched, and some of it kept. That is remembered with the set; named again, what is new in
+        the tier is seen, too.
 
         `read_only` writes nothing at all, not even when an artifact was used. The set must be
         there: SetFormatError if it is not. `smartcache.artifacts.ArtifactSets` opens sets of other

@@ -21,6 +21,9 @@ BUILTINS: dict[str, type[Exception]] = {
     "ArtifactNotFoundError": KeyError,
     "ArtifactGoneError": KeyError,
     "DamagedArtifactError": OSError,
+    "TierError": OSError,
+    "MissingObjectError": OSError,
+    "DamagedObjectError": OSError,
     "UnsupportedValueError": TypeError,
     "LayoutError": ValueError,
     "UnknownCodecError": LookupError,
@@ -74,7 +77,10 @@ NUMBERS = {
     "MissingWeightsError": errno.ENOENT,
     "NoSpaceError": errno.ENOSPC,
 }
-INHERITED = {"ArtifactGoneError", "FileBusyError", "FileChangedError", "UnsafeStoreError"}
+INHERITED = {
+    "ArtifactGoneError", "DamagedObjectError", "FileBusyError", "FileChangedError",
+    "MissingObjectError", "UnsafeStoreError",
+}  # fmt: skip
 """Their builtin is that of the error above them in the tree."""
 
 
@@ -168,7 +174,7 @@ def test_the_tree_in_the_docstring_names_it_and_its_builtin(cls: type[Smartcache
 def test_an_error_is_of_settings_or_of_one_layer(cls: type[SmartcacheError]) -> None:
     layers = (
         errors.ConfigError, errors.HubError, errors.ArtifactError, errors.DatasetError,
-        errors.PretrainedError, StoreError,
+        errors.PretrainedError, errors.TierError, StoreError,
     )  # fmt: skip
     assert [issubclass(cls, each) for each in layers].count(True) == (cls is not SmartcacheError)
 

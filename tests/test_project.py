@@ -36,6 +36,7 @@ PUBLIC = (
     "smartcache.integrations.mgds",
     "smartcache.integrations.simpletuner",
     "smartcache.integrations.trainers",
+    "smartcache.remote",
     "smartcache.training",
 )
 """Modules that users import from, besides the package itself."""

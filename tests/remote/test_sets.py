@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from smartcache import SmartCache
-from smartcache.artifacts import ArtifactSet
-from smartcache.errors import (
+from smartcache.remote import Tier, attach_set, pull_set, push_set
+from tests.api import (
     ArtifactNotFoundError,
+    ArtifactSet,
     DamagedObjectError,
     MissingObjectError,
     TierError,
+    load_settings,
 )
-from smartcache.remote import Tier, attach_set, pull_set, push_set
-from tests.api import load_settings
 from tests.remote import places
 
 HERE = Path(__file__).resolve().parents[2]

@@ -46,6 +46,7 @@ from smartcache.errors import (
     ConfigError,
     DamagedArtifactError,
     DamagedObjectError,
+    MissingObjectError,
     SetFormatError,
 )
 from smartcache.store.kernel import sync_directory
@@ -61,8 +62,8 @@ MAX_SIZE: Final = 64 << 30
 _LEAST_CHUNKS: Final = 16
 _HASH: Final = 16
 """Bytes of BLAKE3 that stand for a chunk."""
-_OPEN: Final = 32
-"""Chunks of a pack that are kept open; and so many in memory, where none can be written."""
+_OPEN: Final = 64
+"""Chunks of all packs that are kept open; or in memory, where none can be written."""
 _THREADS: Final = 8
 _MAGIC: Final = b"smartcache far 1"
 _LENGTHS: Final = struct.Struct("<II")
@@ -196,6 +197,31 @@ class _Open:
         os.close(self.fd)
 
 
+class _Chunks:
+    """The chunks that this process has at hand, of all packs; those used last."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._found: OrderedDict[Path, _Open | bytes] = OrderedDict()
+
+    def get(self, path: Path) -> _Open | bytes | None:
+        with self._gate:
+            found = self._found.get(path)
+            if found is not None:
+                self._found.move_to_end(path)
+            return found
+
+    def keep(self, path: Path, found: _Open | bytes) -> None:
+        with self._gate:
+            self._found[path] = found
+            while len(self._found) > _OPEN:
+                self._found.popitem(last=False)  # closed when nobody reads it any more
+
+    def forget(self, path: Path) -> None:
+        with self._gate:
+            self._found.pop(path, None)
+
+
 class FarPack:
     """A pack that lies in a tier, open for reading."""
 
@@ -210,8 +236,6 @@ class FarPack:
         self._far = far
         self._leases = leases
         self._folder = path.parent / FOLDER / path.name.removesuffix(FAR)
-        self._gate = threading.Lock()
-        self._open: OrderedDict[int, _Open | bytes] = OrderedDict()
         self._fetching: set[int] = set()
         self._origin: Origin | None = None
 
@@ -301,14 +325,9 @@ class FarPack:
             for start, length in ranges
             for number in range(start // chunk, (start + length - 1) // chunk + 1)
         }
-        for number in sorted(wanted):
-            with self._gate:
-                if number in self._fetching:
-                    continue
+        for number in sorted(wanted - self._fetching):
+            if self._here(number) is None:
                 self._fetching.add(number)
-            if self._here(number) is not None:
-                self._fetching.discard(number)
-            else:
                 _fetchers().submit(self._fetch_ahead, number)
 
     def _fetch_ahead(self, number: int) -> None:
@@ -323,10 +342,10 @@ class FarPack:
         """Let go of the chunks of a range: what this disk has of them may be damaged."""
         chunk = self.about.chunk
         for number in range(offset // chunk, (offset + size - 1) // chunk + 1):
-            with self._gate:
-                self._open.pop(number, None)
+            path = self._folder / f"{number:08}"
+            _chunks.forget(path)
             with suppress(OSError):
-                os.unlink(self._folder / f"{number:08}")
+                os.unlink(path)
         return True
 
     @property
@@ -341,12 +360,10 @@ class FarPack:
 
     def _here(self, number: int) -> _Open | bytes | None:
         """Return a chunk that is on this disk; None: it has to be fetched."""
-        with self._gate:
-            found = self._open.get(number)
-            if found is not None:
-                self._open.move_to_end(number)
-                return found
         path = self._folder / f"{number:08}"
+        found = _chunks.get(path)
+        if found is not None:
+            return found
         try:
             file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
         except OSError:
@@ -355,14 +372,8 @@ class FarPack:
             return None
         with suppress(OSError):
             os.utime(file.fd)  # it is used: others go before it
-        self._keep(number, file)
+        _chunks.keep(path, file)
         return file
-
-    def _keep(self, number: int, found: _Open | bytes) -> None:
-        with self._gate:
-            self._open[number] = found
-            while len(self._open) > _OPEN:
-                self._open.popitem(last=False)  # closed when nobody reads it any more
 
     def _length(self, number: int) -> int:
         return min(self.about.chunk, self.size - number * self.about.chunk)
@@ -381,17 +392,24 @@ class FarPack:
             found = self._here(number)  # another thread or process may have fetched it
             if found is not None:
                 return found
-            if origin.has_ranges:
-                start = number * self.about.chunk
-                data = origin.read(self.about.digest, start, self._length(number))
-                return self._take(number, data, origin)
-            wanted: _Open | bytes | None = None
-            for each, data in enumerate(self._all(origin)):
-                taken = self._take(each, data, origin)
-                wanted = taken if each == number else wanted
-            if wanted is None:
-                raise DamagedObjectError(self._wrong(number, origin), tier=origin.name)
-            return wanted
+            try:
+                return self._fetch(number, origin)
+            except MissingObjectError as error:
+                hint = "Open the set with its tier again: who pushed it may have compacted it."
+                raise MissingObjectError(str(error), hint=hint, tier=origin.name) from error
+
+    def _fetch(self, number: int, origin: Origin) -> _Open | bytes:
+        if origin.has_ranges:
+            start = number * self.about.chunk
+            data = origin.read(self.about.digest, start, self._length(number))
+            return self._take(number, data, origin)
+        wanted: _Open | bytes | None = None
+        for each, data in enumerate(self._all(origin)):
+            taken = self._take(each, data, origin)
+            wanted = taken if each == number else wanted
+        if wanted is None:
+            raise DamagedObjectError(self._wrong(number, origin), tier=origin.name)
+        return wanted
 
     def _all(self, origin: Origin) -> Iterator[bytes]:
         """Go through all chunks, of a server that does not send parts."""
@@ -417,7 +435,7 @@ class FarPack:
                 if error.errno not in _UNWRITABLE:
                     raise
                 _log.warning("%s: chunks are not kept: %s", self._folder, error.strerror)
-        self._keep(number, data)
+        _chunks.keep(self._folder / f"{number:08}", data)
         return data
 
     def _write(self, number: int, data: bytes) -> _Open:
@@ -436,9 +454,11 @@ class FarPack:
             temporary.unlink(missing_ok=True)
             raise
         file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        self._keep(number, file)
+        _chunks.keep(path, file)
         most = MAX_SIZE if self._far is None else self._far.max_size
-        _rooms.grown(self._folder.parent, len(data), max(most, _LEAST_CHUNKS * self.about.chunk))
+        # Where a pack comes whole or not at all, none of it may go while it comes.
+        least = _LEAST_CHUNKS * self.about.chunk if self._connected().has_ranges else 2 * self.size
+        _rooms.grown(self._folder.parent, len(data), max(most, least))
         return file
 
     def _connected(self) -> Origin:
@@ -557,6 +577,7 @@ def _scanned(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 _rooms = _Rooms()
+_chunks = _Chunks()
 
 
 class _Pool:
@@ -575,6 +596,7 @@ def _forget_threads() -> None:
     _Pool.threads = None
     _Pool.gate = threading.Lock()
     _rooms.__init__()  # type: ignore[misc]
+    _chunks.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_forget_threads)
