@@ -212,7 +212,8 @@ class TestPackaging:
         assert headers["Requires-Python"] == ">=3.11"
         extras = headers.get_all("Provides-Extra") or []
         assert set(extras) == {
-            "torch", "diffusers", "training", "compression", "datasets", "test", "docs", "all",
+            "torch", "diffusers", "training", "compression", "datasets", "ray", "test", "docs",
+            "all",
         }  # fmt: skip
 
     def test_the_source_archive_can_run_its_own_tests(self, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -45,9 +45,11 @@ _BIRTHS = 3
 """Processes that may die, one after the other, before one of them has done anything."""
 _GUARD = "Start what is to run once below that line, or put the encoder into a module."
 _CODE = (
-    "import os, sys; sys.path[:] = {path!r}; os.environ.setdefault('OMP_NUM_THREADS', '{threads}');"
+    "import os, sys; sys.path[:] = {path!r};"
+    " os.environ.setdefault('OMP_NUM_THREADS', '{threads}'); os.environ.update({more!r});"
     " from smartcache.training.engines import serve; serve({fd})"
 )
+"""What a process runs. Variables are set before anything is imported that reads them."""
 _is_worker = False
 
 
@@ -149,10 +151,11 @@ class Engine(Protocol):
 class _Process:
     """One process, and the tasks that it has."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, number: int, threads: int, more: dict[str, str]) -> None:
+        self.number = number
         mine, theirs = socket.socketpair()
         with theirs:
-            code = _CODE.format(path=sys.path, threads=threads, fd=theirs.fileno())
+            code = _CODE.format(path=sys.path, threads=threads, more=more, fd=theirs.fileno())
             # A session of its own: Ctrl-C is for the process that builds, which ends this one.
             self.process = subprocess.Popen(  # noqa: S603 - this interpreter
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()],
@@ -182,13 +185,15 @@ class ProcessEngine:
 
     They are new processes, not forks: CUDA and threads do not survive a fork. The function of an
     encoder is pickled, with all that it refers to. A function that was written in a notebook or in
-    the main script needs cloudpickle, or a main script that can be imported.
+    the main script needs cloudpickle, or a main script that can be imported. `gpus` are the numbers
+    of GPUs that are dealt out: each process sees one of them, as its first.
     """
 
-    def __init__(self, workers: int = 2) -> None:
+    def __init__(self, workers: int = 2, *, gpus: Iterable[int | str] = ()) -> None:
         if type(workers) is not int or workers < 1:
             raise ConfigError(f"workers is a number from 1 on, not {workers!r}")
         self.workers = workers
+        self.gpus = tuple(map(str, gpus))
         self._processes: list[_Process] = []
         self._deaths = 0
         """Processes that have died since the last result."""
@@ -251,10 +256,7 @@ class ProcessEngine:
                 if task is None:
                     return
                 if at == len(self._processes):
-                    cores = len(os.sched_getaffinity(0)) if hasattr(
-                        os, "sched_getaffinity"
-                    ) else os.cpu_count() or 1  # fmt: skip
-                    self._processes.append(_Process(max(1, cores // self.workers)))
+                    self._processes.append(self._started())
                 process = self._processes[at]
                 if process.worker is not worker:
                     process.worker = worker
@@ -262,6 +264,17 @@ class ProcessEngine:
                 process.tasks.append(task)
                 process.send("task", task)
                 at += 1
+
+    def _started(self) -> _Process:
+        """Start a process, in place of one that has died if there is one."""
+        taken = {each.number for each in self._processes}
+        number = next(each for each in range(self.workers) if each not in taken)
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        more = {}
+        if self.gpus:
+            more["CUDA_VISIBLE_DEVICES"] = self.gpus[number % len(self.gpus)]
+        return _Process(number, max(1, cores // self.workers), more)
 
     def delivery(self, opened: ArtifactSet) -> None:
         """They are written to its folder."""

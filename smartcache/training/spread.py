@@ -405,7 +405,8 @@ class Spread:
         if not left:
             flight.claim.close()
         elif deaths < _DEATHS:
-            _log.warning("A worker has died (%s); another one encodes what it had", lost.how)
+            if lost.had_begun:  # once for each that has died
+                _log.warning("A worker has died (%s); another one encodes what it had", lost.how)
             self._again.append(_Flight(_only(flight.batches, left), {}, flight.claim, deaths))
         else:
             flight.claim.close()

@@ -25,6 +25,7 @@ from tests.training.conftest import Photos
 from tests.training.workers import (
     Encode,
     StubbornError,
+    encode_surroundings,
     encodes,
     names_in,
     processes,
@@ -340,6 +341,18 @@ class TestTogether:
             report = dataset.build(engine=ProcessEngine(2), progress=silent)
             assert report.reused["latent"] > COUNT // 2
             assert set(encodes(tmp_path).values()) == {1}
+
+    def test_each_process_sees_a_gpu_of_its_own(
+        self, cache: SmartCache, photos: Photos, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+        encoder = Encoder(encode_surroundings, reads="file", depends_on="vae")
+        with opened(cache, photos, latent=encoder) as dataset:
+            dataset.build(engine=ProcessEngine(2, gpus=[5, 3]), progress=silent)
+            found = dataset.outputs["latent"].set
+            told = [found.get(key) for key in found]
+        assert {each["CUDA_VISIBLE_DEVICES"] for each in told} == {"5", "3"}
+        assert {each["OMP_NUM_THREADS"] for each in told} == {"7"}
 
 
 class TestErrors:
