@@ -192,6 +192,9 @@ class Build:
             raise ConfigError(f'on_error is "record" or "raise", not {on_error!r}')
         if nan not in ("record", "raise", "keep"):
             raise ConfigError(f'nan is "record", "raise" or "keep", not {nan!r}')
+        if engine is not None and not hasattr(engine, "map"):
+            hint = "Give ProcessEngine(workers=2), or RayEngine(...) of smartcache.remote."
+            raise ConfigError(f"{engine!r} is not an engine", hint=hint)
         self.dataset = dataset
         self.rules = Rules(on_error, nan)
         self.engine = engine

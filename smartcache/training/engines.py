@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from smartcache.artifacts import ArtifactSet
 
 T = TypeVar("T")
-R = TypeVar("R")
 _AHEAD = 2
 """Tasks that a process has: while it does one, the next is there."""
 _TICK = 0.2
@@ -391,6 +390,8 @@ class _Service:
                 kind, value = self._pipe.recv()
             except (EOFError, OSError):
                 kind, value = "end", None
+            except Exception as error:  # noqa: BLE001 - of what cannot be unpickled here
+                kind, value = "bad", error
             if kind in ("enough", "end"):
                 self._is_enough = True
                 if self._worker is not None:
@@ -404,5 +405,7 @@ class _Service:
             self._worker = unpacked(value)
             if self._is_enough:
                 self._worker.enough()
+        elif kind == "bad":
+            raise value
         elif kind == "task" and self._worker is not None:
             self._pipe.send(("done", self._worker(value)))

@@ -150,6 +150,11 @@ class TestTakeIn:
         assert moved.stat().st_ino == before
         self.everywhere(here, sets, key="there", gone=None, ours=5, many79=79)
 
+    def test_that_it_is_gone_is_noticed(self, here: ArtifactSet, pack: Path) -> None:
+        count = here.take_in(pack)
+        (here.path / pack.name).unlink()
+        assert here.verify().lost_packs == {pack.stem: count}
+
     def test_what_is_put_or_deleted_later_is_newer(
         self, here: ArtifactSet, sets: ArtifactSets, pack: Path
     ) -> None:

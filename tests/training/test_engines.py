@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from smartcache.training import Dataset, Encoder, ProcessEngine, Sources
-from tests.api import EncoderError, SmartCache, silent
+from tests.api import ConfigError, EncoderError, SmartCache, silent
 from tests.processes.children import Child
 from tests.training.conftest import Photos
 from tests.training.workers import (
@@ -383,6 +383,17 @@ class TestErrors:
                 dataset.build(engine=ProcessEngine(1), on_error="raise", progress=silent)
             assert raised.value.items == ("004.png",)
             assert {"000.png", "001.png", "002.png", "003.png"} <= names_in(dataset)
+
+    def test_what_is_no_engine_is_refused(
+        self, tmp_path: Path, cache: SmartCache, photos: Photos
+    ) -> None:
+        with (
+            opened(cache, photos, latent=latent(tmp_path)) as dataset,
+            pytest.raises(ConfigError, match="2 is not an engine"),
+        ):
+            dataset.build(engine=2, progress=silent)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="workers is a number"):
+            ProcessEngine(0)
 
     def test_a_function_that_cannot_be_sent_is_refused_with_a_way_out(
         self, cache: SmartCache, photos: Photos, monkeypatch: pytest.MonkeyPatch
