@@ -13,6 +13,7 @@ The encoder keeps one core busy for five milliseconds an item.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import socket
@@ -33,7 +34,7 @@ from _measure import Table
 from blake3 import blake3
 
 from smartcache import SmartCache
-from smartcache.remote import Tier, pull, push
+from smartcache.remote import Tier, plan_push, pull
 from smartcache.training import Encoder, Item, ProcessEngine, Sources
 
 PARTS = ("transfer", "folder", "processes", "ray")
@@ -42,11 +43,14 @@ BUCKET = "bucket"
 THREADS = 8
 PIECE = 8 << 20
 LARGE = 6
+REPO = "bench/repo"
+REPO_FOLDER = "models--bench--repo"
 NOTES = (
     (
-        "obstore alone: eight threads, each file hashed (BLAKE3) on its way, as ours are; what is"
-        " pulled is written to plain files. smartcache makes blobs of it: synced, read-only, in the"
-        " index."
+        "What moves is a repo of an HF cache that smartcache has in its store. obstore alone: eight"
+        " threads, each file hashed on its way, as ours are (BLAKE3; what is pulled also by"
+        " SHA-256). It writes plain files; smartcache makes blobs (synced, read-only, in the index)"
+        " and the HF cache of them."
     ),
     "rclone copy: eight transfers at once, its own checks.",
 )
@@ -130,10 +134,11 @@ class Obstore:
         import obstore
 
         def one(digest: str) -> None:
-            made = blake3()
+            made, other = blake3(), hashlib.sha256()
             with open(target / digest, "wb", buffering=0) as file:
                 for piece in obstore.get(self.store, f"peer/{digest}").stream(PIECE):
                     made.update(piece)
+                    other.update(piece)
                     file.write(piece)
             if made.hexdigest() != digest:
                 sys.exit("wrong bytes")
@@ -155,19 +160,38 @@ def alternately(
     return {name: sorted(each)[len(each) // 2] for name, each in times.items()}
 
 
+def made_repo(cache: Path, sizes: list[int]) -> dict[str, Path]:
+    """Make an HF cache with one repo; return its files by digest."""
+    root = cache / REPO_FOLDER
+    commit = "1234567890" * 4
+    for name in ("blobs", "refs", f"snapshots/{commit}"):
+        (root / name).mkdir(parents=True)
+    (root / "refs" / "main").write_text(commit)
+    files: dict[str, Path] = {}
+    for number, size in enumerate(sizes):
+        data = np.random.default_rng(number).bytes(size)
+        is_large = size > 10_000_000
+        etag = hashlib.sha256(data).hexdigest()
+        if not is_large:
+            etag = hashlib.sha1(b"blob %d\0" % size + data, usedforsecurity=False).hexdigest()
+        path = root / "blobs" / etag
+        path.write_bytes(data)
+        name = f"{number:05}.{'safetensors' if is_large else 'bin'}"
+        (root / "snapshots" / commit / name).symlink_to(f"../../blobs/{etag}")
+        files[blake3(data).hexdigest()] = path
+    return files
+
+
 def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -> None:
     """Measure pushes and pulls, by a server or through a folder."""
     import obstore.store
 
-    files: dict[str, Path] = {}
+    cache = folder / "hub"
+    files = made_repo(cache, sizes)
+    plain = cache / REPO_FOLDER / "blobs"
     source = SmartCache(folder / "source")
-    plain = folder / "plain"
-    plain.mkdir()
-    for number, size in enumerate(sizes):
-        path = plain / f"{number:05}.bin"
-        path.write_bytes(np.random.default_rng(number).bytes(size))
-        digest = source.store.put_file(path)
-        files[digest] = path
+    for _ in source.store.adopt_many(list(plain.iterdir()), algorithms=("sha256", "git-sha1")):
+        pass
     place = folder / "server"
     with serving(place) as url:
         where = folder / "nas"
@@ -201,12 +225,18 @@ def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -
             (folder / "target").mkdir()
             os.sync()
 
+        def ours() -> None:
+            steps = plan_push(source.store, source.sets, tier, [REPO], caches=[cache])
+            sent = [step.execute() for step in steps]
+            if sum(each.objects for each in sent) != len(files):
+                sys.exit(f"{sent}: not all objects were sent")
+
         def ours_back() -> None:
-            with SmartCache(folder / "other") as cache:
-                pull(cache.store, cache.sets, tier, files)
+            with SmartCache(folder / "other") as other:
+                pull(other.store, other.sets, tier, [REPO], cache_dir=folder / "target")
 
         pushes: dict[str, Callable[[], object]] = {
-            "ours": lambda: push(source.store, source.sets, tier, files),
+            "ours": ours,
             "obstore": lambda: peer.push(files),
             "rclone copy": lambda: subprocess.run([*copy, str(plain), target], check=True),
         }
