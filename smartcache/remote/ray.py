@@ -179,7 +179,7 @@ class RayEngine:
             return
         ray = self._connected()
         self._deaths = 0
-        sent = ray.put(packed(worker))
+        sent = ray.put(packed(worker, ray.cloudpickle))
         again = deque([task])
         idle_since = time.monotonic()
 

@@ -301,9 +301,16 @@ class ProcessEngine:
 # what travels
 
 
-def packed(worker: Doing) -> bytes:
-    """Return a worker as bytes for another process; EncoderError if that cannot be done."""
-    refusal: Exception | None = None
+def packed(worker: Doing, by_value: Any = None) -> bytes:  # noqa: ANN401 - a module
+    """Return a worker as bytes for another process; EncoderError if that cannot be done.
+
+    `by_value` is the pickle that sends functions which cannot be imported elsewhere; cloudpickle
+    where it is installed.
+    """
+    if by_value is None:
+        with suppress(ImportError):
+            by_value = import_module("cloudpickle")
+    refusal: Exception = EncoderError("its function was not written in a file")
     data = b""
     try:
         data = pickle.dumps(worker)
@@ -311,29 +318,19 @@ def packed(worker: Doing) -> bytes:
         refusal = error
     if data and b"__main__" not in data:
         return b"\0" + data
-    cloudpickle = _cloudpickle()
-    if cloudpickle is not None:
+    hint = "Write the function at the top of a module of its own, or install cloudpickle."
+    if by_value is not None:
+        hint = "Let its function load what cannot be sent when it is first called."
         try:
-            return b"\0" + bytes(cloudpickle.dumps(worker))
+            return b"\0" + bytes(by_value.dumps(worker))
         except Exception as error:  # noqa: BLE001
             refusal = error
-    elif data:
+    else:
         path = getattr(sys.modules["__main__"], "__file__", None)
-        if path is not None and os.path.isfile(path):
+        if data and path is not None and os.path.isfile(path):
             return os.fsencode(os.path.abspath(path)) + b"\0" + data
-        refusal = refusal or EncoderError("its function was not written in a file")
-    hint = "Write the function at the top of a module of its own, or install cloudpickle."
-    if cloudpickle is not None:
-        hint = "Let its function load what cannot be sent when it is first called."
     message = f"The encoder cannot be sent to another process: {refusal}"
     raise EncoderError(message, hint=hint) from refusal
-
-
-def _cloudpickle() -> Any:  # noqa: ANN401 - a module
-    with suppress(ImportError):
-        return import_module("cloudpickle")
-    ray = sys.modules.get("ray")  # has one of its own
-    return None if ray is None else ray.cloudpickle
 
 
 def unpacked(data: bytes) -> Doing:

@@ -22,8 +22,6 @@ from smartcache.training import Dataset, Encoder, Sources
 from tests.api import ConfigError, EncoderError, SmartCache, silent
 from tests.training.workers import Encode, encodes, names_in, processes, scratch_of
 
-pytest.importorskip("ray", reason="Ray is not installed")
-
 pytestmark = [
     pytest.mark.timeout(120),
     # What Ray leaves open, and what it warns of itself, is not ours.
@@ -62,6 +60,7 @@ class Ray:
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Ray]:
+    pytest.importorskip("ray", reason="Ray is not installed")
     with pytest.MonkeyPatch.context() as patched:
         folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets are in it
         patched.setenv("RAY_TMPDIR", folder)
@@ -141,6 +140,18 @@ class TestBuild:
             pytest.raises(ZeroDivisionError, match="no good"),
         ):
             dataset.build(engine=RayEngine(), progress=silent)
+
+    @pytest.mark.usefixtures("ray")
+    def test_functions_that_cannot_be_imported_are_sent_as_they_are(
+        self, tmp_path: Path, cache: SmartCache
+    ) -> None:
+        (tmp_path / "one.png").write_bytes(b"image")
+        encoder = Encoder(
+            lambda items: [len(item.bytes()) for item in items], reads="file", depends_on="v"
+        )
+        with cache.dataset("one", Sources(tmp_path / "*.png"), latent=encoder) as dataset:
+            dataset.build(engine=RayEngine(), progress=silent)
+            assert dataset[0]["latent"] == 5
 
     @pytest.mark.usefixtures("ray")
     def test_what_is_sent_straight_to_a_tier_is_read_from_there(

@@ -399,7 +399,6 @@ class TestErrors:
         self, cache: SmartCache, photos: Photos, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "cloudpickle", None)
-        monkeypatch.delitem(sys.modules, "ray", raising=False)
         encoder = Encoder(lambda items: [0 for _ in items], reads="file", depends_on="vae")
         with opened(cache, photos, latent=encoder) as dataset:
             with pytest.raises(EncoderError, match="cannot be sent") as raised:
