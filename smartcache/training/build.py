@@ -233,10 +233,12 @@ class Build:
                 if not report.is_stopped:
                     Encoding(self, output).run(some)
         finally:
-            if self.engine is not None:
-                self.engine.close()
-            if self.has_begun and self.after is not None:
-                self.after()
+            try:
+                if self.engine is not None:
+                    self.engine.close()
+            finally:
+                if self.has_begun and self.after is not None:
+                    self.after()
         report.seconds = time.monotonic() - began
         return report
 
