@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
-from smartcache.config import Settings, with_home
+from smartcache.config import Settings, remotes_file, with_home
 from smartcache.progress import Progress, silent
 from smartcache.store.setfolders import has_sets
 from smartcache.store.store import Store
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
-    from smartcache.remote import Tier
+    from smartcache.remote import Remotes, Sent, Tier
+    from smartcache.store.tiers import BlobSource
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
 
 P = ParamSpec("P")
@@ -40,6 +41,8 @@ class SmartCache:
     def __init__(self, home: str | Path | None = None, *, settings: Settings | None = None) -> None:
         self.settings = with_home(settings, home)
         self.store = Store(settings=self.settings)
+        self.store.open_tiers = self._open_tiers
+        self._remotes: Remotes | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +80,17 @@ class SmartCache:
 
         request = with_folders(call.request(), also)
         return plan_download(self.store, request, look=self.look_again, progress=progress)
+
+    def pull_instead(self, call: Call) -> bool:
+        """Bring what a call asks for from a tier, if the HF cache does not have the revision.
+
+        For the time when the Hub cannot be asked. False: it is there, or no tier has it.
+        """
+        from smartcache.hub.dropin import has_snapshot
+        from smartcache.hub.tiered import pull_without_hub
+
+        request = call.request()
+        return not has_snapshot(request) and pull_without_hub(self.store, request)
 
     def lending(self, call: Call, purpose: Purpose) -> AbstractContextManager[str]:
         """Let a library load from a repo in a `with` block that gives the commit.
@@ -145,6 +159,48 @@ class SmartCache:
         from smartcache.folders.dedup import plan_dedup
 
         return plan_dedup(self.store, found, keep_writable=keep_writable, allow=allow)
+
+    @property
+    def remotes(self) -> Remotes:
+        """The remotes that this user has named: to add, list and forget."""
+        if self._remotes is None:
+            from smartcache.remote import Remotes
+
+            self._remotes = Remotes()
+        return self._remotes
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers behind all remotes; nothing was asked of them yet."""
+        return self.remotes.tiers()
+
+    def tier(self, name: str) -> Tier:
+        """Return the tier of a remote; ConfigError if there is none of that name."""
+        return self.remotes.tier(name)
+
+    def push(self, tier: str, *names: str, progress: Progress = silent) -> Sent:
+        """Push repos, blobs (by digest), sets and datasets to a tier."""
+        from smartcache.remote import push
+
+        return push(self.store, self.sets, self.tier(tier), names, progress)
+
+    def pull(
+        self,
+        tier: str,
+        *names: str,
+        cache_dir: str | Path | None = None,
+        progress: Progress = silent,
+    ) -> Sent:
+        """Pull repos (into the HF cache), blobs, sets and datasets from a tier."""
+        from smartcache.remote import pull
+
+        cache = None if cache_dir is None else Path(cache_dir)
+        return pull(self.store, self.sets, self.tier(tier), names, progress, cache_dir=cache)
+
+    def _open_tiers(self) -> list[BlobSource]:
+        if self._remotes is None and not remotes_file().exists():
+            return []  # and nothing is loaded
+        return list(self.tiers)
 
     @property
     def sets(self) -> ArtifactSets:

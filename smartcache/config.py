@@ -267,6 +267,11 @@ def ignore_file() -> Path:
     return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "ignore"
 
 
+def remotes_file() -> Path:
+    """Return where the remotes are kept that the user has named (`remote/remotes.py`)."""
+    return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "remotes.json"
+
+
 def _read_file() -> tuple[Path, Mapping[str, object]]:
     path = config_file()
     try:

@@ -84,6 +84,7 @@ from smartcache.config import (
     load_settings,
     variable,
 )
+from smartcache.config import remotes_file as config_remotes_file
 from smartcache.errors import (
     ArtifactError,
     ArtifactGoneError,
@@ -249,6 +250,7 @@ from smartcache.pretrained.singlefile import RepoFile, repo_file
 from smartcache.pretrained.state import describe, have_equal_values, size_of
 from smartcache.pretrained.weights import is_weights, variant_of
 from smartcache.progress import Job, Progress, Unit, bars, silent
+from smartcache.remote import Remotes, Tier, plan_gc, plan_pull, plan_push, verify_tier
 from smartcache.report import html as report_html
 from smartcache.report import unread as report_unread
 from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
@@ -283,6 +285,7 @@ from smartcache.store import schema as store_schema
 from smartcache.store import separate as store_separate
 from smartcache.store import share as store_share
 from smartcache.store import swap as store_swap
+from smartcache.store import tiers as store_tiers
 from smartcache.store import volume as store_volume
 from smartcache.store.adopt import Adoption
 from smartcache.store.blobs import explained as blobs_explained
@@ -520,6 +523,7 @@ __all__ = [
     "Registry",
     "RememberedFailureError",
     "RemoteFile",
+    "Remotes",
     "RemovalPlan",
     "RemovalResult",
     "Replacement",
@@ -569,6 +573,7 @@ __all__ = [
     "Tally",
     "TarSink",
     "TensorSpec",
+    "Tier",
     "TierError",
     "Title",
     "Trust",
@@ -628,6 +633,7 @@ __all__ = [
     "conclude",
     "config",
     "config_file",
+    "config_remotes_file",
     "connect",
     "content_of",
     "cut",
@@ -739,7 +745,10 @@ __all__ = [
     "plan_cache_prune",
     "plan_dedup",
     "plan_export",
+    "plan_gc",
     "plan_import",
+    "plan_pull",
+    "plan_push",
     "plan_removal",
     "plan_repair",
     "plan_seed",
@@ -802,6 +811,7 @@ __all__ = [
     "store_separate",
     "store_share",
     "store_swap",
+    "store_tiers",
     "store_volume",
     "survey",
     "tensors_Kind",
@@ -821,6 +831,7 @@ __all__ = [
     "variable",
     "variant_of",
     "verify_repos",
+    "verify_tier",
     "verifying_Finding",
     "volume_root",
     "walk",

@@ -24,7 +24,10 @@ import smartcache
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "smartcache"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = ("torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safetensors", "hf_xet")
+HEAVY = (
+    "torch", "huggingface_hub", "numpy", "diffusers", "transformers", "safetensors", "hf_xet",
+    "obstore", "ray",
+)  # fmt: skip
 
 MAX_PUBLIC_NAMES = 20
 PUBLIC = (
@@ -212,8 +215,8 @@ class TestPackaging:
         assert headers["Requires-Python"] == ">=3.11"
         extras = headers.get_all("Provides-Extra") or []
         assert set(extras) == {
-            "torch", "diffusers", "training", "compression", "datasets", "ray", "test", "docs",
-            "all",
+            "torch", "diffusers", "training", "compression", "datasets", "remote", "ray", "test",
+            "docs", "all",
         }  # fmt: skip
 
     def test_the_source_archive_can_run_its_own_tests(self, tmp_path: Path) -> None:

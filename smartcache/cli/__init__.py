@@ -31,6 +31,9 @@ _SECTIONS = {
         "download": ("download", "Download a repo without fetching what this machine already has."),
         "hub": ("hub", "Look after the Hugging Face repos on this machine."),
     },
+    "Other machines": {
+        "remote": ("remote", "Share models and tensors with other machines: NAS, S3, ..."),
+    },
     "Computed tensors": {
         "artifacts": ("artifacts", "Look after computed tensors, set by set."),
         "datasets": ("datasets", "Look after datasets: sources, and what was encoded of them."),

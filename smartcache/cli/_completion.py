@@ -107,6 +107,17 @@ def _sets_and_datasets(ctx: click.Context) -> Iterator[tuple[str, list[str]]]:
 
 
 @_offering
+def remotes(_: click.Context) -> Offered:
+    """Offer the names of remotes."""
+    import json
+
+    from smartcache.config import remotes_file
+
+    for name, entry in json.loads(remotes_file().read_bytes())["remotes"].items():
+        yield name, entry["url"]
+
+
+@_offering
 def programs(_: click.Context) -> Offered:
     """Offer the programs whose folders are known, written as one word."""
     from smartcache.folders.programs import PROGRAMS

@@ -40,6 +40,7 @@ _MEANING: dict[Source, str] = {
     "link": "in the store: linked, no time and no space",
     "reuse": "same size in a known folder: reused if the hash is right",
     "copy": "copied: from another disk or user, or where a link is not safe",
+    "tier": "not on this machine: comes from a tier, once its hash is right",
     "fetch": "not in any known folder: comes from the Hub",
 }
 
@@ -73,6 +74,9 @@ def _totals(plan: DownloadPlan, *, dry_run: bool) -> str:
     if plan.saved_size:
         verb = "would come" if dry_run else "to come"
         parts.append(f"{format_size(plan.saved_size)} {verb} from this machine")
+    if plan.tier_size:
+        verb = "would come" if dry_run else "to come"
+        parts.append(f"{format_size(plan.tier_size)} {verb} from tiers")
     if plan.present_size:
         parts.append(f"{format_size(plan.present_size)} is there already")
     if plan.unproven_size:
@@ -112,6 +116,8 @@ def _origin(each: PlannedFile) -> str:
 
     if each.source == "fetch":
         return "the Hub"
+    if each.offer is not None:
+        return f"the tier {each.offer.tier.name}"
     if each.source == "present":
         is_waiting = each.is_large and not each.is_proven
         return "to be hashed" if is_waiting else ""
@@ -192,6 +198,7 @@ def plan_document(plan: DownloadPlan, result: DownloadResult | None) -> dict[str
         "files": [_file_document(each, known) for each in plan.files],
         "present_size": plan.present_size,
         "saved_size": plan.saved_size,
+        "tier_size": plan.tier_size,
         "fetch_size": plan.fetch_size,
         "needed_size": plan.needed_size,
         "unproven_size": plan.unproven_size,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from smartcache.store.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
-_PROGRAM = "Hugging Face"
 
 
 def cache_dirs_option(function: _F) -> _F:
@@ -47,6 +46,7 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
     One that was given must be there.
     """
     from smartcache.hub import tree
+    from smartcache.hub.sources import known_caches
 
     if given:
         for each in given:
@@ -54,23 +54,10 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
                 hint = "--cache-dir is the folder that has models--org--name in it."
                 raise RepoNotCachedError(f"There is no HF cache at {each}", hint=hint)
         return list(given)
-    known = known_caches(stores)
+    known = known_caches(stores[0] if stores else None)
     if not known:
         out.talk(f"There is no HF cache at {tree.default_cache_dir()}; --cache-dir names another.")
     return known
-
-
-def known_caches(stores: list[Store]) -> list[Path]:
-    """Return the HF caches that are there: the default one, and those that scans have found."""
-    from smartcache.hub import tree
-
-    known = [
-        folder.path
-        for store in stores[:1]
-        for folder in store.folders()
-        if folder.program == _PROGRAM
-    ]
-    return [each for each in (tree.default_cache_dir(), *known) if each.is_dir()]
 
 
 def chosen(repos: list[CachedRepo], words: tuple[str, ...]) -> list[tuple[CachedRepo, str | None]]:

@@ -123,9 +123,9 @@ def download_command(
     First the plan is shown. A file is "present" if it is where it is wanted. Else it is taken from
     the store ("link"), or from a file of the same size in a known folder, once its hash is known to
     be right ("reuse"; "copy" if it lies on another disk). Known folders are those of programs, HF
-    caches and those you named ('smartcache folders ls'); --also adds others for this download. Only
-    the rest comes from the Hub ("fetch"). Every large file is compared with the hash that the Hub
-    announces.
+    caches and those you named ('smartcache folders ls'); --also adds others for this download. What
+    no folder has is asked of your remotes ("tier"; 'smartcache remote ls'). Only the rest comes
+    from the Hub ("fetch"). Every large file is compared with the hash that the Hub announces.
 
     Nothing is written if there is not enough room for all of it. At the end you are told what was
     linked, which files became read-only, and how to undo that.
@@ -144,7 +144,7 @@ def download_command(
     call = wanted.call(given, max_workers)
     is_only_looking = dry_run and not session.has_store()
     with nullcontext() if is_only_looking else session.cache() as cache, hub_through_out():
-        run = _Run(session, cache, wanted, call, also)
+        run = _Run(session, cache, wanted, call, also, dry_run=dry_run)
         plan = run.plan()
         if plan is None:
             run.answer_from_cache(dry_run=dry_run)
@@ -240,7 +240,10 @@ class _Run:
         wanted: _Wanted,
         call: Call,
         also: tuple[str, ...],
+        *,
+        dry_run: bool,
     ) -> None:
+        self._dry_run = dry_run
         self._session = session
         self._cache = cache
         self._wanted = wanted
@@ -263,7 +266,7 @@ class _Run:
                 raise self._no_such_file(list(self._wanted.files)) from error
             has_no_say = "local_dir" in self._call.arguments or not is_denial(error)
             is_final = is_refusal(error) and has_no_say
-            if not is_of_hub(error) or is_final:
+            if not is_of_hub(error) or (is_final and not self._is_pulled()):
                 raise
             self._error = error
             return None
@@ -310,8 +313,10 @@ class _Run:
                 raise
             raise _no_space(plan) from error
         fetched, reused = format_size(result.fetched_size), format_size(result.reused_size)
-        if result.fetched_size or result.reused_size:
+        if result.fetched_size or result.reused_size or result.taken_size:
             more = f"; {reused} came from this machine" if result.reused_size else ""
+            if result.taken_size:
+                more += f"; {format_size(result.taken_size)} came from tiers"
             out.talk(f"Fetched {fetched}{more}.")
         say_changes(result, plan.store)
         return result
@@ -326,8 +331,14 @@ class _Run:
         if dry_run or self._cache is None:
             raise error
         arguments = {**call.arguments, "force_download": False, "local_files_only": True}
+        local = replace(call, arguments=arguments)
         try:
-            path = dropin.from_cache(self._cache.store, replace(call, arguments=arguments))
+            try:
+                path = dropin.from_cache(self._cache.store, local)
+            except Exception:
+                if not self._is_pulled():
+                    raise
+                path = dropin.from_cache(self._cache.store, local)
         except Exception as missing:
             if is_refusal(error):
                 raise error from None
@@ -341,10 +352,19 @@ class _Run:
             "repo": call.repo_id, "type": self._wanted.repo.type,
             "revision": call.arguments.get("revision", "main"), "commit": commit_in(path),
             "files": None, "present_size": None, "saved_size": 0, "fetch_size": 0,
+            "tier_size": 0,
             "needed_size": 0, "unproven_size": None, "dry_run": False, "warnings": [note],
             **fields_of(DownloadResult(path=path)),
         }  # fmt: skip
         out.show(human=lambda: out.line(path), document=lambda: document, ids=lambda: [path])
+
+    def _is_pulled(self) -> bool:
+        """Say whether a tier has what the Hub does not give: then it is in the HF cache now."""
+        from smartcache.hub.tiered import pull_without_hub
+
+        if self._cache is None or self._dry_run:
+            return False
+        return pull_without_hub(self._cache.store, self._call.request(), progress=bars)
 
     # what the user asked for and the repo does not have
 

@@ -212,13 +212,13 @@ def _say_done(pruning: _Pruning, stays: str) -> None:
 
 
 def _say_what_hub_prune_frees(stores: list[Store]) -> None:
-    from smartcache.cli._hub import known_caches
     from smartcache.hub.removal import plan_cache_prune
     from smartcache.hub.repos import scan_caches
     from smartcache.hub.sharing import Census
+    from smartcache.hub.sources import known_caches
 
     try:
-        census = Census(scan_caches(known_caches(stores)), stores)
+        census = Census(scan_caches(known_caches(stores[0] if stores else None)), stores)
         size = plan_cache_prune(census, stores).freed_size
     except FileNotFoundError:
         return  # a repo was removed in this moment: a hint is not worth an error

@@ -1,4 +1,4 @@
-"""Take the bytes of a wanted file from a file of this machine.
+"""Take the bytes of a wanted file from this machine, or from a tier.
 
 A file in an HF cache or in a folder that was given to smartcache becomes a blob in place. From any
 other folder the bytes are copied (by reflink where that works): a download never changes a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -19,6 +20,7 @@ from smartcache.errors import (
     DestinationExistsError,
     FileSkippedError,
     NoSpaceError,
+    SmartcacheError,
     StoreError,
 )
 from smartcache.hub import asides
@@ -26,11 +28,15 @@ from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.outcome import Watch
 from smartcache.hub.records import Candidate, PlannedFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
+from smartcache.store.blobs import check_expected
 from smartcache.store.copies import copy_hashed
+from smartcache.store.digest import Algorithm, Hasher
 from smartcache.store.faults import reached
 from smartcache.store.kernel import link_fd, open_unnamed
+from smartcache.store.proof import Advance
 from smartcache.store.records import Link
 from smartcache.store.store import Store
+from smartcache.store.tiers import Offer, Wanted
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +104,7 @@ class Claims:
                 self._target.settled(planned.file)  # another process has brought it meanwhile
             elif self._near is None or not planned.is_weight:  # texts are never shared
                 with open(path, "rb") as source:
-                    self._copy(planned, source, "blake3", hashes.digest)
+                    self._write(planned, lambda to: _copy(source, to, "blake3", hashes.digest))
             else:
                 self._bring_in(self._near, candidate, hashes.digest)
                 self._near.add_aliases(hashes.digest, {algorithm: wanted})
@@ -126,6 +132,36 @@ class Claims:
             _log.warning("%s is not taken from a shared store: %s", planned.file.path, error)
             return False
         return True
+
+    def take(self, planned: PlannedFile, advance: Advance | None = None) -> bool:
+        """Take the bytes from a tier that has them; False, and a warning if one fails to give them.
+
+        Which has them is asked now if the plan had another source in mind.
+        """
+        offer = planned.offer or self._offer(planned)
+        if offer is None:
+            return False
+        expected: dict[Algorithm, str] = {**planned.file.announced, "blake3": offer.digest}
+        try:
+            if self._near is None or not planned.is_weight:  # texts are never shared
+                self._write(planned, lambda to: _write_offer(offer, to, expected, advance))
+            else:
+                blob = self._store.take(offer, expected, to=self._near, advance=advance)
+                reached("tier: taken")
+                self._place(planned, blob.digest)
+        except (SmartcacheError, OSError) as error:
+            if _is_full(error):
+                raise
+            _log.warning(
+                "%s is not taken from the tier %s: %s", planned.file.path, offer.tier.name, error
+            )
+            return False
+        return True
+
+    def _offer(self, planned: PlannedFile) -> Offer | None:
+        ((algorithm, value),) = planned.file.announced.items()
+        wanted = Wanted(algorithm=algorithm, value=value, size=planned.file.size)
+        return self._store.find_in_tiers([wanted]).get(wanted)
 
     def _bring_in(self, near: Store, candidate: Candidate, digest: str) -> None:
         """Make a file's bytes a blob: in place where the user lets us, else a copy."""
@@ -188,18 +224,15 @@ class Claims:
     def _copy_shared(self, planned: PlannedFile, sha256: str) -> bool:
         for found in self._store.find_shared("sha256", sha256, size=planned.file.size):
             with open(found.store.open(found.digest), "rb") as source:
-                self._copy(planned, source, "sha256", sha256)
+                self._write(planned, lambda to: _copy(source, to, "sha256", sha256))
             return True
         return False
 
-    def _copy(
-        self,
-        planned: PlannedFile,
-        source: BinaryIO,
-        algorithm: Literal["blake3", "sha256"],
-        wanted: str,
-    ) -> None:
-        """Copy a file to the target, hashed on the way; no half or wrong copy is ever visible."""
+    def _write(self, planned: PlannedFile, write: Callable[[int], None]) -> None:
+        """Write a file of its own at the target; no half or wrong one is ever visible.
+
+        `write` gets a descriptor, and raises if the bytes are not the right ones.
+        """
         spot = self._target.spot(planned.file)
         spot.parent.mkdir(parents=True, exist_ok=True)
         with asides.copy_beside(self._store, spot) as temporary, ExitStack() as stack:
@@ -208,8 +241,7 @@ class Claims:
             if descriptor is None:
                 descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             stack.callback(os.close, descriptor)
-            if copy_hashed(source, descriptor, algorithm=algorithm) != wanted:
-                raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
+            write(descriptor)
             os.fsync(descriptor)
             if is_unnamed:
                 link_fd(descriptor, temporary)
@@ -218,6 +250,30 @@ class Claims:
                 os.replace(temporary, spot)
         self._watch.copied(spot)
         self._target.settled(planned.file)
+
+
+def _copy(
+    source: BinaryIO, target: int, algorithm: Literal["blake3", "sha256"], wanted: str
+) -> None:
+    """Copy a file, hashed on the way; FileSkippedError if it has other bytes."""
+    if copy_hashed(source, target, algorithm=algorithm) != wanted:
+        raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
+
+
+def _write_offer(
+    offer: Offer, target: int, expected: dict[Algorithm, str], advance: Advance | None
+) -> None:
+    """Write the bytes that a tier gives; an error if they are not those that are expected."""
+    hasher = Hasher(expected, size=offer.size)
+    for chunk in offer.chunks():
+        hasher.update(chunk)
+        view = memoryview(chunk)
+        while view:
+            view = view[os.write(target, view) :]
+        if advance is not None:
+            advance(len(chunk))
+    with offer.judged():
+        check_expected(hasher.finish(), expected, what="It")
 
 
 def _is_at(path: Path, spot: Path) -> bool:

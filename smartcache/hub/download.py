@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
 from smartcache.hub import asides, bars, patches, tree
-from smartcache.hub.arrivals import Arrivals
+from smartcache.hub.arrivals import Arrivals, lease_on
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
@@ -51,7 +51,7 @@ def execute(plan: DownloadPlan, progress: Progress | None = None) -> DownloadRes
     new: set[Path] = set()
     watch = Watch(is_new=lambda path: _real(path) in new)
     with watch.batches(plan.store, "download") as batches:
-        working = _Working(progress, watch, batches, new)
+        working = _Working(progress, watch, batches, new, set())
         try:
             done, path = _execute(plan, working)
         except HubError as error:
@@ -64,13 +64,15 @@ def execute(plan: DownloadPlan, progress: Progress | None = None) -> DownloadRes
     small = sum(
         each.size
         for each in done.files
-        if each.source == "fetch" and (done.request.force or not each.is_large)
+        if (each.source == "fetch" and (done.request.force or not each.is_large))
+        or each.file.path in working.missed
     )
     fetched = watch.fetched_size + small
     changes = watch.changes()
+    wanted = done.fetch_size + done.tier_size + done.saved_size
     return DownloadResult(
-        path=str(path), fetched_size=fetched,
-        reused_size=max(0, done.fetch_size + done.saved_size - fetched),
+        path=str(path), fetched_size=fetched, taken_size=watch.taken_size,
+        reused_size=max(0, wanted - fetched - watch.taken_size),
         **{name: getattr(changes, name) for name in FileChanges.__slots__},
     )  # fmt: skip
 
@@ -96,6 +98,8 @@ class _Working(NamedTuple):
     batches: _Batches
     new: set[Path]
     """Where files are wanted that were not there."""
+    missed: set[str]
+    """Small files that a tier was to give, and did not: huggingface_hub fetches them."""
 
 
 def _real(path: Path) -> Path:
@@ -239,16 +243,19 @@ class _Run:
     # large files
 
     def _bring_large_files(self) -> None:
-        # Files with the same bytes have one spot in the HF cache: one job.
+        # Files with the same bytes have one spot in the HF cache: one job. Small ones are left to
+        # huggingface_hub, but for those that a tier has.
         large = {self._target.spot(each.file): each for each in self._plan.files
-                 if each.is_large and each.file.path not in self._right_elsewhere}  # fmt: skip
+                 if (each.is_large or each.source == "tier")
+                 and each.file.path not in self._right_elsewhere}  # fmt: skip
         waiting = [
             each for each in large.values() if not (each.source == "present" and each.is_proven)
         ]
         if not waiting:
             return
-        fetched = [each.file.path for each in waiting if each.source == "fetch"]
-        read = [each.file.path for each in waiting if each.source not in ("fetch", "link")]
+        away = ("fetch", "tier")
+        fetched = [each.file.path for each in waiting if each.source in away]
+        read = [each.file.path for each in waiting if each.source not in (*away, "link")]
         threads = self._store.settings.threads
         size = sum(each.size for each in waiting if each.source != "link")
         tqdm_class = self._request.tqdm_class
@@ -265,6 +272,8 @@ class _Run:
             for each in sorted(waiting, key=lambda each: -each.size):
                 if each.source == "fetch":
                     jobs.fetch(each)
+                elif each.source == "tier":
+                    jobs.take(partial(self._take, each, jobs, advance))
                 else:
                     jobs.locally(partial(self._locally, each, jobs, advance))
             workers.wait()
@@ -283,9 +292,29 @@ class _Run:
             or self._claims.bring(planned)
         )
         if not is_here:
-            jobs.fetch(planned)
+            jobs.take(partial(self._take, planned, jobs, advance))
         elif planned.source != "link":
             advance(planned.size)
+
+    def _take(self, planned: PlannedFile, jobs: _Jobs, advance: Callable[[int], None]) -> None:
+        """Bring a file from a tier; what fails is fetched after all, small files by and by."""
+
+        def arrived(size: int) -> None:
+            if jobs.is_stopping:
+                raise bars.StoppedError
+            self._working.watch.count_taken(size)
+            advance(size)
+
+        what = f"{planned.file.path} from a tier"
+        on_wait = self._store.volume.on_wait
+        with self._store.leases.hold(lease_on(planned.file), what=what, on_wait=on_wait):
+            # Whoever had the lease before may have brought it.
+            if self._claims.place_known(planned) or self._claims.take(planned, arrived):
+                return
+        if planned.is_large:
+            jobs.fetch(planned)
+        else:
+            self._working.missed.add(planned.file.path)
 
     # huggingface_hub's part
 
@@ -408,6 +437,10 @@ class _Jobs:
     def fetch(self, planned: PlannedFile) -> None:
         """Let a file be fetched."""
         self._workers.add("fetch", partial(self._do, partial(self._fetching.fetch, planned)))
+
+    def take(self, job: Callable[[], None]) -> None:
+        """Let a job be done that waits for a tier."""
+        self._workers.add("fetch", partial(self._do, job))
 
     def locally(self, job: Callable[[], None]) -> None:
         """Let a job be done that reads this disk."""

@@ -3,7 +3,8 @@
 What can be planned is planned. Where the Hub cannot be asked (offline, no permission, no such repo,
 a server that fails), huggingface_hub's own function is called with the caller's arguments: it
 returns what the cache has or raises what its users expect. So it is where somebody asks for
-something that only huggingface_hub knows: an argument of another version, a type of repo.
+something that only huggingface_hub knows: an argument of another version, a type of repo. What the
+cache does not have then may come from a tier.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from smartcache.hub.plan import (
 )
 from smartcache.hub.records import PlannedFile, Repo
 from smartcache.hub.remote import Access
+from smartcache.hub.tiered import pull_without_hub
 from smartcache.hub.unfinished import Unfinished
 from smartcache.progress import Progress
 from smartcache.store.store import Store
@@ -40,6 +42,7 @@ from smartcache.store.store import Store
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
+_FROM_CACHE = {"local_files_only": True}
 _log = logging.getLogger(__name__)
 
 
@@ -198,7 +201,12 @@ def from_cache(store: Store, call: Call) -> str:
         # A Hub that did not answer us may answer huggingface_hub a moment later.
         before = looks_at(target_of(request, ""))
     try:
-        path = str(call.delegate())
+        try:
+            path = str(call.delegate())
+        except Exception:
+            if not call.is_plain or not pull_without_hub(store, request):
+                raise
+            path = str(replace(call, arguments={**call.arguments, **_FROM_CACHE}).delegate())
     except Exception:
         _prove_what_came(store, request, None, before)
         raise
@@ -279,6 +287,13 @@ def _prove_what_came(
         return
     unfinished.forget(notes)
     log_changes(request.repo, watch.changes(), store)
+
+
+def has_snapshot(request: Request) -> bool:
+    """Say whether the HF cache has the revision, all of it or some."""
+    commit = commit_behind(request, None)
+    folder = request.cache_dir / request.repo.folder_name / "snapshots"
+    return bool(commit) and (folder / str(commit)).is_dir()
 
 
 def commit_behind(request: Request, path: Path | None) -> str | None:

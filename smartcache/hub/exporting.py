@@ -110,6 +110,10 @@ class ExportPlan:
             for name, count in self.partial.items()
         ]
 
+    def origin(self, sha256: str) -> Path:
+        """Return the file that has a content."""
+        return self._origins[sha256].path
+
     def write_folder(self, path: Path, *, force: bool = False, progress: Progress = silent) -> None:
         """Write the bundle to a new folder; it has its name only when it is whole."""
         check_destination(path, is_tar=False, force=force)

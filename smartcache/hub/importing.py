@@ -31,6 +31,7 @@ from smartcache.hub.outcome import FileChanges, Watch
 from smartcache.hub.records import RemoteFile
 from smartcache.hub.targets import CacheTarget
 from smartcache.progress import Progress, silent
+from smartcache.store.digest import Algorithm
 from smartcache.store.records import Blob, Owner
 from smartcache.store.room import need_room
 from smartcache.store.store import Store
@@ -76,6 +77,21 @@ class ImportPlan:
     def kept_refs(self) -> list[RefChange]:
         """The refs that stay at another commit than the bundle's."""
         return [each for each in self.refs if each.is_kept]
+
+    def blobs_to_come(self) -> dict[str, dict[Algorithm, str]]:
+        """Return what becomes a blob and the store does not have: sha256 -> all its hashes."""
+        if near_store(self._store, self.cache_dir) is None:
+            return {}
+        return {
+            sha256: targets[0].expected
+            for sha256, targets in self._targets.items()
+            if any(each.is_weight for each in targets)
+            and known_blob(self._store, targets[0].expected, targets[0].size) is None
+        }
+
+    def missing(self) -> set[str]:
+        """Return the contents, by sha256, that are not everywhere where they are wanted."""
+        return set(self._targets)
 
     def execute(self, *, progress: Progress = silent) -> FileChanges:
         """Bring everything in. Interrupted at any point, the next import goes on."""
@@ -124,17 +140,32 @@ def plan_import(
     What the HF cache has already is hashed: DestinationExistsError if a file there is not what its
     name says, unless `force` allows to replace it. NoSpaceError if the rest will not fit.
     """
-    cache = Path(os.path.abspath(cache_dir))
     with opened(place) as source:
-        plan = ImportPlan(
-            manifest=source.manifest, cache_dir=cache, refs=[], _store=store, _source=source,
-            _force=force,
-        )  # fmt: skip
-        for each in source.manifest.repos:
-            plan.refs += _ref_changes(each, cache / each.repo.folder_name, update=update_refs)
-            plan.files += sum(len(revision.files) for revision in each.revisions.values())
-        _find_missing(plan, store, progress)
-        yield plan
+        yield plan_source(
+            store, source, cache_dir, update_refs=update_refs, force=force, progress=progress
+        )
+
+
+def plan_source(
+    store: Store,
+    source: Source,
+    cache_dir: Path,
+    *,
+    update_refs: bool = False,
+    force: bool = False,
+    progress: Progress = silent,
+) -> ImportPlan:
+    """Plan to import from an open bundle, or whatever can be read as one."""
+    cache = Path(os.path.abspath(cache_dir))
+    plan = ImportPlan(
+        manifest=source.manifest, cache_dir=cache, refs=[], _store=store, _source=source,
+        _force=force,
+    )  # fmt: skip
+    for each in source.manifest.repos:
+        plan.refs += _ref_changes(each, cache / each.repo.folder_name, update=update_refs)
+        plan.files += sum(len(revision.files) for revision in each.revisions.values())
+    _find_missing(plan, store, progress)
+    return plan
 
 
 def _owner(each: BundledRepo, cache_dir: Path, commit: str) -> Owner:

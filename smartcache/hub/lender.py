@@ -1,8 +1,9 @@
 """Place links to known blobs in a repo's cache, for whoever may want them.
 
-Links cost nothing and are placed for every file that a blob is known for. What has to be read or
-copied first is done only for files that a library is likely to load. A guess decides about effort
-alone: of a file that was left out, the library fetches the bytes.
+Links cost nothing and are placed for every file that a blob is known for. What has to be read,
+copied or taken from a tier first is done only for files that a library is likely to load, and for
+small files that a tier has. A guess decides about effort alone: of a file that was left out, the
+library fetches the bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from smartcache.hub.outcome import Watch
 from smartcache.hub.plan import DownloadPlan, near_store
 from smartcache.hub.records import PlannedFile, RemoteFile, announced_by
 from smartcache.hub.targets import CacheTarget
-from smartcache.hub.workers import Workers
+from smartcache.hub.workers import Kind, Workers
 from smartcache.store.filesystems import free_bytes
 from smartcache.store.journal import Batch
 from smartcache.store.store import Store
 
 _PIPELINE = "model_index.json"
 _PREFERRED = ".safetensors"
+_AT_ONCE = 8
+"""Files that are taken from a tier at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,17 +59,27 @@ class Lender:
             prove = self._arrivals.prove_present
             self._do([partial(prove, each) for each in unproven], unproven, batches)
 
-    def lend(self, plan: DownloadPlan, variant: str = "") -> Loan | None:
-        """Place what is known of the weights that are not there; None: nothing is lent."""
+    def lend(
+        self, plan: DownloadPlan, variant: str = "", *, has_weights: bool = True
+    ) -> Loan | None:
+        """Place what is known of the files that are not there; None: nothing is lent.
+
+        Those are weights, unless none are wanted, and whatever else a tier has.
+        """
         if plan.request.force:
             return None
-        absent = [each for each in plan.files if each.is_weight and each.found is None]
+        absent = [each for each in plan.files if each.found is None]
+        texts = [each for each in absent if each.source == "tier" and not each.is_weight]
+        absent = [each for each in absent if has_weights and each.is_weight]
         wanted = {self._target.spot(each.file): each for each in absent if each.source == "link"}
         likely = _likely_paths([each.file.path for each in plan.files], variant)
         others = {self._target.spot(each.file): each for each in absent if each.file.path in likely}
-        copies = {spot: each for spot, each in others.items() if each.source in ("reuse", "copy")}
+        copies = {
+            spot: each for spot, each in others.items() if each.source in ("reuse", "copy", "tier")
+        }
         if copies and self._has_room(others.values()):
             wanted |= copies
+        wanted |= {self._target.spot(each.file): each for each in texts}
         return self._place_all(list(wanted.values())) if wanted else None
 
     def _has_room(self, files: Iterable[PlannedFile]) -> bool:
@@ -118,9 +131,12 @@ class Lender:
             loan.batches = {str(store.root): batch.id for store, batch in batches}
             self._loans.note(loan)
             self._do([partial(self._place, each) for each in wanted], wanted, batches)
-        if self._near is None:
-            self._note_copies(loan)
+        self._note_copies(loan, [each for each in wanted if not self._is_shared(each)])
         return loan
+
+    def _is_shared(self, planned: PlannedFile) -> bool:
+        """Say whether a file is placed by the store, which has a row of it then."""
+        return self._near is not None and planned.is_weight
 
     def _place(self, planned: PlannedFile) -> None:
         """Place a blob, or the bytes of a file of this machine; what fails, the library fetches."""
@@ -129,18 +145,19 @@ class Lender:
                 return
             if any(self._claims.claim(planned, each) for each in planned.candidates):
                 return
-            if not self._claims.place_known(planned):
-                self._claims.bring(planned)
+            if not (self._claims.place_known(planned) or self._claims.bring(planned)):
+                self._claims.take(planned)
         except (SmartcacheError, OSError) as error:
             _log.warning("%s is not taken from this machine: %s", planned.file.path, error)
 
-    def _note_copies(self, loan: Loan) -> None:
+    def _note_copies(self, loan: Loan, copies: list[PlannedFile]) -> None:
         """Write down which files are copies that no store has a row of."""
-        for name in loan.names:
+        for name in (each.file.etag for each in copies):
             spot = self._loans.folder / "blobs" / name
             if os.path.isfile(spot):
                 loan.copies[name] = os.lstat(spot).st_ino
-        self._loans.note(loan)
+        if copies:
+            self._loans.note(loan)
 
     def _do(
         self,
@@ -156,11 +173,12 @@ class Lender:
         names, size = [each.file.path for each in read], sum(each.size for each in read)
         with (
             bars.bringing((), names, size, None, None) as advance,
-            Workers({"local": self._store.settings.threads, "fetch": 1}) as workers,
+            Workers({"local": self._store.settings.threads, "fetch": _AT_ONCE}) as workers,
         ):
             for each, job in sorted(zip(files, jobs, strict=True), key=lambda pair: -pair[0].size):
                 size = 0 if each.source == "link" else each.size
-                workers.add("local", partial(_join, shared, job, partial(advance, size)))
+                kind: Kind = "fetch" if each.source == "tier" else "local"
+                workers.add(kind, partial(_join, shared, job, partial(advance, size)))
             workers.wait()
 
 

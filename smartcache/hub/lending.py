@@ -16,13 +16,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smartcache.errors import DigestMismatchError, SmartcacheError
 from smartcache.hub import patches, tree
-from smartcache.hub.dropin import Call, commit_behind, listing_of
+from smartcache.hub.dropin import Call, commit_behind, has_snapshot, listing_of
 from smartcache.hub.leftovers import looks_at, prove_file, prove_noted
 from smartcache.hub.lender import Lender
 from smartcache.hub.lent import Loan, Loans
@@ -30,11 +30,12 @@ from smartcache.hub.neighbours import Neighbours, lease_on_repo
 from smartcache.hub.outcome import Watch, log_changes
 from smartcache.hub.plan import Listing, Look, plan_listed
 from smartcache.hub.proving import Proof
-from smartcache.hub.records import RemoteFile
+from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.served import Listed, Served
 from smartcache.hub.snapshot import Snapshot, used_names
 from smartcache.hub.sources import HUGGING_FACE
 from smartcache.hub.targets import CacheTarget
+from smartcache.hub.tiered import pull_without_hub
 from smartcache.hub.unfinished import Note, Unfinished
 from smartcache.store.faults import reached
 from smartcache.store.store import Store
@@ -74,16 +75,23 @@ def lending(
     """
     request = call.request()
     is_pinned = tree.is_commit(str(getattr(request.revision, "resolved", request.revision)))
-    listing = None if is_pinned or not purpose.has_weights else listing_of(call)
+    # A tier may have the small files too, which are all that is loaded if there are no weights.
+    is_lending = purpose.has_weights or (call.is_plain and bool(store.tiers))
+    listing = None if is_pinned or not is_lending else listing_of(call)
+    if listing is None and is_lending and not is_pinned and _may_pull(call):
+        with forgiving(request.repo, "nothing comes from a tier"):
+            pull_without_hub(store, request)
     commit = (commit_behind(request, None) if listing is None else listing.commit) or ""
     target = CacheTarget(cache_dir=request.cache_dir, repo=request.repo, commit=commit)
     run = _Run(store, call, target, purpose)
     with ExitStack() as stack:
         with run.forgiving("nothing is lent"):
-            if purpose.has_weights and not run.is_served():
+            if is_lending and not run.is_served():
                 stack.enter_context(run.lease())
                 if not run.is_served():  # by whoever was waited for
-                    run.prepare(listing_of(call) if is_pinned else listing, look)
+                    if is_pinned and (listing := listing_of(call)) is None and _may_pull(call):
+                        pull_without_hub(store, request)
+                    run.prepare(listing, look if purpose.has_weights else None)
                 if run.is_idle:
                     stack.close()
         with run.attended():
@@ -91,6 +99,25 @@ def lending(
         with run.forgiving("it is not remembered"):
             run.remember()
             log_changes(request.repo, run.watch.changes(), store)
+
+
+def _may_pull(call: Call) -> bool:
+    """Say whether a tier is asked where the Hub cannot be: not for what the HF cache has."""
+    return call.is_plain and not has_snapshot(call.request())
+
+
+@contextmanager
+def forgiving(repo: Repo, consequence: str) -> Iterator[None]:
+    """Let a library go on where the store fails: a full or broken disk, missing permission.
+
+    Wrong bytes are never forgiven.
+    """
+    try:
+        yield
+    except DigestMismatchError:
+        raise
+    except (SmartcacheError, OSError) as error:
+        _log.warning("smartcache and %s: %s; %s", repo, error, consequence)
 
 
 class _Run:
@@ -121,18 +148,9 @@ class _Run:
 
         self.watch = Watch(is_new)
 
-    @contextmanager
-    def forgiving(self, consequence: str) -> Iterator[None]:
-        """Let the library go on where the store fails: a full or broken disk, missing permission.
-
-        Wrong bytes are never forgiven.
-        """
-        try:
-            yield
-        except DigestMismatchError:
-            raise
-        except (SmartcacheError, OSError) as error:
-            _log.warning("smartcache and %s: %s; %s", self._request.repo, error, consequence)
+    def forgiving(self, consequence: str) -> AbstractContextManager[None]:
+        """Let the library go on where the store fails."""
+        return forgiving(self._request.repo, consequence)
 
     def is_served(self) -> bool:
         """Say whether the snapshot has all that is wanted, proven: nothing need be lent."""
@@ -196,11 +214,18 @@ class _Run:
         visible = Snapshot(self._store, self._target).names()
         self._missing = [file for file in files if self._request.force or file.path not in visible]
         beginning = f"{self._purpose.inside}/" if self._purpose.inside else ""
-        chosen = [file for file in files if file.path.startswith(beginning)]
+        least = self._store.settings.link_min_size
+        chosen = [
+            file
+            for file in files
+            if file.path.startswith(beginning)
+            and (self._purpose.has_weights or not file.is_weight(least))
+        ]
         plan = plan_listed(self._store, self._request, replace(listing, files=chosen), look=look)
         lender = Lender(self._store, self._target, self._loans, self.watch)
         lender.prove_there(plan)
-        self._loan = lender.lend(plan, self._purpose.variant)
+        has_weights = self._purpose.has_weights
+        self._loan = lender.lend(plan, self._purpose.variant, has_weights=has_weights)
         reached("lend: lent")
 
     def _remembered_etags(self) -> dict[str, str]:

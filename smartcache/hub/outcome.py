@@ -85,6 +85,8 @@ class DownloadResult(FileChanges):
     """The snapshot, the `local_dir` or the one file."""
     fetched_size: int = 0
     """Bytes that came from the Hub."""
+    taken_size: int = 0
+    """Bytes that came from tiers."""
     reused_size: int = 0
     """Bytes of wanted files that this machine had elsewhere."""
 
@@ -131,6 +133,7 @@ class Watch:
         self._freed = 0
         self._gate = threading.Lock()
         self.fetched_size = 0
+        self.taken_size = 0
 
     @contextmanager
     def batches(self, store: Store, label: str) -> Iterator[list[tuple[Store, Batch]]]:
@@ -145,6 +148,11 @@ class Watch:
         """Take note of bytes that came from the Hub."""
         with self._gate:
             self.fetched_size += size
+
+    def count_taken(self, size: int) -> None:
+        """Take note of bytes that came from a tier."""
+        with self._gate:
+            self.taken_size += size
 
     def copied(self, path: Path) -> None:
         """Take note of a copy, which needs no undo."""

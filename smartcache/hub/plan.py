@@ -1,8 +1,9 @@
 """Plan a download: for each file where its bytes come from, before anything is fetched or changed.
 
 Sources in this order: what is at the target already, the store, files of known folders that may
-have the bytes, stores that other users have published, the Hub. A plan costs the requests that
-huggingface_hub makes anyway (the commit, the listing) and stats; no byte of a file is read for it.
+have the bytes, stores that other users have published, tiers, the Hub. A plan costs the requests
+that huggingface_hub makes anyway (the commit, the listing) and stats; of a tier, what it says of
+the repo, and a small request for each large file besides. No byte of a file is read for it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from smartcache.store.digest import Algorithm
 from smartcache.store.filesystems import free_bytes, probe
 from smartcache.store.room import need_room
 from smartcache.store.store import Store
+from smartcache.store.tiers import Wanted
 
 Look = Callable[[], None]
 """Brings what was seen in model folders up to date, if that is long ago."""
@@ -102,6 +104,11 @@ class DownloadPlan:
     def saved_size(self) -> int:
         """Bytes that need not be fetched because a known folder has them, or the store."""
         return self.size_of("link", "reuse", "copy")
+
+    @property
+    def tier_size(self) -> int:
+        """Bytes that come from tiers, and not from the Hub unless a tier fails."""
+        return self.size_of("tier")
 
     @property
     def present_size(self) -> int:
@@ -320,6 +327,10 @@ class _Planning:
 
     def plan(self, files: list[RemoteFile], look: Look | None) -> tuple[PlannedFile, ...]:
         """Return the plan of each file, in the Hub's order."""
+        return tuple(self._from_tiers(self._from_here(files, look)))
+
+    def _from_here(self, files: list[RemoteFile], look: Look | None) -> list[PlannedFile]:
+        """Plan to take what is at the target, and large files from where this machine has them."""
         seen = {} if self._request.force else self._target.look_all(files, self._min_size)
         nothing = (None, False)
         plans = [self._from_target(file, *seen.get(file.path, nothing)) for file in files]
@@ -331,13 +342,52 @@ class _Planning:
         is_missing = [each.is_large and each.source == "fetch" for each in plans]
         store, request = self._store, self._request
         if (store is None and not request.also) or request.force or not any(is_missing):
-            return tuple(plans)
+            return plans
         if self._near is not None:
             plans = [self._from_store(each, self._near, self._by_link(each)) for each in plans]
         if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
             look()
         sources = Sources(store, request.cache_dir, self._target.root, also=request.also)
-        return tuple(self._from_machine(each, sources, store) for each in plans)
+        return [self._from_machine(each, sources, store) for each in plans]
+
+    def _from_tiers(self, plans: list[PlannedFile]) -> list[PlannedFile]:
+        """Plan to take what would be fetched from a tier that has it: large files and small ones.
+
+        Small ones too, because a tier may be near and the Hub far, or not to be reached.
+        """
+        store, missing = self._store, [each for each in plans if self._may_come(each)]
+        if store is None or self._request.force or not missing or not store.tiers:
+            return plans
+        from smartcache.hub.tiered import pushed_objects
+
+        offers = pushed_objects(store, self._request.repo)
+        # Another repo may have brought the same weights there.
+        wanted = {
+            each.file.etag: Wanted(algorithm=algorithm, value=value, size=each.file.size)
+            for each in missing
+            if each.is_large and each.file.etag not in offers
+            for algorithm, value in each.file.announced.items()
+        }
+        found = store.find_in_tiers(set(wanted.values()))
+        offers |= {etag: found[each] for etag, each in wanted.items() if each in found}
+        taken = {
+            each.file.path: offers[each.file.etag]
+            for each in missing
+            if each.file.etag in offers and offers[each.file.etag].size == each.file.size
+        }
+        return [
+            replace(each, source="tier", offer=taken[each.file.path])
+            if each.file.path in taken
+            else each
+            for each in plans
+        ]
+
+    def _may_come(self, planned: PlannedFile) -> bool:
+        """Say whether a file may come from a tier: what the user has in its place is left alone."""
+        if planned.source != "fetch" or not planned.file.announced:
+            return False
+        is_free = planned.is_large or not self._is_local
+        return is_free or not os.path.lexists(self._target.visible(planned.file))
 
     def _known_hashes(self, paths: Iterable[Path]) -> dict[Path, dict[Algorithm, str]]:
         store = self._near or self._store

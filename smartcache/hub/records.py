@@ -12,10 +12,11 @@ from smartcache.errors import ConfigError
 from smartcache.hub import REPO_TYPES, RepoType
 from smartcache.store.digest import Algorithm
 from smartcache.store.links import LINKED_SUFFIXES
+from smartcache.store.tiers import Offer
 
-Source = Literal["present", "link", "reuse", "copy", "fetch"]
+Source = Literal["present", "link", "reuse", "copy", "tier", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file of a known folder that has to be
-hashed first and is then adopted or copied, another volume or a shared store, the Hub."""
+hashed first and is then adopted or copied, another volume or a shared store, a tier, the Hub."""
 
 _EDITED = frozenset(
     (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml", ".cfg", ".py", ".ipynb", ".md", ".jinja",
@@ -142,6 +143,8 @@ class PlannedFile:
     """Files that may have the bytes, the likeliest first."""
     shared: Path | None = None
     """The store of another user that has the bytes, if they are nowhere else on the machine."""
+    offer: Offer | None = None
+    """The object of a tier that has the bytes, if this machine has not; small files have it too."""
     found: Path | None = None
     """The file that is at the target already."""
     is_proven: bool = False
@@ -153,8 +156,10 @@ class PlannedFile:
     is_weight: bool = False
 
     @property
-    def origin(self) -> Path | None:
-        """The file, or shared store, that the bytes are most likely taken from."""
+    def origin(self) -> Path | str | None:
+        """The file, shared store or tier that the bytes are most likely taken from."""
+        if self.offer is not None:
+            return self.offer.tier.name
         if self.shared is not None:
             return self.shared
         return self.candidates[0].path if self.candidates and not self.digest else self.found

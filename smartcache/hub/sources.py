@@ -29,6 +29,13 @@ MOST_UNKNOWN = 16
 weights of one size; to hash them all would take longer than a download."""
 
 
+def known_caches(store: Store | None) -> list[Path]:
+    """Return the HF caches that are there: the default one, and those that scans have found."""
+    folders = [] if store is None else store.folders()
+    known = [each.path for each in folders if each.program == HUGGING_FACE]
+    return [each for each in (tree.default_cache_dir(), *known) if each.is_dir()]
+
+
 class Sources:
     """The places to look in, for one download into directories of one filesystem."""
 

@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from smartcache.cache import SmartCache
+from smartcache.config import remotes_file
 from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableError
 from smartcache.functions import shared
+from smartcache.hub.dropin import Call
 from smartcache.hub.lending import Purpose
 from smartcache.pretrained.arguments import Asked
 
@@ -50,7 +52,8 @@ def pin(source: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """Return a library's arguments with the commit of the revision in them, asked for once.
 
     huggingface_hub and both libraries pass such a revision around, so that all of them see one
-    commit and none asks again. What fails is left to the library, which knows what to say.
+    commit and none asks again. What fails is left to the library, which knows what to say; but a
+    tier may have the repo, where the Hub cannot be asked: then it is in the HF cache afterwards.
     """
     import huggingface_hub
 
@@ -64,8 +67,26 @@ def pin(source: str, arguments: Mapping[str, object]) -> dict[str, object]:
         revision = resolve(source, local_files_only=is_local, **options)
     except Exception as error:  # noqa: BLE001 - whatever it is, the library will meet it too
         _log.debug("the revision of %s is left to the library: %s", source, error)
+        if not is_local:
+            _pull_instead(source, arguments)
         return dict(arguments)
     return {**arguments, "revision": revision}
+
+
+def _pull_instead(source: str, arguments: Mapping[str, object]) -> None:
+    """Let a repo that the HF cache does not know come from a tier, if there is one that has it."""
+    cache = open_cache() if remotes_file().exists() else None
+    if cache is None:
+        return
+    known = ("revision", "cache_dir")
+    options = {name: arguments[name] for name in known if arguments.get(name) is not None}
+    subfolder = arguments.get("subfolder")
+    if subfolder:
+        options["allow_patterns"] = [f"{subfolder}/*"]
+    try:
+        cache.pull_instead(Call(repo_id=source, arguments=options))
+    except (SmartcacheError, OSError) as error:
+        _log.warning("%s does not come from a tier: %s", source, error)
 
 
 @contextmanager
@@ -76,7 +97,9 @@ def borrowed(asked: Asked) -> Iterator[str]:
     cannot be used a warning says so, and the library does everything by itself.
     """
     with inside():
-        cache = open_cache() if asked.has_weights and asked.source else None
+        # Of small files nothing can be lent, unless a tier has them.
+        is_lent = asked.has_weights or remotes_file().exists()
+        cache = open_cache() if is_lent and asked.source else None
         if cache is None or (not asked.is_local and not _is_repo(asked.source)):
             yield ""
         elif asked.is_local:

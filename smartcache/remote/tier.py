@@ -41,6 +41,7 @@ from smartcache.errors import (
 )
 from smartcache.progress import Progress, silent
 from smartcache.remote.forked import Readers
+from smartcache.store.tiers import Found
 
 FORMAT: Final = 1
 KINDS: Final = ("repos", "blobs", "sets", "datasets")
@@ -64,13 +65,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 Document = dict[str, Any]
 Advance = Callable[[int], object]
-
-
-class Found(NamedTuple):
-    """An object of a tier."""
-
-    digest: str
-    size: int
 
 
 class Listed(NamedTuple):

@@ -18,7 +18,7 @@ from smartcache.store.layout import is_digest
 from smartcache.store.leases import Leases
 from smartcache.store.memos import hashes_of
 from smartcache.store.owners import Liveness, live_holders, liveness
-from smartcache.store.proof import checked, open_blob
+from smartcache.store.proof import Advance, checked, open_blob
 from smartcache.store.records import Blob, KnownFolder, Link, Owner, Seen, Sighting
 from smartcache.store.volume import Volume
 from smartcache.store.vouched import known_hashes
@@ -133,9 +133,18 @@ class StoreReader:
         """Return who keeps a blob of this volume alive, checked against the disk."""
         return live_holders(self.volume, blob)
 
-    def digest_of(self, path: str | Path, algorithms: Iterable[Algorithm] = ("blake3",)) -> Hashes:
-        """Return the hashes of any file, remembered while the file stays as it is."""
-        return hashes_of(self.volume, Path(path), algorithms)[0]
+    def digest_of(
+        self,
+        path: str | Path,
+        algorithms: Iterable[Algorithm] = ("blake3",),
+        *,
+        advance: Advance | None = None,
+    ) -> Hashes:
+        """Return the hashes of any file, remembered while the file stays as it is.
+
+        `advance` is told of bytes that are read.
+        """
+        return hashes_of(self.volume, Path(path), algorithms, advance=advance)[0]
 
     def known_hashes(self, paths: Iterable[str | Path]) -> dict[Path, dict[Algorithm, str]]:
         """Return what is known of files' hashes without reading them, for those that are there."""

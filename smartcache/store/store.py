@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, Literal, Self
 
 from smartcache.config import Settings
-from smartcache.errors import LeaseTimeoutError, StoreError
+from smartcache.errors import ConfigError, LeaseTimeoutError, StoreError
 from smartcache.progress import Progress, silent
 from smartcache.store import DEFAULT_PIN, Kind
 from smartcache.store import blobs as _blobs
@@ -32,6 +32,7 @@ from smartcache.store import prune as _prune
 from smartcache.store import published as _published
 from smartcache.store import put as _put
 from smartcache.store import rebuild as _rebuild
+from smartcache.store import tiers as _tiers
 from smartcache.store import undo as _undo
 from smartcache.store import usage as _usage
 from smartcache.store import verify as _verify
@@ -41,11 +42,13 @@ from smartcache.store.filesystems import mount_of, nearest_existing
 from smartcache.store.hold import Allowance
 from smartcache.store.journal import Batch
 from smartcache.store.layout import volume_root
+from smartcache.store.proof import Advance
 from smartcache.store.reading import StoreReader
 from smartcache.store.records import Blob, Link, Owner, Sighting
 from smartcache.store.recovery import recover
 from smartcache.store.replace import Replacement, replace_many
 from smartcache.store.share import share_many
+from smartcache.store.tiers import Document
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class Store(StoreReader):
         super().__init__(root, settings=settings)
         self._thread = threading.local()
         self._shared: list[_published.SharedStore] | None = None
+        self.open_tiers: Callable[[], list[_tiers.BlobSource]] = list
+        """Says which tiers there are now: set by whoever knows them."""
+        self._asking = _tiers.Asking()
         _rebuild.rebuild_if_lost(self.volume)
         try:
             with self.volume.in_haste():
@@ -226,6 +232,40 @@ class Store(StoreReader):
             if blob is not None:
                 return blob
         return None
+
+    @property
+    def tiers(self) -> list[_tiers.BlobSource]:
+        """The places beyond this machine to look for bytes in; none of them was asked yet."""
+        try:
+            return self.open_tiers()
+        except (ConfigError, OSError) as error:
+            _log.warning("no tier is asked: %s", error)
+            return []
+
+    def find_in_tiers(self, wanted: Collection[_tiers.Wanted]) -> dict[_tiers.Wanted, _tiers.Offer]:
+        """Return what tiers say they have of what is wanted; what fails there is a warning."""
+        return self._asking.offers(self.tiers, wanted) if wanted else {}
+
+    def tier_documents(self, kind: str, name: str) -> Iterator[tuple[_tiers.BlobSource, Document]]:
+        """Go through what tiers say of a repo, a set or a dataset; what fails is a warning."""
+        for tier in self.tiers:
+            found = self._asking.document(tier, kind, name)
+            if found is not None:
+                yield tier, found
+
+    def take(
+        self,
+        offer: _tiers.Offer,
+        expected: Mapping[Algorithm, str],
+        *,
+        to: Store | None = None,
+        advance: Advance | None = None,
+    ) -> Blob:
+        """Take an object of a tier into this store (or a neighbour), if it is what is expected.
+
+        Else an error: of the tier, or DigestMismatchError; nothing of it is kept then.
+        """
+        return _tiers.take((to or self).volume, offer, expected, advance)
 
     # handing bytes out
 

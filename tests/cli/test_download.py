@@ -238,6 +238,8 @@ class TestPlan:
             "unproven_size": 0,
             "needed_size": 800_010,
             "fetched_size": 800_010,
+            "tier_size": 0,
+            "taken_size": 0,
             "reused_size": 0,
             "linked": [],
             "copied": [],

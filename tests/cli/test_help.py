@@ -74,7 +74,7 @@ def test_the_status_says_what_is_stored_saved_and_waiting(sc: Here, models: Path
 def test_the_help_text_has_the_commands_in_groups(sc: Here) -> None:
     lines = sc("-h").stdout.splitlines()
     titles = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
-    groups = ["Find and free:", "Hugging Face:", "Computed tensors:", "Store:"]
+    groups = ["Find and free:", "Hugging Face:", "Other machines:", "Computed tensors:", "Store:"]
     assert titles == ["Options:", *groups, "Settings and help:"]
 
 

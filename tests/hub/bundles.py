@@ -110,7 +110,7 @@ def everything(cache: Path) -> dict[str, tuple[str, bytes]]:
 def faults_of(cache: Path) -> list[str]:
     """Return what an unfinished import must never show: pointers without right bytes, and refs."""
     faults: list[str] = []
-    for folder in cache.iterdir() if cache.is_dir() else ():
+    for folder in cache.glob("*--*"):
         for path in (folder / "snapshots").glob("*/**/*"):
             if path.is_symlink() and not path.exists():
                 faults.append(f"{path} leads nowhere")

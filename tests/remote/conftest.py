@@ -9,6 +9,8 @@ import pytest
 
 from smartcache import SmartCache
 from smartcache.remote import Tier
+from tests.hub.clients import Client
+from tests.hub_server import Hub
 from tests.remote import places
 
 
@@ -62,3 +64,30 @@ def b(tmp_path: Path) -> Iterator[SmartCache]:
     """The machine that reads."""
     with SmartCache(tmp_path / "b") as cache:
         yield cache
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    """The folder of a tier that has a name: nas."""
+    return tmp_path / "share"
+
+
+@pytest.fixture
+def here(tmp_path: Path, hub: Hub, share: Path) -> Iterator[Client]:
+    """The machine that downloads and pushes."""
+    with SmartCache(tmp_path / "here" / "store") as cache:
+        cache.remotes.add("nas", str(share))
+        yield Client(cache, hub, tmp_path / "here" / "hf")
+
+
+@pytest.fixture
+def there(tmp_path: Path, hub: Hub, here: Client) -> Iterator[Client]:
+    """Another machine, of the same user: the same remotes, and nothing else in common."""
+    with SmartCache(tmp_path / "there" / "store") as cache:
+        yield Client(cache, hub, tmp_path / "there" / "hf")
+
+
+@pytest.fixture
+def shared(here: Client) -> Tier:
+    """The tier nas."""
+    return here.smart.tier("nas")

@@ -1,0 +1,303 @@
+"""Look after a tier: what its documents need and is not there, and what nobody needs.
+
+Both go by the documents alone, which list every object they need. A push sends objects before the
+document that needs them, so what nobody needs is left alone while it is young.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from blake3 import blake3
+
+from smartcache.errors import DamagedObjectError, MissingObjectError, TierError
+from smartcache.progress import Job, Progress, silent
+from smartcache.remote.tier import Listed, Tier, in_parallel
+from smartcache.remote.transfer import described
+from smartcache.store.tiers import Offer
+
+YOUNG = timedelta(hours=24)
+"""What is younger may belong to a push that has not come to its document."""
+_OBJECT = re.compile(r"objects/[0-9a-f]{2}/([0-9a-f]{64})")
+_HALF_MADE = re.compile(r"[A-Za-z0-9._-]+#[0-9]+")
+_MOST_NAME = 4096
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """An object that a document needs and that is not as it should be, or a damaged document."""
+
+    kind: Literal["missing", "damaged", "document"]
+    digest: str
+    size: int
+    reason: str
+    needed_by: tuple[str, ...]
+
+    document: tuple[str, str] | None = None
+    """Kind and name of the document, if it is one that is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierReport:
+    """What was looked at, and what is wrong."""
+
+    documents: int
+    objects: int
+    size: int
+    read_size: int
+    """Bytes that were read and hashed."""
+    findings: tuple[Finding, ...]
+
+
+def verify_tier(tier: Tier, *, fast: bool = False, progress: Progress = silent) -> TierReport:
+    """Compare a tier with its documents; unless `fast`, read and hash every byte."""
+    tier.check()
+    needs = _needs(tier)
+    sizes = tier.sizes(needs.objects, progress)
+    findings = list(needs.damaged)
+    whole: list[str] = []
+    for digest, size in needs.objects.items():
+        found = sizes.get(digest)
+        if found == size:
+            whole.append(digest)
+            continue
+        reason = "it is not there" if found is None else f"it has {found:,} bytes, not {size:,}"
+        findings.append(needs.finding("missing" if found is None else "damaged", digest, reason))
+    read_size = 0 if fast else sum(needs.objects[each] for each in whole)
+    if not fast:
+        with progress(f"Reading {tier.name}", read_size, "bytes") as job:
+
+            def read(digest: str) -> Finding | None:
+                return _read(tier, needs, digest, job)
+
+            findings += filter(None, in_parallel(read, whole))
+    return TierReport(
+        documents=needs.documents, objects=len(needs.objects), size=sum(needs.objects.values()),
+        read_size=read_size, findings=tuple(findings),
+    )  # fmt: skip
+
+
+def _read(tier: Tier, needs: _Needs, digest: str, job: Job) -> Finding | None:
+    made = blake3()
+    try:
+        for chunk in Offer(tier=tier, digest=digest, size=needs.objects[digest]).chunks():
+            made.update(chunk)
+            job.advance(len(chunk))
+    except (MissingObjectError, DamagedObjectError) as error:
+        kind: Literal["missing", "damaged"] = (
+            "missing" if isinstance(error, MissingObjectError) else "damaged"
+        )
+        return needs.finding(kind, digest, str(error))
+    if made.hexdigest() == digest:
+        return None
+    return needs.finding("damaged", digest, "its bytes are not those that its name says")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    """What the documents of a tier need."""
+
+    documents: int
+    objects: dict[str, int]
+    by: dict[str, list[str]]
+    damaged: tuple[Finding, ...]
+
+    def finding(self, kind: Literal["missing", "damaged"], digest: str, reason: str) -> Finding:
+        """Return what is wrong with an object, and who needs it."""
+        return Finding(
+            kind=kind, digest=digest, size=self.objects[digest], reason=reason,
+            needed_by=tuple(sorted(self.by[digest])),
+        )  # fmt: skip
+
+
+def _needs(tier: Tier) -> _Needs:
+    """Read all documents; those that are damaged are findings."""
+    names = sorted(tier.documents())
+    objects: dict[str, int] = {}
+    by: dict[str, list[str]] = {}
+    damaged: list[Finding] = []
+
+    def read(each: tuple[str, str]) -> tuple[tuple[str, str], Mapping[str, int] | TierError]:
+        try:
+            document = tier.document(*each)
+        except DamagedObjectError as error:
+            return each, error
+        return each, {} if document is None else document["objects"]
+
+    for each, found in in_parallel(read, names):
+        name = f"{each[0]}/{described(each)}"
+        if isinstance(found, TierError):
+            damaged.append(
+                Finding(
+                    kind="document", digest="", size=0, reason=str(found), needed_by=(name,),
+                    document=each,
+                )
+            )  # fmt: skip
+            continue
+        for digest, size in found.items():
+            objects[digest] = size
+            by.setdefault(digest, []).append(name)
+    return _Needs(
+        documents=len(names), objects=dict(sorted(objects.items())), by=by, damaged=tuple(damaged)
+    )
+
+
+def remove_damaged(tier: Tier, findings: Iterable[Finding]) -> int:
+    """Remove objects and documents that were found to be damaged; return how many.
+
+    A push passes over an object that is there with its size; now it sends it again.
+    """
+    removed = 0
+    for each in findings:
+        if each.document is not None:
+            tier.remove_document(*each.document)
+        elif each.kind == "damaged":
+            tier.remove([f"objects/{each.digest[:2]}/{each.digest}"])
+        else:
+            continue
+        removed += 1
+    return removed
+
+
+# gc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcResult:
+    """What was removed; what came into use meanwhile was kept."""
+
+    removed: int
+    freed_size: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcPlan:
+    """What no document needs; `execute` removes it."""
+
+    tier: str
+    objects: tuple[Listed, ...]
+    names: tuple[Listed, ...]
+    """Which object has a sha256 or git's sha1: of objects that go, or are gone."""
+    leftovers: tuple[Listed, ...]
+    """Files of a folder that a killed push has not come to name."""
+    young: int
+    """Objects that no document needs yet, and that are left alone."""
+    young_size: int
+    kept_size: int
+    """Bytes of the objects that are needed."""
+    _execute: Callable[[GcPlan, Progress], GcResult] = field(repr=False, compare=False)
+
+    @property
+    def freed_size(self) -> int:
+        """Bytes that are given back."""
+        return sum(each.size for each in (*self.objects, *self.names, *self.leftovers))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to remove."""
+        return not (self.objects or self.names or self.leftovers)
+
+    def execute(self, progress: Progress = silent) -> GcResult:
+        """Remove it, unless a document has come that needs it."""
+        return self._execute(self, progress)
+
+
+def plan_gc(tier: Tier, *, older_than: timedelta = YOUNG, progress: Progress = silent) -> GcPlan:
+    """Plan to remove what no document needs and is older than some time.
+
+    DamagedObjectError if a document cannot be read: nobody knows then what it needs.
+    """
+    tier.check()
+    needed = _needed(tier)
+    before = datetime.now(UTC) - older_than
+    objects: list[Listed] = []
+    old_names: list[Listed] = []
+    young = young_size = kept_size = 0
+    with progress("Listing objects") as job:
+        for each in tier.objects():
+            match = _OBJECT.fullmatch(each.path)
+            if match is not None and match[1] in needed:
+                kept_size += each.size
+            elif match is not None and each.changed_at > before:
+                young, young_size = young + 1, young_size + each.size
+            elif match is not None:
+                objects.append(each)
+            elif each.path.startswith("names/") and each.changed_at <= before:
+                old_names.append(each)
+            job.advance()
+    names = [
+        each
+        for each, digest in in_parallel(lambda each: (each, _named(tier, each)), old_names)
+        if digest not in needed
+    ]
+    return GcPlan(
+        tier=tier.name, objects=tuple(sorted(objects)), names=tuple(sorted(names)),
+        leftovers=tuple(_leftovers(tier.folder, before)), young=young, young_size=young_size,
+        kept_size=kept_size,
+        _execute=lambda plan, progress: _collect(tier, plan, progress),
+    )  # fmt: skip
+
+
+def _leftovers(folder: Path | None, before: datetime) -> Iterator[Listed]:
+    """Go through files that obstore was writing when a process was killed; it never lists them."""
+    if folder is None:
+        return
+    for path in sorted(folder.rglob("*#*")):
+        try:
+            st = path.stat()
+        except FileNotFoundError:  # it has its name now
+            continue
+        changed_at = datetime.fromtimestamp(st.st_mtime, UTC)
+        if _HALF_MADE.fullmatch(path.name) and path.is_file() and changed_at <= before:
+            yield Listed(path.relative_to(folder).as_posix(), st.st_size, changed_at)
+
+
+def _needed(tier: Tier) -> set[str]:
+    needs = _needs(tier)
+    if needs.damaged:
+        message = f"{needs.damaged[0].reason}; nothing is removed from the tier"
+        hint = "Nobody knows what it needs: 'smartcache remote verify --repair' removes it."
+        raise DamagedObjectError(message, hint=hint, tier=tier.name)
+    return set(needs.objects)
+
+
+def _named(tier: Tier, name: Listed) -> str:
+    """Return the digest that a name stands for; "" if it makes no sense."""
+    _, algorithm, _, value = name.path.split("/")
+    if name.size > _MOST_NAME:
+        return ""
+    found = tier.find(algorithm, value)
+    return "" if found is None else found.digest
+
+
+def _collect(tier: Tier, plan: GcPlan, progress: Progress) -> GcResult:
+    """Remove names before objects: a name without an object leads nowhere, and does no harm."""
+    removed = freed = kept = 0
+    with progress("Removing", len(plan.names) + len(plan.objects) + len(plan.leftovers)) as job:
+        for some in (plan.names, plan.objects):
+            for start in range(0, len(some), _AT_ONCE):
+                batch = some[start : start + _AT_ONCE]
+                needed = _needed(tier)  # a push may have come to its document meanwhile
+                going = [each for each in batch if not _is_needed(tier, each, needed)]
+                tier.remove(each.path for each in going)
+                removed += len(going)
+                freed += sum(each.size for each in going)
+                kept += len(batch) - len(going)
+                job.advance(len(batch))
+        for each in plan.leftovers:
+            Path(tier.folder or "", each.path).unlink(missing_ok=True)
+            removed, freed = removed + 1, freed + each.size
+            job.advance()
+    return GcResult(removed=removed, freed_size=freed, kept=kept)
+
+
+def _is_needed(tier: Tier, each: Listed, needed: set[str]) -> bool:
+    match = _OBJECT.fullmatch(each.path)
+    return (match[1] if match is not None else _named(tier, each)) in needed
