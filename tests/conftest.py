@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 OF_ONE_WORKER = (
     "tests/integrations/test_all_classes.py",
     "tests/pretrained/test_scenarios_processes.py",
+    "tests/remote/test_ray.py",
     "tests/test_docs.py",
 )
 """Files whose tests share what takes long to make. Groups by mark need pytest older than 9.2."""

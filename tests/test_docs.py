@@ -130,8 +130,10 @@ def test_the_python_of_a_page_runs(
     "org/pipeline" and "org/other-pipeline" have the same text encoder.
     """
     make_files(tmp_path)
-    if page.name in ("training.md", "trainers.md"):
+    if page.name in ("training.md", "trainers.md", "ray.md"):
         make_photos(tmp_path / "photos")
+    for _, module in blocks(page, "py"):
+        (tmp_path / "encoders.py").write_text(module)
     if loads_models(page):
         make_models_repos(hub, request.getfixturevalue("models"))
     else:

@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -225,6 +225,14 @@ class ArtifactSet:
     def fingerprint(self) -> Fingerprint:
         """What its artifacts depend on."""
         return self._engine.folder.fingerprint
+
+    @property
+    def options(self) -> Options:
+        """What is kept of it, and for how long: no longer than anything may be kept here."""
+        options, longest = self._engine.folder.options, self._longest
+        if longest is None or (options.ttl is not None and options.ttl <= longest):
+            return options
+        return replace(options, ttl=longest)
 
     @property
     def memory(self) -> Memory | None:
@@ -807,12 +815,20 @@ class ArtifactSet:
         """Return when all that was put survives power loss."""
         self._engine.sync_all()
 
+    def seal(self) -> None:
+        """End the pack that this process writes: it is on the disk, and nobody adds to it."""
+        with self._engine.mutex:
+            self._engine.leave_pack(sealed=True)
+
     def take_in(self, pack: str | Path) -> int:
         """Take in a pack that this set has in another folder; return how many records it has.
 
-        The pack is copied. Its artifacts replace those of the same keys that there are now.
+        The pack is copied, unless it is in the folder of this set already. Its artifacts replace
+        those of the same keys that there are now.
         """
-        return recover.take_in(self._engine, Path(pack))
+        records = recover.take_in(self._engine, Path(pack))
+        self._keep_bounds()
+        return records
 
     def sealed(self) -> AbstractContextManager[Sealed]:
         """Have all packs that nobody writes sealed, and none go, for the length of a block."""

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smartcache.remote.ray import RayEngine as RayEngine
     from smartcache.remote.remotes import Remote as Remote
     from smartcache.remote.remotes import Remotes as Remotes
     from smartcache.remote.sets import Delivery as Delivery
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from smartcache.store.tiers import Found as Found
 
 _HOMES = {
+    "ray": ("RayEngine",),
     "remotes": ("Remote", "Remotes"),
     "sets": (
         "Delivery",

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from smartcache.training.encoder import Buckets as Buckets
     from smartcache.training.encoder import Encoder as Encoder
     from smartcache.training.encoder import Item as Item
+    from smartcache.training.engines import Doing as Doing
+    from smartcache.training.engines import Engine as Engine
+    from smartcache.training.engines import Fault as Fault
+    from smartcache.training.engines import Lost as Lost
+    from smartcache.training.engines import ProcessEngine as ProcessEngine
+    from smartcache.training.engines import packed as packed
+    from smartcache.training.engines import unpacked as unpacked
     from smartcache.training.prefetch import Prefetcher as Prefetcher
     from smartcache.training.prefetch import PrefetchStats as PrefetchStats
     from smartcache.training.sources import Source as Source
@@ -52,6 +59,7 @@ _HOMES = {
         "stored_dataset",
     ),
     "encoder": ("Buckets", "Encoder", "Item"),
+    "engines": ("Doing", "Engine", "Fault", "Lost", "ProcessEngine", "packed", "unpacked"),
     "prefetch": ("PrefetchStats", "Prefetcher"),
     "sources": ("Source", "Sources"),
     "upkeep": ("CleanPlan", "copy_dataset", "pack_up", "unpack"),

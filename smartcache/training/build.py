@@ -1,29 +1,24 @@
 """Encode what is missing, and nothing else, in as many processes as like to help.
 
-Files are read and decoded ahead of the encoder by threads, and outputs are written behind it by
-another. Before a batch is encoded its keys are claimed: whoever else builds the same dataset takes
-the next ones, and at the end waits for what others have claimed. A process that dies has claimed
-nothing any more, and what it had written is there. Nobody waits in a barrier.
+Before a batch is encoded its keys are claimed: whoever else builds the same dataset takes the next
+ones, and at the end waits for what others have claimed. A process that dies has claimed nothing any
+more, and what it had written is there. Nobody waits in a barrier. The encoder works here (work.py),
+or in the workers of an engine (spread.py).
 
-A failure belongs to an item if the item cannot be read, if its output has a NaN, or if the encoder
-fails on it alone where it does not fail on others: an encoder that has done nothing yet is tried
-with some of these first. It is remembered by what the item contains, and tried again when that
-changes. Whatever else an encoder raises ends the build: it is not the item's fault, and nothing is
-remembered.
+A failure that is an item's own is remembered by what the item contains, and tried again when that
+changes. Whatever else an encoder raises ends the build, and nothing is remembered.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -31,25 +26,21 @@ from smartcache.artifacts import Claim, Digests
 from smartcache.config import variable
 from smartcache.errors import ConfigError, DatasetChangedError, EncoderError
 from smartcache.progress import Job, Progress, silent
-from smartcache.training.encoder import ChangedError, Item, ItemError, as_kept, nan_in, split
+from smartcache.training.encoder import Encoder, Item
+from smartcache.training.engines import Engine
+from smartcache.training.spread import Spread
 from smartcache.training.table import EDITED, NEW
+from smartcache.training.work import Batch, OnError, OnNan, Rules, Work
 
 if TYPE_CHECKING:
     from smartcache.training.dataset import Dataset, Output
 
 _log = logging.getLogger(__name__)
-OnError = Literal["record", "raise"]
-OnNan = Literal["record", "raise", "keep"]
-_BEHIND = 2
-"""Batches that may wait to be written."""
 _PATIENCE = 1.0
 """Seconds between two looks at what others have claimed."""
 _ALIVE = 60.0
 """Seconds after which a process that waits says so."""
 _SHOWN = 3
-_CHANGED = "it changed while it was encoded"
-_TRIED = 3
-"""Items that an encoder is tried with which fails on those that are to be encoded."""
 
 
 class Failed(NamedTuple):
@@ -184,7 +175,7 @@ def reasons_of(
 class Build:
     """One call of `build`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per wish
         self,
         dataset: Dataset,
         *,
@@ -195,14 +186,18 @@ class Build:
         stop: Callable[[], object] | None = None,
         progress: Progress = silent,
         threads: int | None = None,
+        engine: Engine | None = None,
     ) -> None:
         if on_error not in ("record", "raise"):
             raise ConfigError(f'on_error is "record" or "raise", not {on_error!r}')
         if nan not in ("record", "raise", "keep"):
             raise ConfigError(f'nan is "record", "raise" or "keep", not {nan!r}')
+        if engine is not None and not hasattr(engine, "map"):
+            hint = "Give ProcessEngine(workers=2), or RayEngine(...) of smartcache.remote."
+            raise ConfigError(f"{engine!r} is not an engine", hint=hint)
         self.dataset = dataset
-        self.on_error = on_error
-        self.nan = nan
+        self.rules = Rules(on_error, nan)
+        self.engine = engine
         self.before = before
         self.after = after
         self.stop = stop
@@ -236,10 +231,14 @@ class Build:
             for output, some in todo:
                 self._refuse_changed(output)
                 if not report.is_stopped:
-                    _Encoding(self, output).run(some)
+                    Encoding(self, output).run(some)
         finally:
-            if self.has_begun and self.after is not None:
-                self.after()
+            try:
+                if self.engine is not None:
+                    self.engine.close()
+            finally:
+                if self.has_begun and self.after is not None:
+                    self.after()
         report.seconds = time.monotonic() - began
         return report
 
@@ -267,76 +266,76 @@ class Build:
             raise DatasetChangedError(message)
 
 
-class _Batch(NamedTuple):
-    """Items whose keys this process has claimed."""
-
-    claim: Claim
-    numbers: list[int]
-    items: list[Item]
-    ahead: list[Future[None]]
-
-
-class _Encoding:
-    """The building of one output."""
+class Encoding:
+    """The building of one output: who encodes what, and what has become of it."""
 
     def __init__(self, build: Build, output: Output) -> None:
         self.build = build
         self.output = output
         self.name = output.name
-        encoder = output.encoder
-        assert encoder is not None  # noqa: S101 - refused before
-        self.encoder = encoder
         self.listing = build.dataset.listing
-        self.used: set[tuple[str, str]] = set()
-        self.has_encoded = False
-        """The encoder works: so what fails is the fault of an item."""
         self.job: Job = silent("")
 
     def run(self, numbers: list[int]) -> None:
         """Encode what is missing, or wait until another process has done so."""
         left = numbers
         spoke = time.monotonic()
-        self.readers = ThreadPoolExecutor(self.build.threads, "smartcache-read")
-        self.writer = ThreadPoolExecutor(1, "smartcache-write")
-        try:
-            with self.build.progress(f"Encoding {self.name}", len(numbers)) as self.job:
-                while left and not self.build.must_stop():
-                    busy = self._encode(left)
-                    if len(busy) == len(left):
-                        self.output.set.wait_for(self.output.key(busy[0]), _PATIENCE)
-                        self.job.describe(f"waiting for other processes: {len(busy):,} left")
-                        if time.monotonic() - spoke > _ALIVE:
-                            spoke = time.monotonic()
-                            _log.warning("Waiting: others encode %d of %s", len(busy), self.name)
-                    left = self._still_missing(busy)
-        finally:
-            self.readers.shutdown(wait=False, cancel_futures=True)
-            self.writer.shutdown()
+        with (
+            self.build.progress(f"Encoding {self.name}", len(numbers)) as self.job,
+            self._encode_with() as encode,
+        ):
+            while left and not self.build.must_stop():
+                busy = encode(left)
+                if len(busy) == len(left):
+                    self.output.set.wait_for(self.output.key(busy[0]), _PATIENCE)
+                    self.job.describe(f"waiting for other processes: {len(busy):,} left")
+                    if time.monotonic() - spoke > _ALIVE:
+                        spoke = time.monotonic()
+                        _log.warning("Waiting: others encode %d of %s", len(busy), self.name)
+                left = self._still_missing(busy)
+
+    @contextmanager
+    def _encode_with(self) -> Iterator[Callable[[list[int]], list[int]]]:
+        """Give what encodes outputs that nobody else has claimed, and returns the others."""
+        build = self.build
+        if build.engine is None:
+            with Work(
+                self.output, self.listing, self, rules=build.rules, threads=build.threads,
+                trials=self.trials,
+            ) as work:  # fmt: skip
+                yield partial(self._encode_here, work)
+        else:
+            with Spread(self, build.engine) as spread:
+                yield spread.encode
 
     def _still_missing(self, numbers: list[int]) -> list[int]:
         """Leave out what others have encoded, or have failed to encode, meanwhile."""
         if not numbers:
             return []
-        data = self.output.keys.data
-        keys = Digests(b"".join(data[32 * each : 32 * each + 32] for each in numbers))
-        with self.output.set.select(keys) as chosen:
-            left = [numbers[at] for at in chosen.missing.tolist()]
+        left = self.absent(numbers)
         self._count_others(len(numbers) - len(left))
         failed = self.output.set.failed([self.output.key(number) for number in left])
         self.job.advance(len(failed))
         return [number for number in left if self.output.key(number) not in failed]
 
+    def absent(self, numbers: list[int]) -> list[int]:
+        """Return those of some numbers that have no output by now."""
+        data = self.output.keys.data
+        keys = Digests(b"".join(data[32 * each : 32 * each + 32] for each in numbers))
+        with self.output.set.select(keys) as chosen:
+            return [numbers[at] for at in chosen.missing.tolist()]
+
     def _count_others(self, count: int) -> None:
         self.build.report.elsewhere[self.name] += count
         self.job.advance(count)
 
-    def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+    def batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Cut into batches of one bucket; each rank begins elsewhere."""
         by_bucket: dict[bytes, list[int]] = {}
         for number in numbers:
             bucket = self.output.keys.bucket[number // self.output.variations].tobytes()
             by_bucket.setdefault(bucket, []).append(number)
-        size = self.encoder.batch
+        size = cast("Encoder", self.output.encoder).batch
         batches = [
             some[start : start + size]
             for some in by_bucket.values()
@@ -346,38 +345,27 @@ class _Encoding:
         yield from batches[first:]
         yield from batches[:first]
 
-    def _encode(self, numbers: Sequence[int]) -> list[int]:
-        """Encode what nobody else has claimed; return the rest."""
+    def _encode_here(self, work: Work, numbers: list[int]) -> list[int]:
+        """Encode in this process what nobody else has claimed; return the rest."""
         busy: list[int] = []
-        ahead: deque[_Batch] = deque()
-        behind: deque[Future[None]] = deque()
-        batches = filter(None, (self._claim(some, busy) for some in self._batches(numbers)))
-        depth = max(2, 2 * self.build.threads // self.encoder.batch)
-        try:
-            while not self.build.must_stop():
-                ahead.extend(islice(batches, depth - len(ahead)))
-                if not ahead:
-                    break
-                batch = ahead.popleft()
+
+        def claimed() -> Iterator[Batch]:
+            for some in self.batches(numbers):
+                claim, chosen = self.claim(some, busy)
+                if not chosen:
+                    continue
                 try:
-                    for each in batch.ahead:
-                        each.result()
-                    values = self._call(batch.items)
-                    self.has_encoded = self.has_encoded or any(map(_is_value, values))
+                    batch = work.batch(chosen, claim.close)
                 except BaseException:
-                    batch.claim.close()
+                    claim.close()
                     raise
-                behind.append(self.writer.submit(self._write, batch, values))
-                while len(behind) > _BEHIND:
-                    behind.popleft().result()
-            while behind:
-                behind.popleft().result()
-        finally:
-            for batch in ahead:
-                batch.claim.close()
+                yield batch
+
+        work.run(claimed(), self.build.must_stop)
         return busy
 
-    def _claim(self, numbers: list[int], busy: list[int]) -> _Batch | None:
+    def claim(self, numbers: list[int], busy: list[int]) -> tuple[Claim, list[int]]:
+        """Claim what nobody else has; `busy` gets the rest. Nothing to encode: it is closed."""
         by_key = {self.output.key(number): number for number in numbers}
         claim = self.output.set.claim(list(by_key))
         try:
@@ -387,157 +375,57 @@ class _Encoding:
             failed = self.output.set.failed(claim.keys) if claim.keys else set()
             self.job.advance(len(failed))
             chosen = [by_key[key] for key in claim.keys if key not in failed]
-            items = [self.output.item(self.listing, number, self.used) for number in chosen]
-            ahead = [self.readers.submit(item.read_ahead) for item in items] if self.used else []
+            if chosen:
+                self.build.begin()
+            else:
+                claim.close()
         except BaseException:
             claim.close()
             raise
-        if not chosen:
-            claim.close()
-            return None
-        return _Batch(claim, chosen, items, ahead)
+        return claim, chosen
 
-    def _call(self, items: list[Item]) -> list[object]:
-        """Call the encoder; return a value, or why there is none, for each item."""
-        self.build.begin()
-        faults: dict[int, BaseException] = {
-            at: item.fault for at, item in enumerate(items) if item.fault is not None
-        }
-        while len(faults) < len(items):
-            good = [item for at, item in enumerate(items) if at not in faults]
-            try:
-                values = iter(self._encoded(good))
-                return [faults[at] if at in faults else next(values) for at in range(len(items))]
-            except (ConfigError, EncoderError, MemoryError):
-                raise
-            except Exception as error:
-                fault = _fault_in(error)
-                guilty = [at for at, item in enumerate(items) if item.is_guilty(fault)]
-                if set(guilty) - faults.keys():
-                    faults |= dict.fromkeys(guilty, fault or error)
-                    continue
-                if _is_out_of_memory(error) or (len(good) == 1 and not self._works(items)):
-                    raise
-                if len(good) == 1:
-                    return [faults.get(at, error) for at in range(len(items))]
-                return self._call_each(items, faults)
-        return [faults[at] for at in range(len(items))]
+    def trials(self, count: int) -> Iterator[Item]:
+        """Give items to try an encoder with."""
+        for number in self.trial_numbers(count):
+            yield self.output.item(self.listing, number, set())
 
-    def _encoded(self, items: list[Item]) -> list[object]:
-        for item in items:
-            item.rewind()
-        return split(self.encoder.function(items), len(items), self.name)
-
-    def _call_each(self, items: list[Item], faults: dict[int, BaseException]) -> list[object]:
-        """Find out who is to blame: the items that fail alone, or, if all do, the encoder."""
-        values: list[object] = []
-        for at, item in enumerate(items):
-            try:
-                known = faults.get(at)
-                values += [known] if known else self._encoded([item])
-            except (ConfigError, EncoderError, MemoryError):
-                raise
-            except Exception as error:
-                if _is_out_of_memory(error):
-                    raise
-                values.append(_fault_in(error) or error)
-        if not any(map(_is_value, values)) and not self._works(items):
-            for each in values:
-                if isinstance(each, BaseException) and not isinstance(each, ItemError):
-                    raise each
-        return values
-
-    def _works(self, items: list[Item]) -> bool:
-        """Say whether the encoder works at all: that is tried with others, if it never did yet."""
+    def trial_numbers(self, count: int) -> list[int]:
+        """Return some numbers to try an encoder with."""
         good = np.repeat(self.build.dataset.is_good, self.output.variations)
         numbers = np.flatnonzero(good)
         is_missing = np.isin(numbers, self.output.missing)
         # What was encoded before, in another build, tells most.
         numbers = np.concatenate((numbers[~is_missing], numbers[is_missing]))
-        names = {item.name for item in items}
-        for number in numbers[: len(items) + _TRIED].tolist():
-            if self.has_encoded:
-                break
-            other = self.output.item(self.listing, number, set())
-            if other.name not in names:
-                with suppress(Exception):
-                    self.has_encoded = any(map(_is_value, self._encoded([other])))
-        return self.has_encoded
+        found: list[int] = numbers[:count].tolist()
+        return found
 
-    def _write(self, batch: _Batch, values: list[object]) -> None:
-        """Keep the outputs of a batch; in the thread that writes."""
+    # what has become of items
+
+    def kept(self, number: int) -> None:  # noqa: ARG002 - any of them
+        """Count an output that is in the set now."""
+        self.build.report.encoded[self.name] += 1
+
+    def left_out(self, number: int, item: str, reason: str, *, is_remembered: bool) -> None:
+        """Remember an item that has no output."""
+        if is_remembered:
+            self.output.set.remember_failure(self.output.key(number), reason)
+        self.build.report.failed.append(Failed(item, self.name, reason))
+
+    def written(self, count: int) -> None:
+        """Say how far it is."""
         report = self.build.report
-        error: EncoderError | None = None
-        try:
-            for number, item, value in zip(batch.numbers, batch.items, values, strict=True):
-                try:
-                    self._keep(number, item, value)
-                except EncoderError as each:  # of one: the others are kept all the same
-                    error = error or each
-        finally:
-            batch.claim.close()
-        if error is not None:
-            raise error
-        self.job.advance(len(values))
+        self.job.advance(count)
         counts = {
             name: getattr(report, name).get(self.name, 0)
             for name in ("encoded", "reused", "shared")
         } | {"failed": len(report.failed)}
         self.job.describe(", ".join(f"{n:,} {name}" for name, n in counts.items() if n))
 
-    def _keep(self, number: int, item: Item, value: object) -> None:
-        """Keep one output, or the reason why there is none."""
-        key = self.output.key(number)
-        if isinstance(value, BaseException):
-            # An encoder that opens files by itself has another word for a drive that is gone.
-            is_changed = not isinstance(value, ItemError) and item.has_changed()
-            self._fail(item, key, ChangedError(_CHANGED) if is_changed else value)
-            return
-        kept = as_kept(value, self.encoder.trim, self.name)
-        field_ = None if self.build.nan == "keep" else nan_in(kept)
-        if item.has_changed():
-            self._fail(item, key, ChangedError(_CHANGED))
-        elif field_ is not None:
-            what = f"NaN in {self.name}{f'[{field_!r}]' if field_ else ''}"
-            self._fail(item, key, EncoderError(what), must_raise=self.build.nan == "raise")
-        else:
-            about = self.output.about(self.listing, number, item)
-            self.output.set.put(key, kept, metadata=about)
-            self.build.report.encoded[self.name] += 1
-
-    def _fail(
-        self, item: Item, key: str, error: BaseException, *, must_raise: bool | None = None
-    ) -> None:
-        is_own = isinstance(error, (ItemError, EncoderError))
-        reason = str(error) if is_own else f"failed: {type(error).__name__}: {error}"
-        if self.build.on_error == "raise" if must_raise is None else must_raise:
-            message = f"{self.name} of {item.name} cannot be encoded: {reason}"
-            raise EncoderError(message, items=(item.name,)) from error
-        if not isinstance(error, ChangedError):
-            self.output.set.remember_failure(key, reason)
-        self.build.report.failed.append(Failed(item.name, self.name, reason))
-
 
 def rank_of(name: str, default: int) -> int:
     """Return a number that torchrun gives every process."""
     text = variable(name) or ""
     return int(text) if text.isdigit() else default
-
-
-def _fault_in(error: BaseException | None) -> ItemError | None:
-    """Return the fault of an item behind an error: the encoder may have raised one of its own."""
-    while error is not None and not isinstance(error, ItemError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _is_value(value: object) -> bool:
-    return not isinstance(value, BaseException)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 __all__ = [

@@ -78,6 +78,7 @@ from smartcache.training.encoder import (
     nan_in,
     pad,
 )
+from smartcache.training.engines import Engine
 from smartcache.training.look import Column, Listing, look
 from smartcache.training.sources import FILE, Sources
 from smartcache.training.table import SourceTable
@@ -433,7 +434,7 @@ class Dataset:
             warnings=tuple(listing.warnings), _execute=self._build,
         )  # fmt: skip
 
-    def build(
+    def build(  # noqa: PLR0913 - one argument per wish
         self,
         *,
         on_error: OnError = "record",
@@ -444,6 +445,7 @@ class Dataset:
         retry: bool = False,
         progress: Progress = bars,
         threads: int | None = None,
+        engine: Engine | None = None,
     ) -> BuildReport:
         """Encode what is missing, and nothing else.
 
@@ -451,13 +453,15 @@ class Dataset:
         GPU), `after` at the end of that. `stop` is asked again and again; when it says yes, what is
         done is kept. An item that cannot be read or encoded, or whose output has a NaN, is left out
         and named in the report; with "raise" it is an error. `retry` tries those again that failed
-        before. Several processes may build at once: they share the work. Bars are drawn on a
-        terminal; `progress=silent` of `smartcache.progress` draws none.
+        before. Several processes may build at once: they share the work. With an `engine` the
+        encoders work in processes of this machine (`ProcessEngine`) or of a cluster (`RayEngine`);
+        `before`, `after` and `stop` are called here. Bars are drawn on a terminal;
+        `progress=silent` of `smartcache.progress` draws none.
         """
         self.refresh(progress)
         return self._build(
             on_error=on_error, nan=nan, before=before, after=after, stop=stop, retry=retry,
-            progress=progress, threads=threads,
+            progress=progress, threads=threads, engine=engine,
         )  # fmt: skip
 
     def _build(self, *, retry: bool = False, **options: Any) -> BuildReport:  # noqa: ANN401

@@ -24,8 +24,14 @@ import numpy as np
 from blake3 import blake3
 
 from smartcache.artifacts import compute_key
-from smartcache.errors import ConfigError, DatasetError, EncoderError, FileChangedError
-from smartcache.training.look import Column, Listing, stat_key
+from smartcache.errors import (
+    ConfigError,
+    DatasetError,
+    EncoderError,
+    FileChangedError,
+    SmartcacheError,
+)
+from smartcache.training.look import Column, Listing
 from smartcache.training.sources import FILE, plain_text
 
 if TYPE_CHECKING:
@@ -367,7 +373,7 @@ class Item:
         if listing.is_file(number, name):
             is_same = blake3(data).digest() == listing.reads[name][number].tobytes()
         else:
-            is_same = stat_key(path) == listing.stat(number, name)
+            is_same = listing.is_current(number, name)
         if not is_same:
             raise FileChangedError(f"{path} has changed since it was looked at", path=path)
         return data
@@ -429,9 +435,9 @@ class Item:
             if name not in self or not self._listing.is_file(self._number, name):
                 continue
             try:
-                if stat_key(self._path(name)) != self._listing.stat(self._number, name):
+                if not self._listing.is_current(self._number, name):
                     return True
-            except (OSError, DatasetError):
+            except (OSError, SmartcacheError):
                 return True
         return False
 

@@ -21,9 +21,9 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from blake3 import blake3
@@ -36,7 +36,7 @@ from smartcache.errors import (
     StoreError,
 )
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.digest import hash_many
+from smartcache.store.digest import hash_file, hash_many
 from smartcache.store.locks import lock
 from smartcache.store.statkey import RACY_NS
 from smartcache.training.sources import (
@@ -87,11 +87,49 @@ _STEP: Final = 1.0
 """Seconds of reading after which what is known is written down: a killed process loses no more."""
 
 
+class Known(Protocol):
+    """What a listing asks a table for."""
+
+    def file(self, folder: int, name: bytes) -> bytes:
+        """Return what is remembered of a file."""
+        ...
+
+    def text(self, digest: bytes) -> str | None:
+        """Return a text by its digest."""
+        ...
+
+    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
+        """Return what a function said of a file; None: it was not asked."""
+        ...
+
+
+@dataclass(slots=True)
+class Remembered:
+    """What a table knows of a few sources, on its way to another process."""
+
+    files: dict[tuple[int, bytes], bytes] = field(default_factory=dict)
+    texts: dict[bytes, str] = field(default_factory=dict)
+    said: dict[tuple[int, int, bytes], dict[str, Any] | None] = field(default_factory=dict)
+
+    def file(self, folder: int, name: bytes) -> bytes:
+        """Return what is remembered of a file."""
+        return self.files.get((folder, name), ABSENT)
+
+    def text(self, digest: bytes) -> str | None:
+        """Return a text by its digest."""
+        return self.texts.get(digest)
+
+    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
+        """Return what a function said of a file; a copy, which may be changed."""
+        said = self.said.get((folder, part, name))
+        return None if said is None else dict(said)
+
+
 @dataclass(slots=True)
 class Listing:
     """All sources as columns, in the order of their items."""
 
-    table: SourceTable
+    table: Known
     parts: tuple[Part, ...]
     folders: list[_Folder] = field(default_factory=list)
     folder: array[int] = field(default_factory=lambda: array("i"))
@@ -191,10 +229,66 @@ class Listing:
         known = self.table.file(self.folders[self.folder[number]].number, name)
         return known[:32] if digest_of(known) == self.reads[read][number].tobytes() else NOTHING
 
+    def is_current(self, number: int, read: str) -> bool:
+        """Say whether a file has the content that was read of it; OSError if it cannot be read.
+
+        Its stat key says so, or else its content: on another machine, the same file or a copy of
+        it has a stat key of its own.
+        """
+        path = self.path(number, read)
+        if path is None:
+            return False
+        if stat_key(path) == self.stat(number, read):
+            return True
+        digest: bytes = self.reads[read][number].tobytes()
+        if self.is_file(number, read):
+            return bytes.fromhex(hash_file(path)[0].digest) == digest
+        name = self.names[number] if read == FILE else self.found[read][number]
+        text = _read_text(self.folders[self.folder[number]].path, name)[1]
+        return text is not None and text_digest(text) == digest
+
     def value(self, number: int, read: str) -> object:
         """Return a text, or the value of a row, as it was when it was looked at."""
         text = self.table.text(self.reads[read][number].tobytes())
         return self.values(number)[read] if text is None else text
+
+    def excerpt(self, numbers: Sequence[int], reads: Iterable[str]) -> Listing:
+        """Return some of the sources, and what encoders may ask of them, for another process.
+
+        It has what the table knows of them, and no table.
+        """
+        known = Remembered()
+        parts = tuple(
+            replace(part, rows=None, metadata=None if callable(part.metadata) else part.metadata)
+            for part in self.parts
+        )
+        made = Listing(known, parts, size=self.size[list(numbers)])
+        made.reads = {read: self.reads[read][list(numbers)] for read in reads}
+        made.found = {read: [self.found[read][each] for each in numbers] for read in made.reads
+                      if read != FILE}  # fmt: skip
+        folders: dict[int, _Folder] = {}
+        for at, number in enumerate(numbers):
+            part, name, folder = self.part[number], self.names[number], None
+            if self.folder[number] >= 0:
+                there = self.folders[self.folder[number]]
+                folder = folders.setdefault(there.number, _Folder(there.path, there.number, {}))
+                if parts[part].metadata is None:
+                    said = self.table.metadata_of(there.number, part, name)
+                    known.said[there.number, part, name] = said
+            if parts[part].is_list:
+                rows = cast("list[bytes]", made.rows.setdefault(part, []))
+                rows.append(self.rows[part][self.row[number]])
+            made.add(folder, part, [name], len(made.rows.get(part, ())) - 1)
+            for read in made.reads:
+                digest = self.reads[read][number].tobytes()
+                beside = name if read == FILE else self.found[read][number]
+                if beside and folder is not None:
+                    known.files[folder.number, beside] = self.table.file(folder.number, beside)
+                if digest != NOTHING and not made.is_file(at, read):
+                    text = self.table.text(digest)
+                    if text is not None:
+                        known.texts[digest] = text
+        return made
 
     @property
     def repeats(self) -> Column:

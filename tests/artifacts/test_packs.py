@@ -139,6 +139,22 @@ class TestTakeIn:
         assert pack.exists()
         self.everywhere(here, sets, key="there", gone=None, ours=5, many79=79)
 
+    def test_one_that_was_moved_into_the_folder_is_taken_in_where_it_lies(
+        self, here: ArtifactSet, sets: ArtifactSets, pack: Path
+    ) -> None:
+        """So does who delivers it; until then it is older than everything that is there."""
+        moved = pack.rename(here.path / pack.name)
+        before = moved.stat().st_ino
+        assert (here.get("key"), here.get("many79")) == ("here", 79)
+        here.take_in(moved)
+        assert moved.stat().st_ino == before
+        self.everywhere(here, sets, key="there", gone=None, ours=5, many79=79)
+
+    def test_that_it_is_gone_is_noticed(self, here: ArtifactSet, pack: Path) -> None:
+        count = here.take_in(pack)
+        (here.path / pack.name).unlink()
+        assert here.verify().lost_packs == {pack.stem: count}
+
     def test_what_is_put_or_deleted_later_is_newer(
         self, here: ArtifactSet, sets: ArtifactSets, pack: Path
     ) -> None:

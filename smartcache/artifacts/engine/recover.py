@@ -38,6 +38,7 @@ from smartcache.errors import (
     DigestMismatchError,
     LayoutError,
     SetFormatError,
+    SmartcacheError,
 )
 from smartcache.progress import Progress, silent
 from smartcache.store.faults import reached
@@ -268,6 +269,10 @@ def take_in(engine: Engine, path: Path) -> int:
             shutil.copyfileobj(reading, writing, 8 << 20)
     records = sum(len(footer.rows.hash) for footer in state.footers)
     write.take_in(engine, state.header.nonce, records)
+    with suppress(SmartcacheError, OSError):  # so that its loss is noticed
+        engine.index.add_pack(target.stem, state.records_end, records)
+    with engine.mutex:
+        engine.written(source.size)
     engine.sync_all()
     return records
 
