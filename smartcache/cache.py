@@ -178,11 +178,16 @@ class SmartCache:
         """Return the tier of a remote; ConfigError if there is none of that name."""
         return self.remotes.tier(name)
 
-    def push(self, tier: str, *names: str, progress: Progress = silent) -> Sent:
-        """Push repos, blobs (by digest), sets and datasets to a tier."""
+    def push(
+        self, tier: str, *names: str, exact: bool = False, progress: Progress = silent
+    ) -> Sent:  # fmt: skip
+        """Push repos, blobs (by digest), sets and datasets to a tier.
+
+        With `exact`, artifacts that this machine has pushed and has no more go from the tier, too.
+        """
         from smartcache.remote import push
 
-        return push(self.store, self.sets, self.tier(tier), names, progress)
+        return push(self.store, self.sets, self.tier(tier), names, progress, exact=exact)
 
     def pull(
         self,

@@ -35,7 +35,7 @@ from blake3 import blake3
 
 from smartcache import SmartCache
 from smartcache.remote import Tier, plan_push, pull
-from smartcache.training import Encoder, Item, ProcessEngine, Sources
+from smartcache.training import Encoder, Engine, Item, ProcessEngine, Sources
 
 PARTS = ("transfer", "folder", "processes", "ray")
 KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "secretsecret"}
@@ -205,8 +205,8 @@ def transfer(  # noqa: C901 - one job after the other
         else:
             tier = Tier("s3", f"s3://{BUCKET}/ours", options).begin()
             peer = Obstore(
-                obstore.store.from_url(
-                    f"s3://{BUCKET}", config=options, client_options={"allow_http": True}
+                obstore.store.S3Store(
+                    BUCKET, endpoint=url, region="us-east-1", client_options={"allow_http": True}
                 )
             )
         remote = f":s3,provider=Rclone,endpoint='{url}',env_auth=true:{BUCKET}/rclone"
@@ -282,7 +282,7 @@ def encoding(table: Table, folder: Path, items: int, parts: set[str]) -> None:
         (photos / f"{number:05}.png").write_bytes(np.random.default_rng(number).bytes(4096))
     names = iter(range(1000))
 
-    def built(engine: object | None) -> float:
+    def built(engine: Engine | None) -> float:
         home = folder / f"store{next(names)}"
         with SmartCache(home) as cache:
             encoder = Encoder(spin, reads="file", depends_on="v1", batch=8)

@@ -227,6 +227,10 @@ def rm_command(*, name: str) -> None:
     "words", metavar="REPO[@REV]|DIGEST|SET|DATASET...", nargs=-1, shell_complete=_completion.repos
 )
 @cache_dirs_option
+@click.option(
+    "--exact", is_flag=True,
+    help="Of sets and datasets, take from the remote what this machine has pushed and deleted.",
+)  # fmt: skip
 @never_asks
 @click.pass_obj
 def push_command(
@@ -235,6 +239,7 @@ def push_command(
     name: str,
     words: tuple[str, ...],
     cache_dirs: tuple[Path, ...],
+    exact: bool,
     dry_run: bool,
 ) -> None:
     """Send repos, blobs, sets or datasets to a remote.
@@ -250,7 +255,9 @@ def push_command(
         if not words:
             raise _name_some("push", pushable(cache.store, cache.sets))
         caches = hf_caches(cache_dirs, list(cache.store.stores())) if cache_dirs else None
-        steps = plan_push(cache.store, cache.sets, tier, words, caches=caches, progress=bars)
+        steps = plan_push(
+            cache.store, cache.sets, tier, words, caches=caches, exact=exact, progress=bars
+        )
         _move(session, tier, steps, "push", dry_run=dry_run)
 
 

@@ -74,26 +74,35 @@ def plan_push(
     words: Iterable[str],
     *,
     caches: list[Path] | None = None,
+    exact: bool = False,
     progress: Progress = silent,
 ) -> list[Step]:
     """Plan to push what some words mean; an error if one of them means nothing here.
 
-    `caches` are the HF caches to look for repos in, by default all that are known.
+    `caches` are the HF caches to look for repos in, by default all that are known. With `exact`,
+    artifacts that this machine has pushed and has no more go from the tier.
     """
     tier.check()
     places = known_caches(store) if caches is None else caches
-    return [_push_step(store, sets, tier, word, places, progress) for word in words]
+    return [_push_step(store, sets, tier, word, places, progress, exact=exact) for word in words]
 
 
 def _push_step(
-    store: Store, sets: ArtifactSets, tier: Tier, word: str, caches: list[Path], progress: Progress
+    store: Store,
+    sets: ArtifactSets,
+    tier: Tier,
+    word: str,
+    caches: list[Path],
+    progress: Progress,
+    *,
+    exact: bool,
 ) -> Step:
     from smartcache.remote.sets import push_dataset, push_set
 
     if _is_name(word) and dataset_folder(sets.root, word).is_dir():
         return Step(
             kind="dataset", name=word,
-            _execute=lambda progress: push_dataset(sets, tier, word, progress),
+            _execute=lambda progress: push_dataset(sets, tier, word, progress, exact=exact),
         )  # fmt: skip
     infos = sets.find(word) if _is_set(sets, word) else []
     if infos:
@@ -102,7 +111,7 @@ def _push_step(
             sent = Sent()
             for info in infos:
                 with sets.open_id(info) as opened:
-                    sent += push_set(opened, tier, progress)
+                    sent += push_set(opened, tier, progress, exact=exact)
             return sent
 
         return Step(kind="set", name=word, _execute=push_sets)
@@ -460,10 +469,16 @@ def _pull_set(sets: ArtifactSets, tier: Tier, kind: str, word: str) -> Step:
 
 
 def push(
-    store: Store, sets: ArtifactSets, tier: Tier, words: Iterable[str], progress: Progress = silent
+    store: Store,
+    sets: ArtifactSets,
+    tier: Tier,
+    words: Iterable[str],
+    progress: Progress = silent,
+    *,
+    exact: bool = False,
 ) -> Sent:
     """Push repos, blobs, sets and datasets; what is there already is not sent."""
-    return _done(plan_push(store, sets, tier, words, progress=progress), progress)
+    return _done(plan_push(store, sets, tier, words, exact=exact, progress=progress), progress)
 
 
 def pull(
