@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -182,44 +182,57 @@ def made_repo(cache: Path, sizes: list[int]) -> dict[str, Path]:
     return files
 
 
-def transfer(  # noqa: C901 - one job after the other
-    table: Table, folder: Path, sizes: list[int], *, is_folder: bool
-) -> None:
-    """Measure pushes and pulls, by a server or through a folder."""
-    import obstore.store
+class Place:
+    """Where things are pushed to: a prefix of a server, or a folder; a new one for every round."""
 
+    def __init__(self, url: str | None, root: Path) -> None:
+        self.url = url
+        self.root = root
+        """The folder itself, or that in which the server keeps its bucket."""
+        self.number = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Have an empty place: what was pushed before goes."""
+        import obstore.store
+
+        shutil.rmtree(self.root / f"round{self.number}", ignore_errors=True)
+        self.number += 1
+        name = f"round{self.number}"
+        (self.root / name).mkdir(parents=True)
+        if self.url is None:
+            where = self.root / name
+            self.tier = Tier("nas", (where / "ours").as_uri()).begin()
+            self.peer = Obstore(obstore.store.LocalStore(where))
+            self.rclone = str(where / "rclone")
+        else:
+            options = {"endpoint": self.url, "region": "us-east-1"}
+            self.tier = Tier("s3", f"s3://{BUCKET}/{name}/ours", options).begin()
+            self.peer = Obstore(
+                obstore.store.S3Store(
+                    BUCKET, prefix=name, endpoint=self.url, region="us-east-1",
+                    client_options={"allow_http": True},
+                )
+            )  # fmt: skip
+            self.rclone = (
+                f":s3,provider=Rclone,endpoint='{self.url}',env_auth=true:{BUCKET}/{name}/rclone"
+            )
+        os.sync()
+
+
+def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -> None:
+    """Measure pushes and pulls, by a server or through a folder."""
     cache = folder / "hub"
     files = made_repo(cache, sizes)
     plain = cache / REPO_FOLDER / "blobs"
     source = SmartCache(folder / "source")
     for _ in source.store.adopt_many(list(plain.iterdir()), algorithms=("sha256", "git-sha1")):
         pass
-    place = folder / "server"
-    with serving(place) as url:
-        where = folder / "nas"
-        options = {"endpoint": url, "region": "us-east-1"}
-        if is_folder:
-            where.mkdir()
-            tier = Tier("nas", where.as_uri()).begin()
-            peer = Obstore(obstore.store.LocalStore(where))
-        else:
-            tier = Tier("s3", f"s3://{BUCKET}/ours", options).begin()
-            peer = Obstore(
-                obstore.store.S3Store(
-                    BUCKET, endpoint=url, region="us-east-1", client_options={"allow_http": True}
-                )
-            )
-        remote = f":s3,provider=Rclone,endpoint='{url}',env_auth=true:{BUCKET}/rclone"
-        target = str(where / "rclone") if is_folder else remote
-        program = shutil.which("rclone", path=os.path.dirname(sys.executable)) or "rclone"
-        copy = [program, "copy", "--transfers", str(THREADS), "--config", os.devnull, "-q"]
-
-        def empty() -> None:
-            inside = where if is_folder else place / BUCKET
-            for each in ("objects", "names", "documents", "peer", "rclone"):
-                shutil.rmtree(inside / each, ignore_errors=True)
-                shutil.rmtree(inside / "ours" / each, ignore_errors=True)
-            os.sync()
+    program = shutil.which("rclone", path=os.path.dirname(sys.executable)) or "rclone"
+    copy = [program, "copy", "--transfers", str(THREADS), "--config", os.devnull, "-q"]
+    with ExitStack() as stack:
+        url = None if is_folder else stack.enter_context(serving(folder / "server"))
+        place = Place(url, folder / ("nas" if is_folder else f"server/{BUCKET}"))
 
         def cleared() -> None:
             for each in ("target", "other"):
@@ -228,29 +241,29 @@ def transfer(  # noqa: C901 - one job after the other
             os.sync()
 
         def ours() -> None:
-            steps = plan_push(source.store, source.sets, tier, [REPO], caches=[cache])
+            steps = plan_push(source.store, source.sets, place.tier, [REPO], caches=[cache])
             sent = [step.execute() for step in steps]
             if sum(each.objects for each in sent) != len(files):
                 sys.exit(f"{sent}: not all objects were sent")
 
         def ours_back() -> None:
             with SmartCache(folder / "other") as other:
-                pull(other.store, other.sets, tier, [REPO], cache_dir=folder / "target")
+                pull(other.store, other.sets, place.tier, [REPO], cache_dir=folder / "target")
 
         pushes: dict[str, Callable[[], object]] = {
             "ours": ours,
-            "obstore": lambda: peer.push(files),
-            "rclone copy": lambda: subprocess.run([*copy, str(plain), target], check=True),
+            "obstore": lambda: place.peer.push(files),
+            "rclone copy": lambda: subprocess.run([*copy, str(plain), place.rclone], check=True),
         }
         pulls: dict[str, Callable[[], object]] = {
             "ours": ours_back,
-            "obstore": lambda: peer.pull(files, folder / "target"),
+            "obstore": lambda: place.peer.pull(files, folder / "target"),
             "rclone copy": lambda: subprocess.run(
-                [*copy, target, str(folder / "target")], check=True
+                [*copy, place.rclone, str(folder / "target")], check=True
             ),
         }
-        found = alternately(pushes, empty)
-        empty()
+        found = alternately(pushes, place.begin)
+        place.begin()
         for work in pushes.values():
             work()
         back = alternately(pulls, cleared)
