@@ -13,7 +13,6 @@ A set of which nothing else is here can be opened, listed and planned with no ne
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import re
 import secrets
 import struct
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -69,7 +68,6 @@ _MAGIC: Final = b"smartcache far 1"
 _LENGTHS: Final = struct.Struct("<II")
 _MOST: Final = 256 << 20
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
-_UNWRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
 
 class Origin(Protocol):
@@ -328,9 +326,10 @@ class FarPack:
         for number in sorted(wanted - self._fetching):
             if self._here(number) is None:
                 self._fetching.add(number)
-                _fetchers().submit(self._fetch_ahead, number)
+                _ahead.add(self, number)
 
-    def _fetch_ahead(self, number: int) -> None:
+    def fetch_ahead(self, number: int) -> None:
+        """Have a chunk here, if that is possible."""
         try:
             self._need(number)
         except Exception as error:  # noqa: BLE001 - whoever reads it hears of it
@@ -431,9 +430,7 @@ class FarPack:
         if self._leases is not None:
             try:
                 return self._write(number, data)
-            except OSError as error:
-                if error.errno not in _UNWRITABLE:
-                    raise
+            except OSError as error:  # what has arrived is right, whatever is wrong with this disk
                 _log.warning("%s: chunks are not kept: %s", self._folder, error.strerror)
         _chunks.keep(self._folder / f"{number:08}", data)
         return data
@@ -447,13 +444,15 @@ class FarPack:
         temporary = path.with_suffix(f".{secrets.token_hex(4)}")
         make_private(temporary)
         try:
-            with open(temporary, "wb", buffering=0) as writing:
+            with open(temporary, "wb") as writing:  # buffered: all of it is written, or it fails
                 writing.write(data)
+            # Before it has its name: then it may go at any moment.
+            file = _Open(os.open(temporary, os.O_RDONLY | os.O_CLOEXEC))
             temporary.rename(path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise
-        file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         _chunks.keep(path, file)
         most = MAX_SIZE if self._far is None else self._far.max_size
         # Where a pack comes whole or not at all, none of it may go while it comes.
@@ -580,21 +579,48 @@ _rooms = _Rooms()
 _chunks = _Chunks()
 
 
-class _Pool:
-    threads: ThreadPoolExecutor | None = None
-    gate = threading.Lock()
+class _Ahead:
+    """Fetches what was announced. A program that ends waits for what is on its way, not for all."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._waiting: deque[tuple[FarPack, int]] = deque()
+        self._busy = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    def add(self, pack: FarPack, number: int) -> None:
+        """Have a chunk fetched some time."""
+        with self._gate:
+            self._waiting.append((pack, number))
+            if self._busy == _THREADS:
+                return
+            self._busy += 1
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "smartcache-fetch")
+        self._go_on(self._threads)
+
+    def _go_on(self, threads: ThreadPoolExecutor) -> None:
+        try:
+            threads.submit(self._next, threads)
+        except RuntimeError:  # the interpreter ends
+            with self._gate:
+                self._busy -= 1
+
+    def _next(self, threads: ThreadPoolExecutor) -> None:
+        with self._gate:
+            if not self._waiting:
+                self._busy -= 1
+                return
+            pack, number = self._waiting.popleft()
+        pack.fetch_ahead(number)
+        self._go_on(threads)
 
 
-def _fetchers() -> ThreadPoolExecutor:
-    with _Pool.gate:
-        if _Pool.threads is None:
-            _Pool.threads = ThreadPoolExecutor(_THREADS, "smartcache-fetch")
-        return _Pool.threads
+_ahead = _Ahead()
 
 
 def _forget_threads() -> None:
-    _Pool.threads = None
-    _Pool.gate = threading.Lock()
+    _ahead.__init__()  # type: ignore[misc]
     _rooms.__init__()  # type: ignore[misc]
     _chunks.__init__()  # type: ignore[misc]
 
