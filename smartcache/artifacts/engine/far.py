@@ -59,6 +59,7 @@ CHUNK: Final = 4 << 20
 MAX_SIZE: Final = 64 << 30
 """Bytes of chunks that a set keeps, if nobody says otherwise."""
 _LEAST_CHUNKS: Final = 16
+_MOST_CHUNK: Final = 1 << 24
 _HASH: Final = 16
 """Bytes of BLAKE3 that stand for a chunk."""
 _OPEN: Final = 64
@@ -169,7 +170,9 @@ class Skeleton(NamedTuple):
                 dict(about["origin"]), str(about["digest"]), int(about["size"]),
                 int(about["chunk"]), bytes.fromhex(about["hashes"]), header, tail,
             )  # fmt: skip
-            count = -(-found.size // found.chunk) if found.chunk >= 1 << 16 else -1
+            # A chunk is in memory for a moment: nobody says how much that is but we.
+            is_chunk = 1 << 16 <= found.chunk <= _MOST_CHUNK
+            count = -(-found.size // found.chunk) if is_chunk else -1
             if (
                 len(tail) != tail_size
                 or not _HEX.fullmatch(found.digest)
@@ -178,9 +181,27 @@ class Skeleton(NamedTuple):
             ):
                 raise ValueError("not what it should be")
             PackHeader.parse(header)
-        except (ValueError, TypeError, LookupError, struct.error, DamagedArtifactError) as error:
+        except (
+            ValueError, TypeError, LookupError, OverflowError, RecursionError, struct.error,
+            DamagedArtifactError,
+        ) as error:  # fmt: skip
             raise SetFormatError(f"the description of a pack is damaged: {error}") from error
         return found
+
+    def check(self, set_id: bytes) -> None:
+        """Raise SetFormatError if this is not what is known of a sealed pack of a set.
+
+        What has no footer would have to be fetched and scanned, to say what it has.
+        """
+        path = Path(f"{self.name}{FAR}")
+        try:
+            is_sealed = read_state(FarPack(self, path), self.name, set_id).is_sealed
+        except SetFormatError:
+            raise
+        except ArtifactError:  # it says that its footer is where no footer is
+            is_sealed = False
+        if not is_sealed:
+            raise SetFormatError(f"the description of {self.name} has no footer")
 
 
 class _Open:
