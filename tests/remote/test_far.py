@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from smartcache import SmartCache
 from smartcache.artifacts import ArtifactSet, Skeleton
+from smartcache.artifacts.engine.far import FarPack
 from smartcache.errors import DamagedObjectError, SmartcacheError
 from smartcache.remote import Delivery, Tier, attach_set, pull_set, push_set
 from tests.remote.test_sets import HERE, MIB, check, chunks_of, fill, keys_of, opened
@@ -411,3 +412,19 @@ def test_a_forked_child_takes_no_modules_from_the_folder_it_is_in(
         cwd=tmp_path / "work", env={**os.environ, "PYTHONPATH": str(HERE)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0
+
+
+def test_a_pack_that_is_detached_while_it_is_measured(
+    nas: Tier, a: SmartCache, b: SmartCache
+) -> None:
+    keys = keys_of(10)
+    with opened(a) as mine:
+        fill(mine, keys)
+        push_set(mine, nas)
+    with opened(b, nas) as theirs:
+        check(theirs, keys)
+        (path,) = theirs.path.glob("*.far")
+        found = FarPack.open(path)
+        assert found.kept_size > sum(each.stat().st_size for each in chunks_of(theirs)) > 0
+        theirs.detach(path.stem)
+        assert found.kept_size == 0

@@ -54,6 +54,8 @@ from smartcache.store.leases import Leases
 _log = logging.getLogger(__name__)
 FAR: Final = ".far"
 FOLDER: Final = "far"
+ARRIVING: Final = ".arriving"
+"""Of a pack or skeleton that is not all there."""
 CHUNK: Final = 4 << 20
 """Bytes of a chunk: of some 16 latents. Less would be more requests, more would be more waste."""
 MAX_SIZE: Final = 64 << 30
@@ -371,9 +373,12 @@ class FarPack:
     @property
     def kept_size(self) -> int:
         """Bytes of it that are on this disk."""
-        total = os.stat(self.path).st_size
-        with suppress(OSError), os.scandir(self._folder) as found:
-            total += sum(each.stat().st_size for each in found)
+        total = 0
+        with suppress(FileNotFoundError):  # it was detached, or pulled
+            total = os.stat(self.path).st_size
+        for each in _scanned(self._folder):
+            with suppress(OSError):
+                total += each.stat().st_size
         return total
 
     # chunks
@@ -529,7 +534,7 @@ def attach(folder: Path, skeleton: Skeleton) -> str:
     """Let a set have a pack that lies in a tier; return its name."""
     name = skeleton.name
     target = folder / f"{name}{FAR}"
-    temporary = target.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    temporary = target.with_suffix(f".{secrets.token_hex(4)}{ARRIVING}")
     make_private(temporary)
     try:
         with open(temporary, "wb") as file:

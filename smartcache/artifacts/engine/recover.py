@@ -21,7 +21,7 @@ from smartcache.artifacts.engine import far, read, write
 from smartcache.artifacts.engine.catalog import Pack
 from smartcache.artifacts.engine.compact import COMPACTING, copy_packs
 from smartcache.artifacts.engine.engine import Engine
-from smartcache.artifacts.engine.far import FAR, FarPack, Skeleton
+from smartcache.artifacts.engine.far import ARRIVING, FAR, FarPack, Skeleton
 from smartcache.artifacts.engine.packs import (
     SUFFIX,
     LocalPack,
@@ -38,6 +38,7 @@ from smartcache.errors import (
     DamagedArtifactError,
     DigestMismatchError,
     LayoutError,
+    LeaseTimeoutError,
     SetFormatError,
 )
 from smartcache.progress import Progress, silent
@@ -46,7 +47,6 @@ from smartcache.store.kernel import sync_directory
 from smartcache.store.locks import lock
 
 _log = logging.getLogger(__name__)
-_ARRIVING = ".arriving"
 COMPUTE = "What is damaged counts as missing and is computed again when needed."
 FOREIGN = "A file that is not a pack is never touched: remove it if it is of no use to you."
 REBUILD = (
@@ -277,17 +277,19 @@ def take_in(engine: Engine, path: Path) -> int:
 
 @contextmanager
 def _alone(engine: Engine, target: Path) -> Iterator[None]:
-    """Be the only one who brings a pack; what others were killed over is gone."""
-    with engine.leases.hold(f"arriving {target.name}", what="bringing a pack"):
-        for left in target.parent.glob(f"{target.stem}.*{_ARRIVING}"):
+    """Be the only one who brings a pack; what others were killed over goes."""
+    for left in target.parent.glob(f"*{ARRIVING}"):
+        key = f"arriving {left.name.partition('.')[0]}"
+        with suppress(LeaseTimeoutError), engine.leases.hold(key, timeout=0):
             left.unlink(missing_ok=True)
+    with engine.leases.hold(f"arriving {target.stem}", what="bringing a pack"):
         yield
 
 
 @contextmanager
 def _arriving(target: Path) -> Iterator[BinaryIO]:
     """Write a pack under another name, synced; it has its own when the block is left."""
-    temporary = target.with_suffix(f".{secrets.token_hex(4)}{_ARRIVING}")
+    temporary = target.with_suffix(f".{secrets.token_hex(4)}{ARRIVING}")
     try:
         make_private(temporary)
         with open(temporary, "r+b") as writing:
@@ -330,8 +332,10 @@ def attach(engine: Engine, skeleton: Skeleton, *, take_in: bool) -> None:
     """Have a pack that lies in a tier."""
     engine.refuse_read_only()
     skeleton.check(engine.catalog.set_id)
-    if not (engine.path / f"{skeleton.name}{SUFFIX}").exists():
-        far.attach(engine.path, skeleton)
+    target = engine.path / f"{skeleton.name}{SUFFIX}"
+    with _alone(engine, target):
+        if not target.exists():
+            far.attach(engine.path, skeleton)
     if take_in:
         source = engine.catalog.files[skeleton.name]
         state = read_state(source, skeleton.name, engine.catalog.set_id)
