@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from inspect import iscoroutinefunction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from smartcache.artifacts.engine import compact, far, read, recover, write
 from smartcache.artifacts.engine.compact import CompactResult, Eviction
 from smartcache.artifacts.engine.engine import Engine, open_engine
 from smartcache.artifacts.engine.far import Far, Skeleton
+from smartcache.artifacts.engine.packs import pack_names
 from smartcache.artifacts.engine.records import ARTIFACT
 from smartcache.artifacts.engine.recover import Sealed, SetVerifyReport
 from smartcache.artifacts.keys import Digests, check_key, check_keys, key_text
@@ -830,9 +832,25 @@ class ArtifactSet:
         self._keep_bounds()
         return records
 
-    def sealed(self) -> AbstractContextManager[Sealed]:
-        """Have all packs that nobody writes sealed, and none go, for the length of a block."""
-        return recover.sealed(self._engine)
+    def sealed(
+        self, sizes: Mapping[str, int] = MappingProxyType({})
+    ) -> AbstractContextManager[Sealed]:
+        """Have all packs that nobody writes sealed, and none go, for the length of a block.
+
+        Those that are not as long as others of their names, by `sizes`, get new names.
+        """
+        return recover.sealed(self._engine, sizes)
+
+    def packs_here(self, sizes: Mapping[str, int]) -> set[str]:
+        """Return the names of all packs on this disk.
+
+        Where one is not as long as another of its name, by `sizes`, it gets a new name before.
+        """
+        names = pack_names(self.path)
+        if any(recover.is_another(self._engine, name, sizes) for name in names):
+            with self.sealed(sizes):
+                names = pack_names(self.path)
+        return set(names)
 
     def bring(self, name: str, chunks: Iterable[bytes], *, size: int, digest: str) -> None:
         """Write a sealed pack of this set from elsewhere to this disk, by its digest.

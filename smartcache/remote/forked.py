@@ -36,7 +36,10 @@ class Readers:
     def read(self, tier: Mapping[str, Any], digest: str, start: int, length: int) -> bytes:
         """Return a part of an object, as `Tier.read` does."""
         with self._turns:
-            reader = self._free.pop() if self._free else _started()
+            try:
+                reader = self._free.pop()
+            except IndexError:
+                reader = _started()
             try:
                 data = _asked(reader, {"tier": tier, "args": [digest, start, length]})
             except BaseException:
@@ -54,8 +57,10 @@ class Readers:
 
 
 def _started() -> subprocess.Popen[bytes]:
+    # Modules come from where they come from here, and never from the folder one happens to be in.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
     return subprocess.Popen(  # noqa: S603 - this interpreter, and nothing else
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -83,7 +88,7 @@ def _exactly(file: IO[bytes], size: int) -> bytes:
     return data
 
 
-def _serve() -> None:
+def serve() -> None:
     """Answer until nobody asks any more."""
     from smartcache.remote.tier import connected
 
@@ -95,7 +100,3 @@ def _serve() -> None:
             data, flag = base64.b64encode(pickle.dumps(error)), _FAILED
         sys.stdout.buffer.write((len(data) | flag).to_bytes(_WORD, "little") + data)
         sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()

@@ -63,7 +63,7 @@ def push_set(
     set_id = bytes.fromhex(opened.id)
     name = document_name(opened.name, opened.id)
     there = _packs(tier.document("sets", name))
-    with opened.sealed() as sealed:
+    with opened.sealed(_sizes(there)) as sealed:
         if sealed.left_out:
             _log.warning(
                 "%s: %d packs that others write are left for the next push",
@@ -85,10 +85,10 @@ def push_set(
             sent.skipped_size += there[number]["size"]
         # Those of other machines that this one reads through are theirs to take away.
         for number, skeleton in opened.far_packs().items():
-            if number not in there and _is_in(skeleton, tier):
+            is_missed = number not in there and _is_in(skeleton, tier)
+            if is_missed and tier.size_of(skeleton.digest) == skeleton.size:
                 entries[number] = _entry(tier, skeleton, opened)
-        kept = here | opened.far_packs().keys()
-        _note(tier, opened, entries, kept, exact=exact)
+        _note(tier, opened, entries, exact=exact)
     return sent
 
 
@@ -106,14 +106,19 @@ def _note(
     tier: Tier,
     opened: ArtifactSet,
     entries: Mapping[str, Document],
-    kept: set[str],
     *,
     exact: bool = False,
 ) -> None:
     """Add packs to the document of a set; those that this machine has compacted away go."""
 
     def change(content: Document | None) -> tuple[dict[str, int], Document]:
-        packs = {**_packs_in(content), **entries}
+        packs = _packs_in(content)
+        for number, entry in entries.items():
+            if packs.setdefault(number, entry)["digest"] != entry["digest"]:
+                message = f"Another machine has pushed another pack {number} in this moment"
+                raise TierError(message, hint="Push again.", tier=tier.name)
+        # Looked at after the document: what others of this machine have noted there is here.
+        kept = {*entries, *opened.far_packs(), *(path.stem for path in opened.path.glob("*.pack"))}
         for number, entry in list(packs.items()):
             if entry["from"] == opened.instance and number not in kept:
                 with suppress(TierError, SetFormatError):
@@ -151,9 +156,13 @@ def _packs_in(content: Document | None) -> dict[str, Document]:
             }
             for number, entry in content["packs"].items()
         }  # fmt: skip
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise DamagedObjectError("The document of a set makes no sense") from error
     return packs
+
+
+def _sizes(packs: Mapping[str, Document]) -> dict[str, int]:
+    return {number: entry["size"] for number, entry in packs.items()}
 
 
 def _skeleton(tier: Tier, number: str, entry: Document) -> Skeleton:
@@ -196,7 +205,7 @@ def attach_set(opened: ArtifactSet, tier: Tier, progress: Progress = silent) -> 
             _log.info("The tier %s has nothing of %s so far", tier.name, opened.name)
             return 0
         packs = _packs(document)
-        here = {path.stem for path in opened.path.glob("*.pack")}
+        here = opened.packs_here(_sizes(packs))
         new = [(number, packs[number]) for number in packs if number not in known | here]
         with progress(f"Looking at {opened.name}", len(new)) as job:
             for skeleton in in_parallel(lambda each: _skeleton(tier, *each), new):
@@ -223,7 +232,7 @@ def pull_set(
             continue
         with _made(sets, tier, document["content"]) as opened:
             packs = _packs(document)
-            here = {path.stem for path in opened.path.glob("*.pack")}
+            here = opened.packs_here(_sizes(packs))
             todo = [(number, entry) for number, entry in packs.items() if number not in here]
             for number in packs.keys() & here:
                 sent.skipped += 1
@@ -299,12 +308,12 @@ class Delivery:
         """Have a set read a pack through that was delivered. In the process that builds."""
         number = str(delivered["name"])
         skeleton = _skeleton(self.tier, number, delivered)
-        opened.attach(skeleton, take_in=True)
+        skeleton.check(bytes.fromhex(opened.id))
         entry = {**delivered, "from": opened.instance}
         del entry["name"]
-        _note(self.tier, opened, {number: entry}, {number, *opened.far_packs()} | {
-            path.stem for path in opened.path.glob("*.pack")
-        })  # fmt: skip
+        # Noted first: another process detaches what the document does not have.
+        _note(self.tier, opened, {number: entry})
+        opened.attach(skeleton, take_in=True)
 
 
 # datasets

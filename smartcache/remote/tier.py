@@ -390,7 +390,7 @@ class Tier:
             found = Found(str(said["digest"]), int(said["size"]))
         except MissingObjectError:
             return None
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             return None  # who wrote it was cut off: it is as if it were not there
         return found if _DIGEST.fullmatch(found.digest) else None
 
@@ -435,7 +435,7 @@ class Tier:
             if found["kind"] != kind or not isinstance(found["content"], dict):
                 raise ValueError("kind")
             version = found["format"]
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             message = f"{path} of the tier {self.name} is damaged"
             raise DamagedObjectError(message, tier=self.name) from error
         if version != FORMAT:
@@ -446,7 +446,7 @@ class Tier:
     def _numbers(self, kind: str, name: str) -> list[int]:
         prefix = _document(kind, name, 0).rpartition("/")[0]
         found = (path.rpartition("/")[2] for path, _, _ in self._listed(prefix))
-        return [int(each[:-5]) for each in found if re.fullmatch(r"[0-9]{8}\.json", each)]
+        return [int(each[:-5]) for each in found if re.fullmatch(r"[0-9]{8,18}\.json", each)]
 
     def change(
         self,
@@ -595,7 +595,7 @@ class Tier:
             raise TierError(message, hint=hint, tier=self.name) from error
         try:
             version = json.loads(raw)["format"]
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             message = f"{_MARK} of the tier {self.name} is damaged"
             raise DamagedObjectError(message, tier=self.name) from error
         if version != FORMAT:

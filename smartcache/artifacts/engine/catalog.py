@@ -362,8 +362,8 @@ class Catalog:
             # Opened for this: where a listing stands is shared with the processes of a fork.
             own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
             try:
+                far = set(far_names(own))  # first: one that is pulled is here before it is there
                 here = set(pack_names(own))
-                far = set(far_names(own)) - here
             finally:
                 os.close(own)
             names = here | far

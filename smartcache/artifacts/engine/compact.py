@@ -24,7 +24,7 @@ import numpy as np
 from smartcache.artifacts.engine import write
 from smartcache.artifacts.engine.catalog import Pack, Table, is_of
 from smartcache.artifacts.engine.engine import Engine
-from smartcache.artifacts.engine.far import kept_size
+from smartcache.artifacts.engine.far import detach, kept_size
 from smartcache.artifacts.engine.packs import (
     SUFFIX,
     Column,
@@ -283,6 +283,16 @@ def compact(
         )
 
 
+def copy_packs(engine: Engine, packs: list[Pack]) -> None:
+    """Copy packs into sealed ones of this folder; for one who holds the lease on COMPACTING."""
+    copying = _Copying(engine)
+    try:
+        for pack in packs:
+            copying.move(pack, lambda _: None)
+    finally:
+        copying.close()
+
+
 class _Copying:
     """Records on their way from old packs to new ones."""
 
@@ -348,6 +358,7 @@ class _Copying:
             with suppress(SmartcacheError, OSError):  # first: what is gone must not be missed
                 engine.index.drop_packs([pack.name])
             reached("compact: before unlink")
+            detach(engine.path, pack.name)  # who pulled it was killed before he could
             os.unlink(engine.path / f"{pack.name}{SUFFIX}")
             sync_directory(engine.path)
             reached("compact: unlinked")

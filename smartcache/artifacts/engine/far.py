@@ -13,7 +13,6 @@ A set of which nothing else is here can be opened, listed and planned with no ne
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import re
 import secrets
 import struct
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -55,11 +54,14 @@ from smartcache.store.leases import Leases
 _log = logging.getLogger(__name__)
 FAR: Final = ".far"
 FOLDER: Final = "far"
+ARRIVING: Final = ".arriving"
+"""Of a pack or skeleton that is not all there."""
 CHUNK: Final = 4 << 20
 """Bytes of a chunk: of some 16 latents. Less would be more requests, more would be more waste."""
 MAX_SIZE: Final = 64 << 30
 """Bytes of chunks that a set keeps, if nobody says otherwise."""
 _LEAST_CHUNKS: Final = 16
+_MOST_CHUNK: Final = 1 << 24
 _HASH: Final = 16
 """Bytes of BLAKE3 that stand for a chunk."""
 _OPEN: Final = 64
@@ -69,7 +71,6 @@ _MAGIC: Final = b"smartcache far 1"
 _LENGTHS: Final = struct.Struct("<II")
 _MOST: Final = 256 << 20
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
-_UNWRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
 
 class Origin(Protocol):
@@ -171,7 +172,9 @@ class Skeleton(NamedTuple):
                 dict(about["origin"]), str(about["digest"]), int(about["size"]),
                 int(about["chunk"]), bytes.fromhex(about["hashes"]), header, tail,
             )  # fmt: skip
-            count = -(-found.size // found.chunk) if found.chunk >= 1 << 16 else -1
+            # A chunk is in memory for a moment: nobody says how much that is but we.
+            is_chunk = 1 << 16 <= found.chunk <= _MOST_CHUNK
+            count = -(-found.size // found.chunk) if is_chunk else -1
             if (
                 len(tail) != tail_size
                 or not _HEX.fullmatch(found.digest)
@@ -180,9 +183,27 @@ class Skeleton(NamedTuple):
             ):
                 raise ValueError("not what it should be")
             PackHeader.parse(header)
-        except (ValueError, TypeError, LookupError, struct.error, DamagedArtifactError) as error:
+        except (
+            ValueError, TypeError, LookupError, OverflowError, RecursionError, struct.error,
+            DamagedArtifactError,
+        ) as error:  # fmt: skip
             raise SetFormatError(f"the description of a pack is damaged: {error}") from error
         return found
+
+    def check(self, set_id: bytes) -> None:
+        """Raise SetFormatError if this is not what is known of a sealed pack of a set.
+
+        What has no footer would have to be fetched and scanned, to say what it has.
+        """
+        path = Path(f"{self.name}{FAR}")
+        try:
+            is_sealed = read_state(FarPack(self, path), self.name, set_id).is_sealed
+        except SetFormatError:
+            raise
+        except ArtifactError:  # it says that its footer is where no footer is
+            is_sealed = False
+        if not is_sealed:
+            raise SetFormatError(f"the description of {self.name} has no footer")
 
 
 class _Open:
@@ -328,9 +349,10 @@ class FarPack:
         for number in sorted(wanted - self._fetching):
             if self._here(number) is None:
                 self._fetching.add(number)
-                _fetchers().submit(self._fetch_ahead, number)
+                _ahead.add(self, number)
 
-    def _fetch_ahead(self, number: int) -> None:
+    def fetch_ahead(self, number: int) -> None:
+        """Have a chunk here, if that is possible."""
         try:
             self._need(number)
         except Exception as error:  # noqa: BLE001 - whoever reads it hears of it
@@ -351,9 +373,12 @@ class FarPack:
     @property
     def kept_size(self) -> int:
         """Bytes of it that are on this disk."""
-        total = os.stat(self.path).st_size
-        with suppress(OSError), os.scandir(self._folder) as found:
-            total += sum(each.stat().st_size for each in found)
+        total = 0
+        with suppress(FileNotFoundError):  # it was detached, or pulled
+            total = os.stat(self.path).st_size
+        for each in _scanned(self._folder):
+            with suppress(OSError):
+                total += each.stat().st_size
         return total
 
     # chunks
@@ -431,9 +456,7 @@ class FarPack:
         if self._leases is not None:
             try:
                 return self._write(number, data)
-            except OSError as error:
-                if error.errno not in _UNWRITABLE:
-                    raise
+            except OSError as error:  # what has arrived is right, whatever is wrong with this disk
                 _log.warning("%s: chunks are not kept: %s", self._folder, error.strerror)
         _chunks.keep(self._folder / f"{number:08}", data)
         return data
@@ -447,13 +470,15 @@ class FarPack:
         temporary = path.with_suffix(f".{secrets.token_hex(4)}")
         make_private(temporary)
         try:
-            with open(temporary, "wb", buffering=0) as writing:
+            with open(temporary, "wb") as writing:  # buffered: all of it is written, or it fails
                 writing.write(data)
+            # Before it has its name: then it may go at any moment.
+            file = _Open(os.open(temporary, os.O_RDONLY | os.O_CLOEXEC))
             temporary.rename(path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise
-        file = _Open(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         _chunks.keep(path, file)
         most = MAX_SIZE if self._far is None else self._far.max_size
         # Where a pack comes whole or not at all, none of it may go while it comes.
@@ -509,7 +534,7 @@ def attach(folder: Path, skeleton: Skeleton) -> str:
     """Let a set have a pack that lies in a tier; return its name."""
     name = skeleton.name
     target = folder / f"{name}{FAR}"
-    temporary = target.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    temporary = target.with_suffix(f".{secrets.token_hex(4)}{ARRIVING}")
     make_private(temporary)
     try:
         with open(temporary, "wb") as file:
@@ -580,21 +605,48 @@ _rooms = _Rooms()
 _chunks = _Chunks()
 
 
-class _Pool:
-    threads: ThreadPoolExecutor | None = None
-    gate = threading.Lock()
+class _Ahead:
+    """Fetches what was announced. A program that ends waits for what is on its way, not for all."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._waiting: deque[tuple[FarPack, int]] = deque()
+        self._busy = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    def add(self, pack: FarPack, number: int) -> None:
+        """Have a chunk fetched some time."""
+        with self._gate:
+            self._waiting.append((pack, number))
+            if self._busy == _THREADS:
+                return
+            self._busy += 1
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "smartcache-fetch")
+        self._go_on(self._threads)
+
+    def _go_on(self, threads: ThreadPoolExecutor) -> None:
+        try:
+            threads.submit(self._next, threads)
+        except RuntimeError:  # the interpreter ends
+            with self._gate:
+                self._busy -= 1
+
+    def _next(self, threads: ThreadPoolExecutor) -> None:
+        with self._gate:
+            if not self._waiting:
+                self._busy -= 1
+                return
+            pack, number = self._waiting.popleft()
+        pack.fetch_ahead(number)
+        self._go_on(threads)
 
 
-def _fetchers() -> ThreadPoolExecutor:
-    with _Pool.gate:
-        if _Pool.threads is None:
-            _Pool.threads = ThreadPoolExecutor(_THREADS, "smartcache-fetch")
-        return _Pool.threads
+_ahead = _Ahead()
 
 
 def _forget_threads() -> None:
-    _Pool.threads = None
-    _Pool.gate = threading.Lock()
+    _ahead.__init__()  # type: ignore[misc]
     _rooms.__init__()  # type: ignore[misc]
     _chunks.__init__()  # type: ignore[misc]
 

@@ -7,10 +7,11 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -18,9 +19,9 @@ from blake3 import blake3
 
 from smartcache.artifacts.engine import far, read, write
 from smartcache.artifacts.engine.catalog import Pack
-from smartcache.artifacts.engine.compact import COMPACTING
+from smartcache.artifacts.engine.compact import COMPACTING, copy_packs
 from smartcache.artifacts.engine.engine import Engine
-from smartcache.artifacts.engine.far import FAR, FarPack, Skeleton
+from smartcache.artifacts.engine.far import ARRIVING, FAR, FarPack, Skeleton
 from smartcache.artifacts.engine.packs import (
     SUFFIX,
     LocalPack,
@@ -30,13 +31,14 @@ from smartcache.artifacts.engine.packs import (
     read_state,
     taken_over,
 )
-from smartcache.artifacts.engine.records import ARTIFACT, END, PACK_HEADER_BYTES, PackHeader, scan
+from smartcache.artifacts.engine.records import ARTIFACT, END, PACK_HEADER_BYTES, scan
 from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.setfolder import make_private
 from smartcache.errors import (
     DamagedArtifactError,
     DigestMismatchError,
     LayoutError,
+    LeaseTimeoutError,
     SetFormatError,
     SmartcacheError,
 )
@@ -264,9 +266,10 @@ def take_in(engine: Engine, path: Path) -> int:
         message = f"{path} is not finished: it has no footer"
         raise SetFormatError(message, hint="Close the set that writes it first.", path=path)
     target = catalog.folder / f"{state.header.nonce:016x}{SUFFIX}"
-    if not target.exists():
-        with _arriving(target) as writing, open(path, "rb") as reading:
-            shutil.copyfileobj(reading, writing, 8 << 20)
+    with _alone(engine, target):
+        if not target.exists():
+            with _arriving(target) as writing, open(path, "rb") as reading:
+                shutil.copyfileobj(reading, writing, 8 << 20)
     records = sum(len(footer.rows.hash) for footer in state.footers)
     write.take_in(engine, state.header.nonce, records)
     with suppress(SmartcacheError, OSError):  # so that its loss is noticed
@@ -278,9 +281,20 @@ def take_in(engine: Engine, path: Path) -> int:
 
 
 @contextmanager
+def _alone(engine: Engine, target: Path) -> Iterator[None]:
+    """Be the only one who brings a pack; what others were killed over goes."""
+    for left in target.parent.glob(f"*{ARRIVING}"):
+        key = f"arriving {left.name.partition('.')[0]}"
+        with suppress(LeaseTimeoutError), engine.leases.hold(key, timeout=0):
+            left.unlink(missing_ok=True)
+    with engine.leases.hold(f"arriving {target.stem}", what="bringing a pack"):
+        yield
+
+
+@contextmanager
 def _arriving(target: Path) -> Iterator[BinaryIO]:
     """Write a pack under another name, synced; it has its own when the block is left."""
-    temporary = target.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    temporary = target.with_suffix(f".{secrets.token_hex(4)}{ARRIVING}")
     try:
         make_private(temporary)
         with open(temporary, "r+b") as writing:
@@ -302,18 +316,19 @@ def bring(
     target = engine.path / f"{name}{SUFFIX}"
     if not is_pack_name(name):
         raise SetFormatError(f"{name!r} is not the name of a pack", path=engine.path)
-    if not target.exists():
-        made, written = blake3(), 0
-        with _arriving(target) as writing:
-            for each in chunks:
-                made.update(each)
-                written += len(each)
-                writing.write(each)
-            if (written, made.hexdigest()) != (size, digest):
-                message = f"What arrived as {target.name} does not have the digest {digest}"
-                raise DigestMismatchError(message, path=target)
-            writing.flush()
-            read_state(LocalPack(Path(writing.name)), name, engine.catalog.set_id)
+    with _alone(engine, target):
+        if not target.exists():
+            made, written = blake3(), 0
+            with _arriving(target) as writing:
+                for each in chunks:
+                    made.update(each)
+                    written += len(each)
+                    writing.write(each)
+                if (written, made.hexdigest()) != (size, digest):
+                    message = f"What arrived as {target.name} does not have the digest {digest}"
+                    raise DigestMismatchError(message, path=target)
+                writing.flush()
+                read_state(LocalPack(Path(writing.name)), name, engine.catalog.set_id)
     far.detach(engine.path, name)
     engine.catalog.refresh()
 
@@ -321,16 +336,16 @@ def bring(
 def attach(engine: Engine, skeleton: Skeleton, *, take_in: bool) -> None:
     """Have a pack that lies in a tier."""
     engine.refuse_read_only()
-    header = PackHeader.parse(skeleton.header)
-    if header.set_id != engine.catalog.set_id:
-        raise SetFormatError(f"{skeleton.name} is a pack of another set", path=engine.path)
-    if not (engine.path / f"{skeleton.name}{SUFFIX}").exists():
-        far.attach(engine.path, skeleton)
+    skeleton.check(engine.catalog.set_id)
+    target = engine.path / f"{skeleton.name}{SUFFIX}"
+    with _alone(engine, target):
+        if not target.exists():
+            far.attach(engine.path, skeleton)
     if take_in:
         source = engine.catalog.files[skeleton.name]
         state = read_state(source, skeleton.name, engine.catalog.set_id)
         records = sum(len(footer.rows.hash) for footer in state.footers)
-        write.take_in(engine, header.nonce, records)
+        write.take_in(engine, state.header.nonce, records)
         engine.sync_all()
 
 
@@ -344,14 +359,24 @@ class Sealed(NamedTuple):
 
 
 @contextmanager
-def sealed(engine: Engine) -> Iterator[Sealed]:
-    """Seal all packs that nobody writes; none goes for the length of the block."""
+def sealed(engine: Engine, sizes: Mapping[str, int] = MappingProxyType({})) -> Iterator[Sealed]:
+    """Seal all packs that nobody writes; none goes for the length of the block.
+
+    `sizes` are those of packs elsewhere. One that has another size here, where a folder was copied
+    and both went on writing, is copied into a new one: its name is taken.
+    """
     engine.refuse_read_only()
     catalog = engine.catalog
     with engine.leases.hold(COMPACTING, what="pushing"):
         with engine.mutex:
             engine.leave_pack(sealed=True)
         catalog.refresh()
+        # A pack that comes from elsewhere may still grow there: it keeps its name.
+        copy_packs(engine, [
+            pack for pack in catalog.known_packs()
+            if not pack.is_far
+            and ((pack.is_foreign and not pack.is_sealed) or is_another(engine, pack.name, sizes))
+        ])  # fmt: skip
         for pack in catalog.known_packs():
             if not (pack.is_sealed or pack.is_foreign or pack.is_far):
                 writer = taken_over(engine.path, pack.name, catalog.set_id, catalog.seed)
@@ -361,6 +386,14 @@ def sealed(engine: Engine) -> Iterator[Sealed]:
         here = [pack for pack in catalog.known_packs() if not pack.is_far]
         done = [engine.path / f"{pack.name}{SUFFIX}" for pack in here if pack.is_sealed]
         yield Sealed(done, len(here) - len(done))
+
+
+def is_another(engine: Engine, name: str, sizes: Mapping[str, int]) -> bool:
+    """Say whether a pack of this disk is not as long as that of its name elsewhere."""
+    with suppress(FileNotFoundError):
+        size = os.stat(engine.path / f"{name}{SUFFIX}").st_size
+        return size != sizes.get(name, size)
+    return False
 
 
 def keys_in(engine: Engine, skeleton: Skeleton) -> list[str]:
