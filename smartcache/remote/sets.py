@@ -89,6 +89,10 @@ def push_set(
             if is_missed and tier.size_of(skeleton.digest) == skeleton.size:
                 entries[number] = _entry(tier, skeleton, opened)
         _note(tier, opened, entries, exact=exact)
+        # What was there before, a `gc` may have removed that had begun before the document came.
+        passed = {path.stem: path for path in sealed.packs if path.stem in there}
+        again = {there[each]["digest"]: (passed[each], there[each]["size"]) for each in passed}
+        sent.objects += tier.send(again, progress).objects
     return sent
 
 

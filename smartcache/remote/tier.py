@@ -235,14 +235,21 @@ class Tier:
                 job.advance()
         return found
 
-    def put_file(self, digest: str, path: str | Path, *, advance: Advance | None = None) -> bool:
-        """Send a file; False: the object was there.
+    def put_file(
+        self,
+        digest: str,
+        path: str | Path,
+        *,
+        advance: Advance | None = None,
+        is_missing: bool = False,
+    ) -> bool:
+        """Send a file; False: the object was there. `is_missing`: that was looked at before.
 
         It is hashed on the way: DamagedObjectError, and no object, if the file has other bytes.
         """
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            if self.size_of(digest) == size:
+            if not is_missing and self.size_of(digest) == size:
                 return False
             made = blake3()
 
@@ -283,26 +290,27 @@ class Tier:
         return digest
 
     def send(
-        self, files: Mapping[str, tuple[Path, int]], progress: Progress = silent, *,
-        label: str = "Pushing",
-    ) -> Sent:  # fmt: skip
-        """Send files, by digest and size, that are not there; the largest first."""
-        there = self.sizes(files)
-        sent = Sent()
-        todo: list[tuple[str, Path, int]] = []
-        for digest, (path, size) in files.items():
-            if there.get(digest) == size:
-                sent.skipped += 1
-                sent.skipped_size += size
-            else:
-                todo.append((digest, path, size))
-        todo.sort(key=lambda each: -each[2])
-        with progress(label, sum(size for _, _, size in todo), "bytes") as job:
+        self,
+        files: Mapping[str, tuple[Path, int]],
+        progress: Progress = silent,
+        *,
+        are_missing: bool = False,
+    ) -> Sent:
+        """Send files, by digest and size, that are not there; the largest first.
 
-            def one(each: tuple[str, Path, int]) -> tuple[bool, int]:
-                digest, path, size = each
+        `are_missing`: that was looked at before.
+        """
+        sent = Sent()
+        todo = sorted(files.items(), key=lambda each: -each[1][1])
+        with progress("Pushing", sum(size for _, size in files.values()), "bytes") as job:
+
+            def one(each: tuple[str, tuple[Path, int]]) -> tuple[bool, int]:
+                digest, (path, size) = each
                 job.describe(path.name)
-                return self.put_file(digest, path, advance=job.advance), size
+                is_new = self.put_file(digest, path, advance=job.advance, is_missing=are_missing)
+                if not is_new:
+                    job.advance(size)
+                return is_new, size
 
             for is_new, size in in_parallel(one, todo):
                 if is_new:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -177,14 +177,17 @@ class _Load:
         missing: Mapping[str, tuple[Path, int]],
         progress: Progress,
     ) -> Sent:
-        """Send objects that are missing, and the names of all that no document has (`known`)."""
-        sent = tier.send(missing, progress)
+        """Send objects that are missing, and the names of all that no document has (`known`).
+
+        Small files have none: a repo's document says which object each is.
+        """
+        sent = tier.send(missing, progress, are_missing=True)
         reached("push: objects sent")
         for digest, (_, size) in self.files.items():
             if digest not in missing:
                 sent.skipped += 1
                 sent.skipped_size += size
-        unnamed = [each for each in self.files if each not in known]
+        unnamed = [each for each in self.names if each not in known]
 
         def name(digest: str) -> None:
             tier.add_names(Found(digest, self.files[digest][1]), self.names[digest])
@@ -195,11 +198,15 @@ class _Load:
         reached("push: objects named")
         return sent
 
-    def send_again(self, tier: Tier, known: Mapping[str, int], progress: Progress) -> None:
-        """Send what a `gc` has removed that had begun before the document was there."""
-        new = [each for each in self.files if each not in known]
-        missing = self.missing(tier.sizes(new))
-        tier.send({digest: missing[digest] for digest in new if digest in missing}, progress)
+    def send_again(
+        self, tier: Tier, besides: Collection[str], progress: Progress
+    ) -> None:  # fmt: skip
+        """Send what a `gc` has removed that had begun before the document was there.
+
+        It takes nothing that is young: what was sent just now is `besides` the question.
+        """
+        passed = {digest: self.files[digest] for digest in self.files if digest not in besides}
+        tier.send(passed, progress)
 
 
 def _repo_step(
@@ -224,7 +231,7 @@ def _repo_step(
 
         tier.change(tiered.KIND, name, change)
         reached("push: document written")
-        load.send_again(tier, known, progress)
+        load.send_again(tier, {*known, *missing}, progress)
         return sent
 
     total = sum(size for _, size in load.files.values())
@@ -268,7 +275,8 @@ def _hashed(
         for sha256, digest in in_parallel(hash_one, sizes, store.settings.threads):
             digests[sha256] = digest
             load.files[digest] = export.origin(sha256), sizes[sha256]
-            load.names[digest] = expected[sha256]
+            if sizes[sha256] >= store.settings.link_min_size:
+                load.names[digest] = expected[sha256]
     return tiered.TieredRepo(manifest=export.manifest, digests=digests), load
 
 
@@ -295,7 +303,7 @@ def _blob_step(store: Store, tier: Tier, digest: str) -> Step:
             }
 
         tier.change("blobs", digest, change)
-        load.send_again(tier, {}, progress)
+        load.send_again(tier, missing, progress)
         return sent
 
     new = blob.size if missing else 0

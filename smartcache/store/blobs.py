@@ -41,7 +41,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 Expected = Mapping[Algorithm, str]
 
 
-def put_stream(
+def put_stream(  # noqa: PLR0913 - what a blob can be made of
     volume: Volume,
     chunks: Iterable[bytes | bytearray | memoryview],
     *,
@@ -51,15 +51,20 @@ def put_stream(
     mtime_ns: int | None = None,
     mode: int = READ_ONLY,
     advance: Advance | None = None,
+    durable: bool = True,
 ) -> Blob:
-    """Write a stream into the store; return the blob. Nothing becomes a blob unless it checks."""
+    """Write a stream into the store; return the blob. Nothing becomes a blob unless it checks.
+
+    One that is not `durable` is hashed again before it is used after the next start of the machine:
+    for bytes that can be had again.
+    """
     announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
     wanted = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
     with writing(volume) as tmp:
         hashes = _write(tmp, chunks, size=size, wanted=wanted, advance=advance)
         check_expected(hashes, announced, what="The stream")
-        settle(tmp.fd, mtime_ns, mode)
-        return commit(volume, tmp.path, hashes)
+        settle(tmp.fd, mtime_ns, mode, durable=durable)
+        return commit(volume, tmp.path, hashes, unsynced=not durable)
 
 
 @contextmanager
@@ -93,7 +98,9 @@ def explained(where: str | Path) -> Iterator[None]:
         raise
 
 
-def settle(descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY) -> None:
+def settle(
+    descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY, *, durable: bool = True
+) -> None:
     """Make a finished tmp file read-only and durable, with a time that no later write can share.
 
     Of `mode`, the mode of the file that was copied, only the right to read is kept.
@@ -105,7 +112,8 @@ def settle(descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY) -> None
     latest = time.time_ns() - 2 * RACY_NS
     stamp = latest if mtime_ns is None else min(mtime_ns, latest)
     os.utime(descriptor, ns=(stamp, stamp))
-    os.fsync(descriptor)
+    if durable:
+        os.fsync(descriptor)
     reached("put: synced")
 
 

@@ -117,7 +117,7 @@ def take(
     with offer.judged():
         return put_stream(
             volume, offer.chunks(), size=offer.size, expected={**expected, "blake3": offer.digest},
-            advance=advance,
+            advance=advance, durable=False,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -206,4 +207,23 @@ def test_the_benchmark_of_drop_ins_measures_all_parts(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [row["job"] for row in rows] == [f"mgds, 20 items: {job}" for job in wanted]
     assert all(str(row["peer"]).startswith("file per item: ") for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_benchmark_of_tiers_prints_every_figure(tmp_path: Path) -> None:
+    """But for Ray and the server, which take long."""
+    pytest.importorskip("obstore")
+    if not (Path(sys.executable).parent / "rclone").exists() and shutil.which("rclone") is None:
+        pytest.skip("rclone is not installed")
+    command = [sys.executable, str(SCRIPTS / "remote.py"), "--json", "--rounds", "1"]
+    command += ["--megabytes", "66", "--small", "2", "--items", "8", "--dir", str(tmp_path)]
+    command += ["--only", "folder", "--only", "processes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["job"].partition(":")[0], row["peer"].partition(":")[0]) for row in rows] == [
+        (job, peer)
+        for job in ("push to a folder", "pull from a folder")
+        for peer in ("obstore", "rclone copy")
+    ] + [("encode 8 items of 5 ms, ProcessEngine(workers=2)", "one process")]
     assert list(tmp_path.iterdir()) == []

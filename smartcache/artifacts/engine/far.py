@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import resource
 import secrets
 import struct
 import threading
@@ -224,6 +225,8 @@ class _Chunks:
     def __init__(self) -> None:
         self._gate = threading.Lock()
         self._found: OrderedDict[Path, _Open | bytes] = OrderedDict()
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = _OPEN if soft == resource.RLIM_INFINITY else max(4, min(_OPEN, soft // 8))
 
     def get(self, path: Path) -> _Open | bytes | None:
         with self._gate:
@@ -235,7 +238,7 @@ class _Chunks:
     def keep(self, path: Path, found: _Open | bytes) -> None:
         with self._gate:
             self._found[path] = found
-            while len(self._found) > _OPEN:
+            while len(self._found) > self._most:
                 self._found.popitem(last=False)  # closed when nobody reads it any more
 
     def forget(self, path: Path) -> None:
@@ -258,6 +261,8 @@ class FarPack:
         self._leases = leases
         self._folder = path.parent / FOLDER / path.name.removesuffix(FAR)
         self._fetching: set[int] = set()
+        self._is_told = False
+        """It was said that nothing can be written here."""
         self._origin: Origin | None = None
 
     @classmethod
@@ -457,7 +462,9 @@ class FarPack:
             try:
                 return self._write(number, data)
             except OSError as error:  # what has arrived is right, whatever is wrong with this disk
-                _log.warning("%s: chunks are not kept: %s", self._folder, error.strerror)
+                if not self._is_told:
+                    _log.warning("%s: chunks are not kept: %s", self._folder, error.strerror)
+                self._is_told = True
         _chunks.keep(self._folder / f"{number:08}", data)
         return data
 
