@@ -39,6 +39,7 @@ from smartcache.artifacts.engine import read as artifacts_read
 from smartcache.artifacts.engine import records as engine_records
 from smartcache.artifacts.engine import write as artifacts_write
 from smartcache.artifacts.engine.engine import Engine
+from smartcache.artifacts.engine.far import FarPack, Skeleton
 from smartcache.artifacts.engine.index import SetIndex
 from smartcache.artifacts.engine.write import delete_exactly
 from smartcache.artifacts.keys import check_key, key_text
@@ -453,6 +454,7 @@ __all__ = [
     "ExportPlan",
     "Extent",
     "Family",
+    "FarPack",
     "Figures",
     "FileBusyError",
     "FileChangedError",
@@ -553,6 +555,7 @@ __all__ = [
     "SharedStore",
     "Sighting",
     "SizeMismatchError",
+    "Skeleton",
     "Skip",
     "SmartCache",
     "SmartcacheError",
