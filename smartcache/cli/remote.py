@@ -433,7 +433,12 @@ def _say_verified(report: TierReport, removed: int, *, fast: bool) -> None:
     _show_findings(report)
     if removed:
         out.line(f"Removed {counted(removed, 'damaged object')}.")
-    out.talk("Push again what is named here, from a machine that has it.")
+    first = (
+        ""
+        if removed or all(each.kind == "missing" for each in report.findings)
+        else ("Run it with --repair, which removes what is damaged. Then push")
+    )
+    out.talk(f"{first or 'Push'} again what is named here, from a machine that has it.")
 
 
 def _show_findings(report: TierReport, *, as_talk: bool = False) -> None:
