@@ -353,6 +353,7 @@ def main() -> None:
     _measure.rounds = given.rounds
     parts = set(given.only or PARTS)
     os.environ.update(KEYS)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # it would ask a server beyond this machine
     table = Table("Beyond one machine")
     sizes = [int(given.megabytes * 1e6 / LARGE)] * LARGE + [SMALL] * given.small
     for part in ("transfer", "folder"):
