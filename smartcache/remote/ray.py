@@ -102,7 +102,7 @@ class RayEngine:
     says what actors need: packages, files, variables.
 
     Sources are read by the actors, under the same paths as here. Packs are written to the folder of
-    the set, on a disk that all nodes have, or sent straight to a `tier`.
+    the set, on a disk that all nodes have, or sent straight to a `tier`, the name of a remote.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RayEngine:
         workers: int | None = None,
         num_cpus: float = 1,
         num_gpus: float = 0,
-        tier: Tier | None = None,
+        tier: str | Tier | None = None,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         if workers is not None and (type(workers) is not int or workers < 1):
@@ -150,9 +150,11 @@ class RayEngine:
         """Say how packs get to a set: to the tier, or by a disk that all nodes have."""
         if self.tier is None:
             return None
+        from smartcache.remote.remotes import Remotes
         from smartcache.remote.sets import Delivery
 
-        return Delivery(self.tier, opened.id)
+        tier = Remotes().tier(self.tier) if isinstance(self.tier, str) else self.tier
+        return Delivery(tier, opened.id)
 
     @property
     def _wish(self) -> str:

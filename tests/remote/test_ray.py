@@ -157,8 +157,9 @@ class TestBuild:
     def test_what_is_sent_straight_to_a_tier_is_read_from_there(
         self, tmp_path: Path, cache: SmartCache, nas: Tier
     ) -> None:
+        cache.remotes.add("nas", nas.url)
         with opened(cache, tmp_path, 30) as dataset:
-            report = dataset.build(engine=RayEngine(tier=nas), progress=silent)
+            report = dataset.build(engine=RayEngine(tier="nas"), progress=silent)
             assert report.encoded == {"latent": 30}
             assert len(dataset.outputs["latent"].set.far_packs()) > 0
             assert len(values(dataset)) == 30
