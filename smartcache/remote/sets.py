@@ -15,12 +15,13 @@ A dataset's document has its dataset.json, and names the table of its sources; i
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 from blake3 import blake3
 
@@ -33,7 +34,7 @@ from smartcache.errors import (
     TierError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.remote.tier import Document, Sent, Tier, in_parallel
+from smartcache.remote.tier import Advance, Document, Sent, Tier, in_parallel, unless
 from smartcache.training import (
     Dataset,
     dataset_folder,
@@ -242,22 +243,24 @@ def pull_set(
                 sent.skipped += 1
                 sent.skipped_size += packs[number]["size"]
             total = sum(entry["size"] for _, entry in todo)
+            stopping = threading.Event()
             with progress(f"Pulling {opened.name}", total, "bytes") as job:
+                advance = unless(stopping, job.advance)
 
-                def one(each: tuple[str, Document]) -> int:
+                def one(each: tuple[str, Document], advance: Advance = advance) -> int:
                     number, entry = each
                     size = int(entry["size"])
-                    chunks = _told(tier.chunks(entry["digest"], size=size), job.advance)
+                    chunks = _told(tier.chunks(entry["digest"], size=size), advance)
                     opened.bring(number, chunks, size=size, digest=entry["digest"])
                     return size
 
-                for size in in_parallel(one, todo):
+                for size in in_parallel(one, todo, stopping=stopping):
                     sent.objects += 1
                     sent.size += size
     return sent
 
 
-def _told(chunks: Iterable[bytes], advance: Any) -> Iterable[bytes]:  # noqa: ANN401
+def _told(chunks: Iterable[bytes], advance: Advance) -> Iterable[bytes]:
     for each in chunks:
         yield each
         advance(len(each))

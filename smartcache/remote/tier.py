@@ -21,6 +21,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -301,18 +302,20 @@ class Tier:
         `are_missing`: that was looked at before.
         """
         sent = Sent()
+        stopping = threading.Event()
         todo = sorted(files.items(), key=lambda each: -each[1][1])
         with progress("Pushing", sum(size for _, size in files.values()), "bytes") as job:
+            advance = unless(stopping, job.advance)
 
             def one(each: tuple[str, tuple[Path, int]]) -> tuple[bool, int]:
                 digest, (path, size) = each
                 job.describe(path.name)
-                is_new = self.put_file(digest, path, advance=job.advance, is_missing=are_missing)
+                is_new = self.put_file(digest, path, advance=advance, is_missing=are_missing)
                 if not is_new:
                     job.advance(size)
                 return is_new, size
 
-            for is_new, size in in_parallel(one, todo):
+            for is_new, size in in_parallel(one, todo, stopping=stopping):
                 if is_new:
                     sent.objects += 1
                     sent.size += size
@@ -680,10 +683,17 @@ def _document(kind: str, name: str, number: int) -> str:
     return f"documents/{kind}/{name}/{number:08}.json"
 
 
-def in_parallel(act: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> Iterator[R]:
+def in_parallel(
+    act: Callable[[T], R],
+    items: Iterable[T],
+    threads: int = THREADS,
+    *,
+    stopping: threading.Event | None = None,
+) -> Iterator[R]:
     """Do something for each of many, some at once; the first error ends it, and is raised.
 
-    Results come as they are there. No more is begun than is being done.
+    Results come as they are there. No more is begun than is being done. `stopping` is set when
+    nothing more is wanted, be it after Ctrl-C: what takes long looks at it, by `unless`.
     """
     pool = ThreadPoolExecutor(threads, "smartcache-tier")
     waiting: set[Future[R]] = set()
@@ -701,4 +711,17 @@ def in_parallel(act: Callable[[T], R], items: Iterable[T], threads: int = THREAD
                 for each in done:
                     yield each.result()
     finally:
+        if stopping is not None:
+            stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def unless(stopping: threading.Event, advance: Advance) -> Advance:
+    """Return what tells of bytes that have moved, and ends what moves them when it is to stop."""
+
+    def moved(size: int) -> None:
+        if stopping.is_set():
+            raise InterruptedError("it was stopped")
+        advance(size)
+
+    return moved

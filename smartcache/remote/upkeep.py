@@ -7,6 +7,7 @@ document that needs them, so what nobody needs is left alone while it is young.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -16,8 +17,8 @@ from typing import Literal
 from blake3 import blake3
 
 from smartcache.errors import DamagedObjectError, MissingObjectError, TierError
-from smartcache.progress import Job, Progress, silent
-from smartcache.remote.tier import Listed, Tier, in_parallel
+from smartcache.progress import Progress, silent
+from smartcache.remote.tier import Advance, Listed, Tier, in_parallel, unless
 from smartcache.remote.transfer import described
 from smartcache.store.tiers import Offer
 
@@ -71,24 +72,26 @@ def verify_tier(tier: Tier, *, fast: bool = False, progress: Progress = silent) 
         findings.append(needs.finding("missing" if found is None else "damaged", digest, reason))
     read_size = 0 if fast else sum(needs.objects[each] for each in whole)
     if not fast:
+        stopping = threading.Event()
         with progress(f"Reading {tier.name}", read_size, "bytes") as job:
+            advance = unless(stopping, job.advance)
 
             def read(digest: str) -> Finding | None:
-                return _read(tier, needs, digest, job)
+                return _read(tier, needs, digest, advance)
 
-            findings += filter(None, in_parallel(read, whole))
+            findings += filter(None, in_parallel(read, whole, stopping=stopping))
     return TierReport(
         documents=needs.documents, objects=len(needs.objects), size=sum(needs.objects.values()),
         read_size=read_size, findings=tuple(findings),
     )  # fmt: skip
 
 
-def _read(tier: Tier, needs: _Needs, digest: str, job: Job) -> Finding | None:
+def _read(tier: Tier, needs: _Needs, digest: str, advance: Advance) -> Finding | None:
     made = blake3()
     try:
         for chunk in Offer(tier=tier, digest=digest, size=needs.objects[digest]).chunks():
             made.update(chunk)
-            job.advance(len(chunk))
+            advance(len(chunk))
     except (MissingObjectError, DamagedObjectError) as error:
         kind: Literal["missing", "damaged"] = (
             "missing" if isinstance(error, MissingObjectError) else "damaged"

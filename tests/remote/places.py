@@ -93,6 +93,8 @@ class Wire:
         self.left: int | None = None
         """Bytes that come through before every connection is cut; None: all."""
         self.cuts = 0
+        self.pause = 0.0
+        """Seconds that each 64 KiB take, in both directions."""
         self._gate = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -117,6 +119,7 @@ class Wire:
     def _copy(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                time.sleep(self.pause)
                 if is_answer:
                     with self._gate:
                         if self.left is not None:

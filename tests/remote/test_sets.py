@@ -409,6 +409,34 @@ def test_a_server_that_is_cut_off_in_the_middle_of_a_batch(
             assert len(theirs) == len(keys)
 
 
+def test_ctrl_c_does_not_wait_for_a_slow_server(moto: str, a: SmartCache, tmp_path: Path) -> None:
+    keys = keys_of(1600)  # 16 pieces, of which four are on their way and take 2.6 seconds each
+    port = int(moto.rpartition(":")[2])
+    with places.Wire(port) as wire:
+        tier = places.s3_tier(f"http://127.0.0.1:{wire.port}", tmp_path.name)
+        with opened(a) as mine:
+            fill(mine, keys)
+        wire.pause = 0.02
+        line = f'Tier("nas", {tier.url!r}, {dict(tier.options)!r})'
+        code = KILLED.replace('Tier("nas", url)', line)
+        command = [sys.executable, "-c", code, str(tmp_path / "a"), tier.url, "push"]
+        environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"begun\n"
+            time.sleep(1)
+            assert child.poll() is None
+            child.send_signal(signal.SIGINT)
+            child.wait(timeout=8)
+        assert child.returncode == -signal.SIGINT
+        wire.pause = 0.0
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        with SmartCache(tmp_path / "c") as c, opened(c, tier) as theirs:
+            check(theirs, keys[::40])
+
+
 class Hosts(RuleBasedStateMachine):
     """Two machines and a tier against a plain model of who knows what."""
 
