@@ -358,7 +358,8 @@ def _say_moved(tier: Tier, done: list[tuple[Step, Sent]], verb: str, *, dry_run:
         return
     for step, sent in done:
         moved = f"{counted(sent.objects, 'object')}, {format_size(sent.size)}"
-        there = f"; {format_size(sent.skipped_size)} there already" if sent.skipped else ""
+        place = "there" if verb == "push" else "here"
+        there = f"; {format_size(sent.skipped_size)} {place} already" if sent.skipped else ""
         word = "Pushed" if verb == "push" else "Pulled"
         out.line(f"{word} {step.kind} {step.name}: {moved}{there}.")
 
