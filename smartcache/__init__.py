@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         DigestMismatchError,
         FileSkippedError,
         HubError,
-        LeaseTimeoutError,
+        LockTimeoutError,
         MissingWeightsError,
         NoSpaceError,
         PretrainedError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from smartcache.pretrained.encoders import load_encoders
     from smartcache.pretrained.registry import components
     from smartcache.pretrained.sharing import unshare
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 __version__ = "0.1.0"
 
@@ -61,7 +61,7 @@ __all__ = [
     "DigestMismatchError",
     "FileSkippedError",
     "HubError",
-    "LeaseTimeoutError",
+    "LockTimeoutError",
     "MissingWeightsError",
     "NoSpaceError",
     "PretrainedError",
@@ -95,7 +95,7 @@ __all__ = [
 _HOMES = {
     "Settings": "config",
     "SmartCache": "cache",
-    "Store": "store.store",
+    "Store": "store",
     "cache_mapping": "functions",
     "components": "pretrained.registry",
     "compute_key": "artifacts",

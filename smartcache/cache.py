@@ -15,20 +15,17 @@ from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from smartcache.config import Settings, remotes_file, with_home
 from smartcache.progress import Progress, silent
-from smartcache.store.setfolders import has_sets
-from smartcache.store.store import Store
+from smartcache.store import Store, has_sets
 
 if TYPE_CHECKING:
     from smartcache.artifacts import ArtifactSet, ArtifactSets, Memoized, Memory, Rule, SetInfo
-    from smartcache.folders.checks import Allow
-    from smartcache.folders.dedup import DedupPlan
-    from smartcache.folders.records import Scan
+    from smartcache.folders import Allow, DedupPlan, Scan
     from smartcache.hub.dropin import Call
     from smartcache.hub.lending import Purpose
     from smartcache.hub.mapping import CacheMapping
     from smartcache.hub.plan import DownloadPlan
     from smartcache.remote import Remotes, Sent, Tier
-    from smartcache.store.tiers import BlobSource
+    from smartcache.store import BlobSource
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
 
 P = ParamSpec("P")
@@ -106,19 +103,17 @@ class SmartCache:
 
         The blobs are set aside, so that nobody else gets these bytes; the files stay.
         """
-        from smartcache.store.written import look_for_damage
-
-        return look_for_damage(self.store, Path(folder))
+        return self.store.look_for_damage(folder)
 
     def look_again(self, *, after: timedelta = timedelta(hours=1)) -> None:
         """See the files of model folders again that were not walked for a while; stats only."""
-        from smartcache.folders import scan
+        from smartcache.folders import downloads_folder, folders_to_scan, known_folders, look
 
         now = datetime.now(UTC)
         known = {folder.path: folder for folder in self.store.folders()}
-        found, _ = scan.folders_to_scan(self.store)
-        found += [each for each in scan.downloads_folder() if each.path not in known]
-        found += scan.known_folders(self.store, beside=found)
+        found, _ = folders_to_scan(self.store)
+        found += [each for each in downloads_folder() if each.path not in known]
+        found += known_folders(self.store, beside=found)
         stale = [
             folder
             for folder in found
@@ -127,7 +122,7 @@ class SmartCache:
             or now - seen.walked_at >= after
         ]
         if stale:
-            scan.look(self.store, stale)
+            look(self.store, stale)
 
     def scan(
         self,
@@ -143,11 +138,11 @@ class SmartCache:
         `only` keeps some programs, `exclude` leaves out paths by pattern, `any_file` counts kinds
         of files that programs edit in place too.
         """
-        from smartcache.folders import scan
+        from smartcache.folders import MIN_SIZE, folders_to_scan, scan_folders
 
-        found, _ = scan.folders_to_scan(self.store, folders, only)
-        least = scan.MIN_SIZE if min_size is None else min_size
-        return scan.scan(
+        found, _ = folders_to_scan(self.store, folders, only)
+        least = MIN_SIZE if min_size is None else min_size
+        return scan_folders(
             self.store, found, min_size=least, exclude=exclude, any_file=any_file,
             progress=progress,
         )  # fmt: skip
@@ -156,7 +151,7 @@ class SmartCache:
         self, found: Scan, *, keep_writable: bool | None = None, allow: Allow = frozenset()
     ) -> DedupPlan:
         """Plan to replace the duplicates of a scan by links, in place and undoably."""
-        from smartcache.folders.dedup import plan_dedup
+        from smartcache.folders import plan_dedup
 
         return plan_dedup(self.store, found, keep_writable=keep_writable, allow=allow)
 

@@ -55,7 +55,7 @@
         ├── NoSpaceError(OSError)           the filesystem or a quota is full
         ├── PruneRefusedError               pruning now could remove what is still wanted
         ├── NothingToUndoError(LookupError)
-        └── LeaseTimeoutError(TimeoutError)
+        └── LockTimeoutError(TimeoutError)
 
 A message says what failed and on which thing; `hint` says what to do about it. Data a program may
 want travels as attributes; `errno` is that of the system's error from which ours was raised. Every
@@ -446,8 +446,8 @@ class NothingToUndoError(StoreError, LookupError):
     default_hint = "'smartcache undo --list' shows what can be undone."
 
 
-class LeaseTimeoutError(StoreError, TimeoutError):
-    """Another process or thread held the lock or lease longer than the caller would wait."""
+class LockTimeoutError(StoreError, TimeoutError):
+    """Another process or thread held the lock longer than the caller would wait."""
 
     default_hint = "Wait for that process to end, or allow more time."
     default_errno = _errno.ETIMEDOUT

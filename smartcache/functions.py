@@ -19,7 +19,7 @@ from smartcache.config import Settings, load_settings
 from smartcache.errors import NoSpaceError, StoreUnwritableError
 from smartcache.hub import dropin
 from smartcache.hub.dropin import Call, FileOptions, SnapshotOptions
-from smartcache.store.layout import Layout
+from smartcache.store import Layout
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo

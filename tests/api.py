@@ -7,6 +7,8 @@ its module before it.
 from __future__ import annotations
 
 from smartcache import artifacts, config, errors, functions, store
+from smartcache import doctor as store_doctor
+from smartcache import folders as folders_face
 from smartcache.artifacts import (
     ArtifactSet,
     ArtifactSets,
@@ -86,6 +88,8 @@ from smartcache.config import (
     variable,
 )
 from smartcache.config import remotes_file as config_remotes_file
+from smartcache.doctor import Diagnosis, Place, examine
+from smartcache.doctor import Finding as doctor_Finding
 from smartcache.errors import (
     ArtifactError,
     ArtifactGoneError,
@@ -114,7 +118,7 @@ from smartcache.errors import (
     HubError,
     IndexDamagedError,
     LayoutError,
-    LeaseTimeoutError,
+    LockTimeoutError,
     MissingCompressionError,
     MissingObjectError,
     MissingWeightsError,
@@ -143,45 +147,27 @@ from smartcache.errors import (
     UnsupportedValueError,
     WrongVariantError,
 )
-from smartcache.folders import apps as folders_apps
-from smartcache.folders import comfyui as folders_comfyui
-from smartcache.folders import comparing as folders_comparing
-from smartcache.folders import names as folders_names
+from smartcache.folders import discover as folders_apps
 from smartcache.folders import scan as folders_scan
 from smartcache.folders import walk as folders_walk
-from smartcache.folders.apps import PROGRAMS, discover, identify, identify_names, places
-from smartcache.folders.comfyui import read_extra_paths
-from smartcache.folders.comparing import SAMPLE_MIN_SIZE, Compared, compare
+from smartcache.folders.checks import Checks, Copy, Name, Option, Skip, Verdict
 from smartcache.folders.dedup import DedupPlan, DedupResult, plan_dedup
-from smartcache.folders.eligible import is_write_once
-from smartcache.folders.grouping import World, gain, group_from, groups
-from smartcache.folders.names import Namer
-from smartcache.folders.programs import TABLE
-from smartcache.folders.records import (
-    Copy,
+from smartcache.folders.discover import discover_folders as discover
+from smartcache.folders.discover import places, read_extra_paths
+from smartcache.folders.groups import KEPT, Grouping, Left, Tally, is_write_once
+from smartcache.folders.groups import Group as records_Group
+from smartcache.folders.programs import PROGRAMS, TABLE, ModelFolder, identify, identify_names
+from smartcache.folders.scan import (
+    SAMPLE_MIN_SIZE,
     Figures,
-    Left,
-    ModelFolder,
-    Name,
-    Option,
-    Problem,
     Scan,
-    Skip,
-    Verdict,
+    compare,
+    folders_to_scan,
+    look,
+    survey,
 )
-from smartcache.folders.records import Group as records_Group
-from smartcache.folders.scan import folders_to_scan, look, scan, survey
-from smartcache.folders.tally import KEPT, Tally
-from smartcache.folders.titles import (
-    LONGEST,
-    MOST_READ,
-    Title,
-    kind_of,
-    one_line,
-    read_title,
-    title_of,
-)
-from smartcache.folders.walk import MOST_NAMED, Walked, is_incomplete, walk
+from smartcache.folders.scan import scan_folders as scan
+from smartcache.folders.walk import MOST_NAMED, Problem, Walked, is_incomplete, walk
 from smartcache.functions import shared
 from smartcache.hub import RepoType
 from smartcache.hub import bundle_writing as hub_bundle_writing
@@ -253,46 +239,88 @@ from smartcache.pretrained.weights import is_weights, variant_of
 from smartcache.progress import Job, Progress, Unit, bars, silent
 from smartcache.remote import Remotes, Tier, plan_gc, plan_pull, plan_push, verify_tier
 from smartcache.report import html as report_html
+from smartcache.report import names as folders_names
 from smartcache.report import unread as report_unread
 from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
 from smartcache.report.markdown import markdown
+from smartcache.report.names import Namer
 from smartcache.report.naming import Known, Naming, from_home
 from smartcache.report.roles import roles
 from smartcache.report.text import Section, sections
+from smartcache.report.titles import (
+    LONGEST,
+    MOST_READ,
+    Title,
+    kind_of,
+    one_line,
+    read_title,
+    title_of,
+)
 from smartcache.report.unread import OldFile, Unread, Watch
 from smartcache.sizes import format_age, format_size, parse_age, parse_size
 from smartcache.store import DEFAULT_PIN, KINDS
 from smartcache.store import Kind as links_Kind
-from smartcache.store import contents as store_contents
-from smartcache.store import digest as store_digest
-from smartcache.store import doctor as store_doctor
-from smartcache.store import faults as store_faults
-from smartcache.store import filesystems as store_filesystems
-from smartcache.store import hold as store_hold
+from smartcache.store import blobs as store_proof
+from smartcache.store import hashes as store_contents
+from smartcache.store import hashes as store_memos
 from smartcache.store import index as store_index
-from smartcache.store import kernel as store_kernel
-from smartcache.store import lanes as store_lanes
-from smartcache.store import layout as store_layout
-from smartcache.store import links as store_links
-from smartcache.store import measure as store_measure
-from smartcache.store import memos as store_memos
-from smartcache.store import mounts as store_mounts
-from smartcache.store import move as store_move
-from smartcache.store import proof as store_proof
-from smartcache.store import recovery as store_recovery
-from smartcache.store import replace as store_replace
-from smartcache.store import room as store_room
-from smartcache.store import schema as store_schema
-from smartcache.store import separate as store_separate
-from smartcache.store import share as store_share
-from smartcache.store import swap as store_swap
 from smartcache.store import tiers as store_tiers
+from smartcache.store import volume as store_layout
 from smartcache.store import volume as store_volume
-from smartcache.store.adopt import Adoption
 from smartcache.store.blobs import explained as blobs_explained
-from smartcache.store.contents import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
-from smartcache.store.copies import rotate
-from smartcache.store.digest import (
+from smartcache.store.catalog import Candidate, Catalog, FolderSums, Member, MemberRow, Scope
+from smartcache.store.changes import place as store_links
+from smartcache.store.changes import replace as store_replace
+from smartcache.store.changes import separate as store_separate
+from smartcache.store.changes import share as store_share
+from smartcache.store.changes import spot as store_swap
+from smartcache.store.changes import undo as store_recovery
+from smartcache.store.changes import userfile as store_hold
+from smartcache.store.changes.adopt import Adoption
+from smartcache.store.changes.journal import Batch, Change, Journal, Op, State
+from smartcache.store.changes.replace import Replacement, give_back
+from smartcache.store.changes.separate import plan_separate
+from smartcache.store.changes.spot import Spot, beside
+from smartcache.store.changes.undo import Undone, UndoPlan
+from smartcache.store.changes.userfile import Allowance
+from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
+from smartcache.store.index import MIGRATIONS as SCHEMA_MIGRATIONS
+from smartcache.store.index import VERSION, Index
+from smartcache.store.owners import link_liveness, liveness, pin
+from smartcache.store.published import SharedStore
+from smartcache.store.records import Blob, LinkKind, Memo, Owner, Seen, Sighting, Trust, judge
+from smartcache.store.store import Store
+from smartcache.store.upkeep import move as store_move
+from smartcache.store.upkeep import usage as store_measure
+from smartcache.store.upkeep.prune import REBUILT, PrunePlan
+from smartcache.store.upkeep.usage import FolderUsage, folder_usage
+from smartcache.store.upkeep.verify import VerifyReport, rebuild, replace_damaged_index
+from smartcache.store.volume import FORMAT, Volume, volume_root
+from smartcache.store.volume import Layout as layout_Layout
+from smartcache.system import faults as store_faults
+from smartcache.system import filesystems as store_filesystems
+from smartcache.system import filesystems as store_mounts
+from smartcache.system import filesystems as store_room
+from smartcache.system import hashing as store_digest
+from smartcache.system import hashing as store_lanes
+from smartcache.system import kernel as store_kernel
+from smartcache.system import sqlite as store_schema
+from smartcache.system.filesystems import (
+    Family,
+    Mount,
+    family_of,
+    filesystem_id,
+    find_mount,
+    is_network,
+    mount_of,
+    nearest_existing,
+    parse_mountinfo,
+    probe,
+)
+from smartcache.system.filesystems import free_bytes as filesystems_free_bytes
+from smartcache.system.hashing import (
+    AHEAD_MIN_SIZE,
+    BUFFER_SIZE,
     Algorithm,
     FilePath,
     Hashed,
@@ -301,53 +329,12 @@ from smartcache.store.digest import (
     check_hex,
     hash_file,
     hash_many,
+    is_digest,
 )
-from smartcache.store.doctor import Diagnosis, Place, examine
-from smartcache.store.doctor import Finding as doctor_Finding
-from smartcache.store.duplicates import Candidate, FolderSums, Member, MemberRow, Scope
-from smartcache.store.filesystems import (
-    Family,
-    Mount,
-    filesystem_id,
-    mount_of,
-    probe,
-    same_filesystem,
-)
-from smartcache.store.filesystems import free_bytes as filesystems_free_bytes
-from smartcache.store.hold import Allowance
-from smartcache.store.index import Index
-from smartcache.store.journal import Batch, Change, Journal, Op, State
-from smartcache.store.kernel import Extent, boot_id, extents, shares_blocks
-from smartcache.store.lanes import AHEAD_MIN_SIZE, BUFFER_SIZE
-from smartcache.store.layout import FORMAT, is_digest, volume_root
-from smartcache.store.layout import Layout as layout_Layout
-from smartcache.store.leases import Leases
-from smartcache.store.locks import claim, is_free, lock
-from smartcache.store.mounts import (
-    family_of,
-    find_mount,
-    is_network,
-    nearest_existing,
-    parse_mountinfo,
-)
-from smartcache.store.owners import link_liveness, liveness, pin
-from smartcache.store.proof import needs_hash
-from smartcache.store.prune import REBUILT, PrunePlan
-from smartcache.store.published import SharedStore
-from smartcache.store.rebuild import rebuild, replace_damaged_index
-from smartcache.store.records import Blob, LinkKind, Memo, Owner, Seen, Sighting, Trust
-from smartcache.store.replace import Replacement, give_back
-from smartcache.store.safety import open_own, read_own
-from smartcache.store.schema import MIGRATIONS as SCHEMA_MIGRATIONS
-from smartcache.store.schema import VERSION, connect, signed
-from smartcache.store.separate import plan_separate
-from smartcache.store.statkey import RACY_NS, StatKey, judge
-from smartcache.store.store import Store
-from smartcache.store.swap import Spot, beside
-from smartcache.store.undo import Undone, UndoPlan
-from smartcache.store.usage import FolderUsage, folder_usage
-from smartcache.store.verify import VerifyReport
-from smartcache.store.volume import Volume
+from smartcache.system.kernel import RACY_NS, Extent, StatKey, boot_id, extents, shares_blocks
+from smartcache.system.locks import KeyLocks, claim, is_free, lock
+from smartcache.system.ownfiles import open_own, read_own
+from smartcache.system.sqlite import connect, signed
 from smartcache.training import prefetch as training_prefetch
 from smartcache.training.dataset import file_digest
 from smartcache.training.encoder import (
@@ -426,12 +413,13 @@ __all__ = [
     "CannotLinkError",
     "Carried",
     "CarryPlan",
+    "Catalog",
     "Census",
     "Change",
     "ChangedError",
+    "Checks",
     "Column",
     "Command",
-    "Compared",
     "Computed",
     "ConfigError",
     "Copy",
@@ -466,6 +454,7 @@ __all__ = [
     "FolderUsage",
     "Followed",
     "Follower",
+    "Grouping",
     "Guard",
     "Handle",
     "Hashed",
@@ -480,16 +469,16 @@ __all__ = [
     "Journal",
     "Kept",
     "Key",
+    "KeyLocks",
     "Keys",
     "Known",
     "LayoutError",
     "Learned",
-    "LeaseTimeoutError",
-    "Leases",
     "Left",
     "LinkKind",
     "Listing",
     "Loans",
+    "LockTimeoutError",
     "Manifest",
     "MappedFiles",
     "Member",
@@ -597,7 +586,6 @@ __all__ = [
     "Wanted",
     "Watch",
     "What",
-    "World",
     "WrongVariantError",
     "accelerator",
     "announced_by",
@@ -666,8 +654,7 @@ __all__ = [
     "find_repo",
     "folder_usage",
     "folders_apps",
-    "folders_comfyui",
-    "folders_comparing",
+    "folders_face",
     "folders_names",
     "folders_scan",
     "folders_to_scan",
@@ -676,10 +663,7 @@ __all__ = [
     "format_size",
     "from_home",
     "functions",
-    "gain",
     "give_back",
-    "group_from",
-    "groups",
     "guard",
     "hash_file",
     "hash_many",
@@ -726,7 +710,6 @@ __all__ = [
     "mount_of",
     "nan_in",
     "nearest_existing",
-    "needs_hash",
     "numbers_in",
     "numpy_dtype",
     "numpy_item_size",
@@ -777,8 +760,6 @@ __all__ = [
     "report_unread",
     "resolve_device",
     "roles",
-    "rotate",
-    "same_filesystem",
     "scan",
     "scan_caches",
     "sections",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from tests.api import Store
+from tests.api import Store, mount_of
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models, make_models
 
@@ -213,15 +212,48 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return make_models(folder)
 
 
+def _places() -> list[Path]:
+    """The folders for temporary files: on a disk, or in memory."""
+    memory = Path("/dev/shm")  # noqa: S108 - the one tmpfs that every Linux has
+    places = (Path(tempfile.gettempdir()), Path("/var/tmp"), memory)  # noqa: S108 - others exist
+    return [path for path in places if os.access(path, os.W_OK)]
+
+
+def _is_memory(path: Path) -> bool:
+    return mount_of(path).fstype in ("ramfs", "tmpfs")
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Path]:
-    """A directory on another filesystem."""
-    memory = Path("/dev/shm")  # noqa: S108 - the one other filesystem that every Linux has
-    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+    """A directory on another filesystem than `tmp_path`: in memory, unless that one is."""
+    others = [path for path in _places() if path.stat().st_dev != tmp_path.stat().st_dev]
+    if not others:
         pytest.skip("no second filesystem here")
-    path = Path(tempfile.mkdtemp(prefix="smartcache-test-", dir=memory))
-    yield path
-    shutil.rmtree(path)
+    with tempfile.TemporaryDirectory(prefix="smartcache-test-", dir=others[-1]) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory."""
+    places = [path for path in (tmp_path, *_places()) if _is_memory(path)]
+    if not places:
+        pytest.skip("no filesystem in memory here")
+    with tempfile.TemporaryDirectory(prefix="smartcache-test-", dir=places[0]) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a real disk, for tests of what memory cannot do: `tmp_path` may lie there."""
+    if not _is_memory(tmp_path):
+        yield tmp_path
+        return
+    disks = [path for path in _places() if not _is_memory(path)]
+    if not disks:
+        pytest.skip("no disk here")
+    with tempfile.TemporaryDirectory(prefix="smartcache-test-", dir=disks[0]) as name:
+        yield Path(name)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from tests.api import Change, Op, SetIndex, SourceTable, State, connect
+from tests.api import Change, Index, Op, SetIndex, SourceTable, State
 from tests.api import layout_Layout as Layout
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models
@@ -286,13 +286,11 @@ class TestOnDiskFormat:
         return re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
     def test_every_table_and_column_is_described(self, tmp_path: Path) -> None:
-        with contextlib.closing(
-            connect(tmp_path / "index.sqlite3", create=True, wal=True)
-        ) as index:
-            columns = index.execute(
+        with contextlib.closing(Index(tmp_path / "index.sqlite3", wal=True)) as index:
+            columns = index.select(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
                 "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
-            ).fetchall()
+            )
         assert columns
         missing = [
             f"{table}.{column}"

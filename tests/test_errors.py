@@ -60,7 +60,7 @@ BUILTINS: dict[str, type[Exception]] = {
     "CannotLinkError": OSError,
     "NoSpaceError": OSError,
     "NothingToUndoError": LookupError,
-    "LeaseTimeoutError": TimeoutError,
+    "LockTimeoutError": TimeoutError,
 }
 MORE_BUILTINS: dict[str, type[Exception]] = {
     "MissingWeightsError": FileNotFoundError,
@@ -73,7 +73,7 @@ NUMBERS = {
     "BlobNotFoundError": errno.ENOENT,
     "SourcesVanishedError": errno.ENOENT,
     "DestinationExistsError": errno.EEXIST,
-    "LeaseTimeoutError": errno.ETIMEDOUT,
+    "LockTimeoutError": errno.ETIMEDOUT,
     "MissingWeightsError": errno.ENOENT,
     "NoSpaceError": errno.ENOSPC,
 }
@@ -148,18 +148,6 @@ def test_an_error_is_the_builtin_a_caller_expects(cls: type[SmartcacheError]) ->
 
 
 @every_class
-def test_an_error_can_be_raised_and_caught_as_any_of_its_bases(
-    cls: type[SmartcacheError],
-) -> None:
-    expected: list[type[BaseException]] = [SmartcacheError]
-    tables = (BUILTINS, MORE_BUILTINS)
-    expected += [table[cls.__name__] for table in tables if cls.__name__ in table]
-    for base in expected:
-        with pytest.raises(base):
-            raise cls("m")
-
-
-@every_class
 def test_the_tree_in_the_docstring_names_it_and_its_builtin(cls: type[SmartcacheError]) -> None:
     word = re.compile(rf"\b{cls.__name__}\b")
     lines = [line for line in (errors.__doc__ or "").splitlines() if word.search(line)]
@@ -200,15 +188,14 @@ def test_without_one_an_error_has_the_number_of_its_builtin(cls: type[Smartcache
     assert cls("m", errno=errno.EIO).errno == errno.EIO
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason"),
-    [
-        (errors.FileSkippedError, "unsuitable"),
-        (errors.FileBusyError, "busy"),
-        (errors.FileChangedError, "changed"),
-    ],
-)
-def test_a_skipped_file_has_a_reason(cls: type[errors.FileSkippedError], reason: str) -> None:
-    assert cls("m").reason == reason
-    assert cls("m", reason="other").reason == "other"
-    assert pickle.loads(pickle.dumps(cls("m", reason="other"))).reason == "other"  # noqa: S301
+def test_a_skipped_file_has_a_reason() -> None:
+    reasons = {
+        errors.FileSkippedError: "unsuitable",
+        errors.FileBusyError: "busy",
+        errors.FileChangedError: "changed",
+    }
+    for cls, reason in reasons.items():
+        assert cls("m").reason == reason
+        other = cls("m", reason="other")
+        assert other.reason == "other"
+        assert pickle.loads(pickle.dumps(other)).reason == "other"  # noqa: S301

@@ -13,7 +13,9 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPResponse
 from pathlib import Path
+from typing import Literal, cast
 
 import pytest
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -195,15 +197,15 @@ class TestFiles:
         download("org/name")
         assert [str(each) for each in hub.requests] == ["GET /api/models/org/name/revision/main"]
 
-    @pytest.mark.parametrize("repo_type", ["dataset", "space"])
-    def test_other_types(self, hub: Hub, download: Callable[..., Path], repo_type: str) -> None:
-        hub.add("org/name", dataset_files(), repo_type=repo_type)  # type: ignore[arg-type]
-        folder = download("org/name", repo_type=repo_type)
-        assert contents(folder) == dataset_files()
+    def test_other_types_and_names_without_an_organisation(
+        self, hub: Hub, download: Callable[..., Path]
+    ) -> None:
+        types: tuple[Literal["dataset", "space"], ...] = ("dataset", "space")
+        for repo_type in types:
+            hub.add("org/name", dataset_files(), repo_type=repo_type)
+            assert contents(download("org/name", repo_type=repo_type)) == dataset_files()
         with pytest.raises(RepositoryNotFoundError):
             download("org/name")
-
-    def test_a_name_without_an_organisation(self, hub: Hub, download: Callable[..., Path]) -> None:
         hub.add("gpt2", FILES)
         assert contents(download("gpt2")) == FILES
 
@@ -225,32 +227,28 @@ class TestFiles:
         assert commit.etag("b.bin") == git_sha1(b"data")
         assert commit.etag("c.txt") == etag_of("c.txt", b"text")
 
-    @pytest.mark.parametrize(
-        ("wanted", "status", "data"),
-        [
-            ("bytes=0-9", 206, WEIGHTS[:10]),
-            ("bytes=199990-", 206, WEIGHTS[-10:]),
-            ("bytes=-10", 206, WEIGHTS[-10:]),
-            ("bytes=199990-999999", 206, WEIGHTS[-10:]),
-            ("bytes=200000-", 416, b""),
-        ],
-    )
     @pytest.mark.parametrize("on_disk", [True, False])
-    def test_parts_of_a_file(
-        self, hub: Hub, tmp_path: Path, wanted: str, status: int, data: bytes, on_disk: bool
-    ) -> None:
+    def test_parts_of_a_file(self, hub: Hub, tmp_path: Path, on_disk: bool) -> None:
         (tmp_path / "model").write_bytes(WEIGHTS)
         hub.add("org/name", {"model.bin": tmp_path / "model" if on_disk else WEIGHTS})
-        address = f"{hub.url}/org/name/resolve/main/model.bin"
-        request = urllib.request.Request(address, headers={"Range": wanted})  # noqa: S310
-        if status == 416:
-            with pytest.raises(urllib.error.HTTPError, match="416") as caught:
-                urllib.request.urlopen(request)  # noqa: S310 - the loopback
-            caught.value.close()
-        else:
-            with urllib.request.urlopen(request) as answer:  # noqa: S310 - the loopback
-                assert (answer.status, answer.read()) == (status, data)
-        assert hub.gets()[0].range == wanted
+        for wanted, data in (
+            ("bytes=0-9", WEIGHTS[:10]),
+            ("bytes=199990-", WEIGHTS[-10:]),
+            ("bytes=-10", WEIGHTS[-10:]),
+            ("bytes=199990-999999", WEIGHTS[-10:]),
+        ):
+            with open_address(f"{hub.url}/org/name/resolve/main/model.bin", wanted) as answer:
+                assert (answer.status, answer.read()) == (206, data)
+            assert hub.gets()[-1].range == wanted
+        with pytest.raises(urllib.error.HTTPError, match="416") as caught:
+            open_address(f"{hub.url}/org/name/resolve/main/model.bin", "bytes=200000-")
+        caught.value.close()
+
+
+def open_address(address: str, part: str = "") -> HTTPResponse:
+    headers = {"Range": part} if part else {}
+    request = urllib.request.Request(address, headers=headers)  # noqa: S310 - the loopback
+    return cast("HTTPResponse", urllib.request.urlopen(request))  # noqa: S310
 
 
 def hub_contents(hub: Hub, name: str) -> dict[str, bytes]:
@@ -288,27 +286,20 @@ class TestAccess:
         hub.add("org/open", FILES)
         hub.tokens = {"hf_good": {"org/gated", "org/private"}, "hf_other": set()}
 
-    @pytest.mark.parametrize(("token", "status"), [(False, 401), ("hf_other", 403)])
-    def test_a_gated_repo_can_be_listed_only(
-        self, api: HfApi, download: Callable[..., Path], token: str | bool, status: int
+    def test_a_gated_repo_can_be_listed_only_and_a_private_one_is_hidden(
+        self, api: HfApi, download: Callable[..., Path]
     ) -> None:
-        assert api.model_info("org/gated", token=token).gated == "auto"
-        with pytest.raises(GatedRepoError) as caught:
-            download("org/gated", token=token)
-        assert caught.value.response.status_code == status
-
-    @pytest.mark.parametrize(("token", "status"), [(False, 401), ("hf_other", 404)])
-    def test_a_private_repo_is_hidden(
-        self, download: Callable[..., Path], token: str | bool, status: int
-    ) -> None:
-        with pytest.raises(RepositoryNotFoundError) as caught:
-            download("org/private", token=token)
-        assert caught.value.response.status_code == status
-        assert not isinstance(caught.value, GatedRepoError)
-
-    @pytest.mark.parametrize("name", ["org/gated", "org/private", "org/open"])
-    def test_the_right_token_opens_it(self, download: Callable[..., Path], name: str) -> None:
-        assert contents(download(name, token="hf_good")) == FILES  # noqa: S106 - made up
+        for token, gated, private in ((False, 401, 401), ("hf_other", 403, 404)):
+            assert api.model_info("org/gated", token=token).gated == "auto"
+            with pytest.raises(GatedRepoError) as caught:
+                download("org/gated", token=token)
+            assert caught.value.response.status_code == gated
+            with pytest.raises(RepositoryNotFoundError) as hidden:
+                download("org/private", token=token)
+            assert hidden.value.response.status_code == private
+            assert not isinstance(hidden.value, GatedRepoError)
+        for name in ("org/gated", "org/private", "org/open"):
+            assert contents(download(name, token="hf_good")) == FILES  # noqa: S106 - made up
 
     def test_a_bad_token_is_refused_everywhere(self, api: HfApi) -> None:
         with pytest.raises(HfHubHTTPError, match="Invalid credentials") as caught:
@@ -354,15 +345,13 @@ class TestFaults:
         assert (cut.range, cut.status, cut.sent) == (None, 200, 11 << 20)
         assert (rest.range, rest.status, rest.sent) == (f"bytes={10 << 20}-", 206, 2 << 20)
 
-    @pytest.mark.parametrize("status", [500, 503])
-    def test_an_error_instead_of_the_bytes(
-        self, hub: Hub, download: Callable[..., Path], status: int
-    ) -> None:
-        hub.faults.status("org/name/vae", status, times=2)
-        with pytest.raises(HfHubHTTPError) as caught:
-            download("org/name")
-        assert caught.value.response.status_code == status
-        hub.faults.clear()
+    def test_an_error_instead_of_the_bytes(self, hub: Hub, download: Callable[..., Path]) -> None:
+        for status in (500, 503):
+            hub.faults.status("org/name/vae", status, times=2)
+            with pytest.raises(HfHubHTTPError) as caught:
+                download("org/name")
+            assert caught.value.response.status_code == status
+            hub.faults.clear()
         assert contents(download("org/name")) == FILES
 
     def test_an_error_instead_of_the_listing(self, hub: Hub, download: Callable[..., Path]) -> None:
@@ -383,25 +372,21 @@ class TestFaults:
         with pytest.raises(OSError, match=f"should be of size {len(WEIGHTS) + 5}"):
             download("org/name")
 
-    @pytest.mark.parametrize("cdn", [False, True])
     def test_no_size_is_announced(
-        self, hub: Hub, api: HfApi, download: Callable[..., Path], cdn: bool
+        self, hub: Hub, api: HfApi, download: Callable[..., Path]
     ) -> None:
-        hub.cdn = cdn
-        hub.faults.no_size("org/name/")
-        (found,) = api.get_paths_info("org/name", [self.NAME])
-        assert isinstance(found, RepoFile)
-        assert found.size is None
-        head = api.get_hf_file_metadata(url=f"{hub.url}/org/name/resolve/main/{self.NAME}")
-        assert head.size is None
-        hub.faults.clear()
+        address = f"{hub.url}/org/name/resolve/main/{self.NAME}"
+        for hub.cdn in (False, True):
+            hub.faults.no_size("org/name/")
+            (found,) = api.get_paths_info("org/name", [self.NAME])
+            assert isinstance(found, RepoFile)
+            assert found.size is None
+            assert api.get_hf_file_metadata(url=address).size is None
+            with open_address(address) as answer:
+                assert hub.cdn or answer.headers["Content-Length"] is None
+                assert answer.read() == WEIGHTS
+            hub.faults.clear()
         assert contents(download("org/name")) == FILES
-
-    def test_a_body_of_unknown_length(self, hub: Hub) -> None:
-        hub.faults.no_size(self.NAME)
-        with urllib.request.urlopen(f"{hub.url}/org/name/resolve/main/{self.NAME}") as answer:  # noqa: S310
-            assert answer.headers["Content-Length"] is None
-            assert answer.read() == WEIGHTS
 
     def test_a_wrong_sha_is_announced(self, hub: Hub, api: HfApi) -> None:
         hub.faults.wrong_sha(self.NAME, "1" * 64)
@@ -586,12 +571,7 @@ class TestProcess:
     def test_it_needs_nothing_but_the_standard_library(self) -> None:
         code = "import sys; import tests.hub_server.process; print(*sys.modules)"
         root = str(Path(__file__).resolve().parent.parent)
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            f"import sys; sys.path.append({root!r})\n{code}",
-        ]
+        program = f"import sys; sys.path.append({root!r})\n{code}"
+        command = [sys.executable, "-I", "-S", "-c", program]
         loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         assert "tests.hub_server.server" in loaded

@@ -462,10 +462,10 @@ def in_child(name: str, folder: Path, count: int = 0, size: int = 0) -> str:
 
 def fill(home: Path, rows: int, _: int) -> None:
     """Write sightings and their digests as scans of large folders would have."""
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
     with Store(home) as store:
-        index = store.volume.index
+        index = store.catalog
         with index.write():
             folder = index.set_folder(Path("/nowhere"), program="ComfyUI")
             filesystem = index.filesystem_number(store.volume.filesystem)
@@ -477,11 +477,8 @@ def fill(home: Path, rows: int, _: int) -> None:
                     for inode, size, _ in files
                 )
                 index.learn(
-                    "blake3",
-                    (
-                        (store.volume.filesystem, inode, size, OLD, OLD, 0, digest)
-                        for inode, size, digest in files
-                    ),
+                    (store.volume.filesystem, inode, size, OLD, OLD, 0, digest, None)
+                    for inode, size, digest in files
                 )
 
 
@@ -494,20 +491,27 @@ def row_of(number: int) -> tuple[int, int, bytes]:
 
 def find(home: Path, rows: int, _: int) -> None:
     """Do what a scan does after its walk, over every sighting there is."""
-    from smartcache.folders.records import ModelFolder
-    from smartcache.folders.scan import _Finding
+    from smartcache.folders import scan as scanning
+    from smartcache.folders.checks import Checks
+    from smartcache.folders.programs import ModelFolder
     from smartcache.folders.walk import Walked
     from smartcache.progress import silent
-    from smartcache.store.duplicates import Scope
-    from smartcache.store.store import Store
+    from smartcache.store import Scope, Store
 
+    class Unseen(Checks):
+        """Takes files as they are in the index: there is nothing to look at."""
+
+        def is_ordinary(self, filesystem: str, path: bytes) -> bool:
+            del filesystem, path
+            return True
+
+    vars(scanning)["Checks"] = Unseen
     with Store(home) as store:
         volume, place = store.volume, Path("/nowhere")
-        number = volume.index.set_folder(place, program="")
+        number = store.catalog.set_folder(place, program="")
         walked = Walked(folders={number: ModelFolder(path=place)}, files=rows)
         scope = Scope(home=volume.filesystem, boot=volume.boot, folders=(number,))
-        finding = _Finding(store, scope, walked)
-        found = finding.result(finding.compare(silent))
+        found = scanning.find_duplicates(store, walked, scope, progress=silent)
         largest = list(found.largest(10))
     if found.total.files != rows or found.groups != rows // 10 or len(largest) != 10:
         raise SystemExit(f"{found.total.files} files, {found.groups} groups: not what was written")

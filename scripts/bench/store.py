@@ -23,10 +23,8 @@ from typing import TypeVar
 import _measure
 from _measure import Table, child_seconds, median_seconds
 
-from smartcache.store.digest import hash_many
-from smartcache.store.layout import Layout
-from smartcache.store.memos import hash_all
-from smartcache.store.store import Store
+from smartcache.store import Layout, Store, hash_all
+from smartcache.system import hash_many
 
 SMALL_FILES = 10_000
 LARGE_FILES = 20

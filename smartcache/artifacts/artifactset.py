@@ -6,7 +6,7 @@
 
 Whatever is returned is memory of the caller's own, but for `handle.numpy()`. One thread of one
 process computes an artifact that several ask for; the others wait and read what it has put. The
-kernel frees the lease of a process that dies, and the next one computes.
+kernel frees the lock of a process that dies, and the next one computes.
 """
 
 from __future__ import annotations
@@ -555,11 +555,11 @@ class ArtifactSet:
             return found[0]
         rule = Retry.of(remember_failures)
         self._engine.refuse_read_only()
-        leases = self._engine.leases
+        key_locks = self._engine.key_locks
         with ExitStack() as stack:
-            # A claim costs a tenth of a lease of its own; who finds it taken waits for it by one.
-            if not leases.try_hold([key], stack, what="computing"):
-                stack.enter_context(leases.hold(key, what="computing"))
+            # A claim costs a tenth of `hold`; who finds the key taken waits for it with that.
+            if not key_locks.try_hold([key], stack, what="computing"):
+                stack.enter_context(key_locks.hold(key, what="computing"))
             found = self._look(key, validate)
             if found is not None:
                 return found[0]
@@ -596,7 +596,7 @@ class ArtifactSet:
                 return found[0]
             self._engine.refuse_read_only()
             with ExitStack() as stack:
-                if self._engine.leases.try_hold([key], stack, what="computing"):
+                if self._engine.key_locks.try_hold([key], stack, what="computing"):
                     found = await asyncio.to_thread(self._look, key, validate)
                     if found is not None:
                         return found[0]
@@ -637,7 +637,7 @@ class ArtifactSet:
         validate: Callable[[Sample], object] | None,
         ttl: float | timedelta | None,
     ) -> object:
-        """Keep what was computed, and return what was kept; under the lease it is not evicted."""
+        """Keep what was computed, and return what was kept; under the lock it is not evicted."""
         for _ in range(_TRIES):
             self.put(key, made, metadata=metadata, ttl=ttl)
             self._engine.index.drop_failures([check_key(key)])
@@ -697,7 +697,7 @@ class ArtifactSet:
                 break
             if left:
                 # Holding nothing: whoever has it may wait for a key that this call had.
-                with engine.leases.hold(left[0], what="computing"):
+                with engine.key_locks.hold(left[0], what="computing"):
                     pass
         return result
 
@@ -715,8 +715,8 @@ class ArtifactSet:
         self._engine.refuse_read_only()
         stack = ExitStack()
         try:
-            held = set(self._engine.leases.try_hold(keys, stack, what="computing"))
-            # Between the look and the lease another one may have computed it.
+            held = set(self._engine.key_locks.try_hold(keys, stack, what="computing"))
+            # Between the look and the lock another one may have computed it.
             present = self._present([key for key in keys if key in held]) if held else set()
         except BaseException:
             stack.close()
@@ -730,7 +730,7 @@ class ArtifactSet:
 
     def wait_for(self, key: str, timeout: float) -> bool:
         """Wait until nobody computes a key any more, or so many seconds; say whether it is so."""
-        return self._engine.leases.wait(key, timeout)
+        return self._engine.key_locks.wait(key, timeout)
 
     def _compute_some(
         self,
@@ -742,7 +742,7 @@ class ArtifactSet:
         *,
         is_first: bool,
     ) -> list[str]:
-        """Compute those of some keys whose leases are free; return the others."""
+        """Compute those of some keys that are free; return the others."""
         with self.claim(keys) as claim:
             (result.found if is_first else result.waited).extend(claim.present)
             mine = claim.keys

@@ -50,11 +50,7 @@ from smartcache.errors import (
     SmartcacheError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.store.faults import reached
-from smartcache.store.kernel import sync_directory
-from smartcache.store.locks import claim
-from smartcache.store.room import need_room
-from smartcache.store.safety import create_own, make_own
+from smartcache.system import claim, create_own, make_own, need_room, reached, sync_directory
 
 SHARD_SIZE: Final = 256_000_000
 """Bytes of tensors after which a shard is full."""

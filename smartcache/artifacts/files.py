@@ -21,8 +21,7 @@ from smartcache.artifacts.sets import ArtifactSets
 from smartcache.artifacts.values.tensors import need_torch
 from smartcache.errors import ArtifactError, BadKeyError, ConfigError, SetFormatError
 from smartcache.progress import Progress
-from smartcache.store.faults import reached
-from smartcache.store.room import need_room
+from smartcache.system import need_room, reached
 
 SUFFIXES: Final = (".pt", ".pth", ".npz", ".safetensors")
 _FIELD: Final = re.compile(r"\{([^{}]*)\}")

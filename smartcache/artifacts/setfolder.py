@@ -53,8 +53,7 @@ from smartcache.errors import (
     StoreUnwritableError,
     UnsupportedValueError,
 )
-from smartcache.store.kernel import sync_directory
-from smartcache.store.locks import lock
+from smartcache.system import lock, sync_directory
 
 FORMAT = 2
 FILE = "set.json"

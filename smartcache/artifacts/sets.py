@@ -38,8 +38,7 @@ from smartcache.artifacts.setfolder import (
 from smartcache.artifacts.values.compression import Rule, check_rule, need_packages
 from smartcache.errors import ArtifactError, BadSetNameError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
-from smartcache.store.locks import lock
-from smartcache.store.statkey import allocated_bytes
+from smartcache.system import allocated_bytes, lock
 
 _REMOVED = re.compile(r"\.removed-[0-9a-f]{32}-[0-9a-f]{8}")
 _UNASKED = 256 << 20

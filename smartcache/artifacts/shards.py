@@ -60,7 +60,7 @@ from smartcache.errors import (
     SmartcacheError,
 )
 from smartcache.progress import Progress
-from smartcache.store.room import need_room
+from smartcache.system import need_room
 
 _FORMAT: Final = "smartcache safetensors 1"
 _MOST_INDEX: Final = 1 << 30

@@ -69,8 +69,7 @@ def settings(_: click.Context) -> Offered:
 @_offering
 def undo_ids(ctx: click.Context) -> Offered:
     """Offer the ids of what can be undone, the newest first."""
-    from smartcache.store.journal import Journal
-    from smartcache.store.layout import Layout
+    from smartcache.store import Journal, Layout
 
     journal = Journal(Layout(_root(ctx)).journal)
     for entry in reversed(journal.history() if journal.path.exists() else []):
@@ -80,7 +79,7 @@ def undo_ids(ctx: click.Context) -> Offered:
 @_offering
 def sets(ctx: click.Context) -> Offered:
     """Offer the names of artifact sets."""
-    from smartcache.store.setfolders import DATASET
+    from smartcache.store import DATASET
 
     for name, inner in _sets_and_datasets(ctx):
         if any(each != DATASET for each in inner):
@@ -90,7 +89,7 @@ def sets(ctx: click.Context) -> Offered:
 @_offering
 def datasets(ctx: click.Context) -> Offered:
     """Offer the names of datasets."""
-    from smartcache.store.setfolders import DATASET
+    from smartcache.store import DATASET
 
     for name, inner in _sets_and_datasets(ctx):
         if DATASET in inner:
@@ -99,7 +98,7 @@ def datasets(ctx: click.Context) -> Offered:
 
 def _sets_and_datasets(ctx: click.Context) -> Iterator[tuple[str, list[str]]]:
     """Go through the folders of sets and datasets of one name, and what is in them."""
-    from smartcache.store.layout import Layout
+    from smartcache.store import Layout
 
     for entry in sorted(os.scandir(Layout(_root(ctx)).sets), key=lambda each: each.name):
         if entry.is_dir() and not entry.name.startswith("."):
@@ -120,7 +119,7 @@ def remotes(_: click.Context) -> Offered:
 @_offering
 def programs(_: click.Context) -> Offered:
     """Offer the programs whose folders are known, written as one word."""
-    from smartcache.folders.programs import PROGRAMS
+    from smartcache.folders import PROGRAMS
 
     for name in PROGRAMS:
         yield name.replace(" ", "-"), ""
@@ -139,7 +138,7 @@ def repos(ctx: click.Context) -> Offered:
 def _root(ctx: click.Context) -> Path:
     """Return where the store is, followed to where it was moved."""
     from smartcache.config import load_settings
-    from smartcache.store.volume import follow
+    from smartcache.store import follow
 
     return follow(load_settings(home=ctx.find_root().params.get("home")).home)
 

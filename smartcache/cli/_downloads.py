@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from smartcache.hub.outcome import DownloadResult, FileChanges
     from smartcache.hub.plan import DownloadPlan
     from smartcache.hub.records import PlannedFile, Source
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 MOST_SHOWN = 12
 """Files of a plan that are shown without -v: the largest. So few, and they fit on a screen."""
@@ -151,7 +151,7 @@ def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
     from smartcache.hub.plan import near_store
     from smartcache.hub.targets import LocalTarget
     from smartcache.report.naming import from_home
-    from smartcache.store.kernel import effective_user
+    from smartcache.system import effective_user
 
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]

@@ -20,7 +20,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders.records import Copy, Group, ModelFolder, Problem
+    from smartcache.folders import Copy, Group, ModelFolder, Problem
     from smartcache.report.naming import Naming
     from smartcache.report.roles import Role
 
@@ -35,7 +35,7 @@ _COPIES = (Column(title="", is_state=True), Column(title=""), Column(title="", g
 
 def program(text: str) -> str:
     """Read the value of an option that names a program, however it is written."""
-    from smartcache.folders.apps import PROGRAMS
+    from smartcache.folders import PROGRAMS
 
     known = {_letters(each): each for each in PROGRAMS}
     if _letters(text) not in known:

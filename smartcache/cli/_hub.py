@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.hub.repos import CachedRepo
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 

@@ -15,8 +15,7 @@ from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
 
 if TYPE_CHECKING:
-    from smartcache.store.records import Blob
-    from smartcache.store.store import Store
+    from smartcache.store import Blob, Store
 
     Found = tuple[Store, Blob]
     Test = Callable[[Store, Blob], bool]
@@ -106,7 +105,7 @@ def select(
     stores: Iterable[Store], tests: Iterable[Test], sort: tuple[str, bool]
 ) -> Iterator[Found]:
     """Yield the blobs that pass all tests, in order; row by row where the index knows the order."""
-    from smartcache.store.records import Trust
+    from smartcache.store import Trust
 
     is_descending, key = sort[1], _KEYS[sort[0]][1]
     conditions = list(tests)

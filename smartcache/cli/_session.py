@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from smartcache.cache import SmartCache
     from smartcache.cli._output import Colour
     from smartcache.config import Settings
-    from smartcache.store.records import Blob
-    from smartcache.store.store import Store
+    from smartcache.store import Blob, Store
 
 
 class Session:
@@ -64,7 +63,7 @@ class Session:
 
     def has_store(self) -> bool:
         """Say whether there is a store (or the way to one that was moved) at the home."""
-        from smartcache.store.layout import Layout
+        from smartcache.store import Layout
 
         return Layout(self.settings.home).exists()
 
@@ -72,7 +71,7 @@ class Session:
     def store(self, *, create: bool = False) -> Iterator[Store]:
         """Open the store; one that does not exist is an error unless it may be made."""
         from smartcache.errors import StoreFormatError
-        from smartcache.store.store import Store
+        from smartcache.store import Store
 
         settings = self.settings
         if not create and not self.has_store():
@@ -111,7 +110,7 @@ class Session:
         """Finish or take back what an interrupted change left; return what is known of it."""
         if self.opened_root is None or not self.has_store():
             return ""
-        from smartcache.store.store import Store
+        from smartcache.store import Store
 
         with Store(settings=self.settings) as store:
             stores = list(store.stores())

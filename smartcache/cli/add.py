@@ -32,11 +32,10 @@ from smartcache.store import DEFAULT_PIN
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
-How = Literal["copy", "adopt", "move"]
-Outcome = Literal["copied", "moved", "adopted", "present", "duplicate", "skipped", "planned"]
-_DONE: dict[How, Outcome] = {"copy": "copied", "move": "moved", "adopt": "adopted"}
+How = Literal["copy", "adopt"]
+Outcome = Literal["copied", "adopted", "present", "duplicate", "skipped", "planned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,6 @@ class Added:
     examples=(
         ("smartcache add model.safetensors", "a copy of it, pinned"),
         ("smartcache add --adopt -r ~/ComfyUI/models", "the files become the blobs, in place"),
-        ("smartcache add --move big.ckpt", "the file moves; 'smartcache undo' brings it back"),
         ("smartcache link $(smartcache add -q a.gguf) b.gguf", "the digest for another command"),
     ),
 )
@@ -67,7 +65,6 @@ class Added:
     "--adopt", "how", flag_value="adopt",
     help="Let the file itself be the blob: it needs no space and stays where it is, read-only.",
 )  # fmt: skip
-@click.option("--move", "how", flag_value="move", help="Move the file into the store.")
 @click.option(
     "--make-volume", is_flag=True,
     help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache-UID).",
@@ -96,10 +93,11 @@ def add_command(
     alone; an adopted file needs no pin, because it holds its bytes itself.
     """
     session = ctx.ensure_object(Session)
-    _refuse_bad_pins(how, pin, no_pin=no_pin)
+    if pin is not None and no_pin:
+        raise BadUsageError("--pin and --no-pin cannot be used together", hint="Leave one out.")
     if make_volume and how != "adopt":
         message = "--make-volume is for --adopt"
-        raise BadUsageError(message, hint="Copies and moved files go into the store you have.")
+        raise BadUsageError(message, hint="Copies go into the store you have.")
     chosen, unread = chosen_files(files, recursive=recursive)
     obstacle: StoreError | None = None
     if dry_run:
@@ -119,16 +117,6 @@ def add_command(
         ctx.exit(FAILED)
 
 
-def _refuse_bad_pins(how: How, pin: str | None, *, no_pin: bool) -> None:
-    if pin is not None and no_pin:
-        raise BadUsageError("--pin and --no-pin cannot be used together", hint="Leave one out.")
-    if how == "move" and no_pin:
-        message = "--no-pin cannot be used with --move"
-        raise BadUsageError(
-            message, hint="What was moved is only in the store: prune would lose it."
-        )
-
-
 def _make_volumes(store: Store, chosen: list[Chosen]) -> None:
     """Make a volume on every filesystem of the files that has none."""
     for file in chosen:
@@ -141,7 +129,7 @@ def _make_volumes(store: Store, chosen: list[Chosen]) -> None:
 
 def _plan(file: Chosen, how: How) -> Added:
     """Say what would be done to a file as far as that can be told without reading it."""
-    from smartcache.store.hold import refuse_unsuitable
+    from smartcache.store import refuse_unsuitable
 
     try:
         refuse_unsuitable(file.path, file.path.stat() if how == "copy" else file.path.lstat())
@@ -159,7 +147,7 @@ def _add(
     results: list[Added] = []
     obstacle = None
     names = [str(file.path) for file in chosen] or ["nothing"]
-    adding = _adopt(store, chosen) if how == "adopt" else _put(store, chosen, how)
+    adding = _adopt(store, chosen) if how == "adopt" else _put(store, chosen)
     with one_entry(store, f"add --{how} {named(names, 'file')}"), closing(adding):
         try:
             for holder, added in adding:
@@ -173,36 +161,27 @@ def _add(
     return results, obstacle
 
 
-def _put(store: Store, chosen: list[Chosen], how: How) -> Generator[tuple[Store, Added]]:
-    """Copy or move files one by one; one that cannot be taken is told and passed over."""
+def _put(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]:
+    """Copy files one by one; one that cannot be taken is told and passed over."""
     began = datetime.now(UTC).replace(microsecond=0)
     seen: set[str] = set()
-    method: Literal["copy", "move"] = "move" if how == "move" else "copy"
     total = sum(file.size for file in chosen)
-    with bars("Copying" if how == "copy" else "Moving", total, "bytes") as job:
+    with bars("Copying", total, "bytes") as job:
         for file in chosen:
             share = Share(job, file.size)
             job.describe(file.path.name)
-            holder = _volume_for(store, file.path) if how == "move" else store
             try:
-                blob = holder.put_file(file.path, how=method, progress=share)
+                blob = store.put_file(file.path, progress=share)
             except (NoSpaceError, StoreUnwritableError):
                 raise  # the next file would fare no better
             except (SmartcacheError, OSError) as error:
-                yield holder, _skipped(file, error)
+                yield store, _skipped(file, error)
                 continue
             is_new = blob.added_at >= began and blob.digest not in seen
             seen.add(blob.digest)
-            outcome = _DONE[how] if is_new or how == "move" else "present"
+            outcome: Outcome = "copied" if is_new else "present"
             share.finish()
-            yield holder, Added(path=file.path, outcome=outcome, size=blob.size, digest=blob.digest)
-
-
-def _volume_for(store: Store, path: Path) -> Store:
-    try:
-        return store.volume_of(path)
-    except FileSkippedError:
-        return store
+            yield store, Added(path=file.path, outcome=outcome, size=blob.size, digest=blob.digest)
 
 
 def _adopt(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]:
@@ -241,7 +220,7 @@ def _show(results: list[Added], *, dry_run: bool) -> None:
             where = "" if str(each.path) in str(each.reason) else f"{each.path}: "
             out.warn(f"{where}{each.reason}; left as it is")
     taken = [each for each in results if each.outcome != "skipped"]
-    new = [each for each in taken if each.outcome in _DONE.values()]
+    new = [each for each in taken if each.outcome in ("copied", "adopted")]
     out.show(
         human=lambda: _show_table(taken, dry_run=dry_run),
         document=lambda: {

@@ -127,7 +127,7 @@ def import_command(
     is interrupted, run the same command again to continue.
     """
     from smartcache.artifacts import ArtifactSets, plan_import
-    from smartcache.store.layout import Layout
+    from smartcache.store import Layout
 
     session = ctx.ensure_object(Session)
     values = None if fingerprint is None else _fingerprint(fingerprint)

@@ -25,11 +25,8 @@ from smartcache.store import DEFAULT_PIN, KINDS, Kind
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store.digest import Algorithm
-    from smartcache.store.forget import Forgotten
-    from smartcache.store.published import Found, PublishPlan
-    from smartcache.store.records import Blob
-    from smartcache.store.store import Store
+    from smartcache.store import Blob, Forgotten, PublishPlan, SharedBlob, Store
+    from smartcache.system import Algorithm
 
 _KIND_NAMES = {"hardlink": "a hard link", "reflink": "a reflink", "symlink": "a symlink"}
 _DIGESTS = click.argument("digests", metavar="DIGEST...", nargs=-1, required=True)
@@ -93,9 +90,9 @@ def link_command(
         )  # fmt: skip
 
 
-def _wanted(store: Store, text: str, *, dry_run: bool) -> tuple[Blob | Found, str]:
+def _wanted(store: Store, text: str, *, dry_run: bool) -> tuple[Blob | SharedBlob, str]:
     """Return the blob that a user means; what only a shared store has is brought, and said."""
-    from smartcache.store.layout import is_digest
+    from smartcache.system import is_digest
 
     try:
         return holders(store, text)[0][1], ""
@@ -353,8 +350,7 @@ def publish_command(session: Session, *, off: bool, dry_run: bool, yes: bool) ->
 
 
 def _say_published(plan: PublishPlan, text: str) -> None:
-    from smartcache.store.kernel import effective_user
-    from smartcache.store.safety import user_name
+    from smartcache.system import effective_user, user_name
 
     out.line(text)
     if plan.closed:

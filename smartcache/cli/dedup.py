@@ -31,11 +31,9 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
-    from smartcache.folders.records import Scan, Skip
+    from smartcache.folders import DedupPlan, DedupResult, GroupPlan, Scan, Skip
     from smartcache.report.naming import Naming
-    from smartcache.store.hold import Allowance
-    from smartcache.store.store import Store
+    from smartcache.store import Allowance, Store
 
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
@@ -97,8 +95,7 @@ def dedup_command(
     full are replaced, and never one that somebody has open for writing. With -q, prints the id for
     'smartcache undo'.
     """
-    from smartcache.folders.dedup import plan_dedup
-    from smartcache.folders.scan import folders_to_scan, scan
+    from smartcache.folders import folders_to_scan, plan_dedup, scan_folders
 
     if interactive and (yes or dry_run or out.mode != "human"):
         raise BadUsageError("--interactive asks, so it needs no -y, -n, --json or -q", hint=_LEAVE)
@@ -108,7 +105,7 @@ def dedup_command(
     session.how_far = remembered
     with session.store(create=True) as store:
         chosen, warnings = folders_to_scan(store, given, only)
-        found = scan(
+        found = scan_folders(
             store, chosen, min_size=min_size, exclude=exclude, any_file=any_file,
             is_whole=not (given or only or warnings), progress=bars,
         )  # fmt: skip

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.artifacts import SetInfo
-    from smartcache.store.usage import FolderUsage, StoreUsage
+    from smartcache.store import FolderUsage, StoreUsage
 
     SetUsage = list[tuple[SetInfo, int]]
     """Sets, and what can be freed of each."""
@@ -89,7 +89,7 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool) -> N
 
 def _measure(session: Session, paths: tuple[Path, ...]) -> list[FolderUsage]:
     """Measure folders; a store that cannot be opened is no reason not to."""
-    from smartcache.store.usage import folder_usage
+    from smartcache.store import folder_usage
 
     if session.has_store():
         try:

@@ -18,7 +18,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store.doctor import Diagnosis, Finding, Place
+    from smartcache.doctor import Diagnosis, Finding, Place
 
 _NAMES = {
     "hard_link": "hard links",
@@ -47,7 +47,7 @@ def doctor_command(ctx: click.Context, *, paths: tuple[Path, ...]) -> None:
     Abilities of the filesystems are tried, in a directory that is removed again. Exits with 1 if
     something makes the store unusable.
     """
-    from smartcache.store.doctor import LEVELS, examine
+    from smartcache.doctor import LEVELS, examine
 
     session = ctx.ensure_object(Session)
     roots, problems = _volumes(session)
@@ -77,7 +77,7 @@ def _is_bad(findings: list[Finding] | tuple[Finding, ...]) -> bool:
 
 def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
     """Return the roots of all volumes, and why the store cannot be opened, if it cannot."""
-    from smartcache.store.doctor import Finding
+    from smartcache.doctor import Finding
 
     home = session.settings.home
     try:
@@ -92,9 +92,9 @@ def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
 
 def _about_shared_stores(session: Session, roots: list[Path]) -> list[Finding]:
     """Say of each published store that the settings name whether bytes are taken from it."""
-    from smartcache.store.doctor import Finding
-    from smartcache.store.published import shared_stores
-    from smartcache.store.safety import user_name
+    from smartcache.doctor import Finding
+    from smartcache.store import shared_stores
+    from smartcache.system import user_name
 
     findings = []
     for store in shared_stores(session.settings, roots):

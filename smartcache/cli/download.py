@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from smartcache.hub.outcome import DownloadResult
     from smartcache.hub.plan import DownloadPlan
     from smartcache.hub.records import Repo
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 _MOST_NAMED = 3
 _WILD = "*?["

@@ -20,9 +20,8 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders.ignored import Ignored
-    from smartcache.folders.records import ModelFolder
-    from smartcache.store.records import KnownFolder
+    from smartcache.folders import Ignored, ModelFolder
+    from smartcache.store import KnownFolder
 
 _FOR_DOWNLOADS = "for downloads"
 _IGNORED = "ignored"
@@ -70,7 +69,7 @@ def add_command(session: Session, *, paths: tuple[Path, ...], force: bool) -> No
     """
     from pathlib import Path
 
-    from smartcache.folders.apps import identify
+    from smartcache.folders import identify
 
     folders = [Path(os.path.realpath(path)) for path in existing(paths)]
     if not force:
@@ -124,12 +123,10 @@ def ls_command(session: Session) -> None:
     scan' and 'dedup' look at both. Those for downloads are only searched for files that a download
     can reuse. FILES and SIZE are those of the last walk.
     """
-    from smartcache.folders.apps import discover
-    from smartcache.folders.ignored import ignored
-    from smartcache.folders.scan import downloads_folder
-    from smartcache.store.records import KnownFolder
+    from smartcache.folders import discover_folders, downloads_folder, ignored
+    from smartcache.store import KnownFolder
 
-    found = discover()
+    found = discover_folders()
     left_alone = ignored()
     known: dict[Path, KnownFolder] = {}
     if session.has_store():
@@ -252,8 +249,7 @@ def ignore_command(session: Session, *, words: tuple[Path, ...], remove: bool) -
     A pattern matches a name or a path of a file or folder; quote it, so that the shell leaves it as
     it is. No file is touched, and what was linked stays linked.
     """
-    from smartcache.folders.ignored import ignore, ignored
-    from smartcache.folders.scan import look
+    from smartcache.folders import ignore, ignored, look
 
     patterns = ignore([str(word) for word in words], remove=remove)
     if session.has_store():
@@ -274,7 +270,7 @@ def _say_ignored(verb: str, patterns: list[str]) -> None:
 
 
 def _as_seen(each: KnownFolder) -> ModelFolder:
-    from smartcache.folders.records import ModelFolder
+    from smartcache.folders import ModelFolder
 
     return ModelFolder(path=each.path, program=each.program, is_given=each.is_given)
 

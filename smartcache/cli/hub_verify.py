@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smartcache.hub.repairing import RepairPlan, RepairResult
     from smartcache.hub.repos import CachedRepo
     from smartcache.hub.verifying import Finding, RepoVerifyReport
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 _MOST_SHOWN = 20
 

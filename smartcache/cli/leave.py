@@ -18,9 +18,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store.eject import EjectPlan
-    from smartcache.store.move import MovePlan
-    from smartcache.store.undo import Undone
+    from smartcache.store import EjectPlan, MovePlan, Undone
 
 
 @command(
@@ -31,10 +29,8 @@ if TYPE_CHECKING:
             "how many files get their bytes back, and the room it needs",
         ),
         ("smartcache eject", "every file as it was, no store any more"),
-        ("smartcache eject --keep-shared", "no room for that: files go on sharing their bytes"),
     ),
 )
-@click.option("--keep-shared", is_flag=True, help="Let replaced files go on sharing their bytes.")
 @click.option("--drop-pinned", is_flag=True, help="Lose pinned blobs that are only in the store.")
 @click.option("--drop-artifacts", is_flag=True, help="Lose all artifact sets.")
 @asks
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
 def eject_command(
     ctx: click.Context,
     *,
-    keep_shared: bool,
     drop_pinned: bool,
     drop_artifacts: bool,
     dry_run: bool,
@@ -55,7 +50,7 @@ def eject_command(
     """
     session = ctx.ensure_object(Session)
     if not dry_run and not session.has_store():
-        from smartcache.store.eject import clear_leftovers
+        from smartcache.store import clear_leftovers
 
         if cleared := clear_leftovers(session.settings.home):
             out.show(
@@ -70,10 +65,7 @@ def eject_command(
         # The neighbours first: only the store itself knows of them.
         volumes = list(reversed(store.stores()))
         plans = [
-            each.plan_eject(
-                keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_artifacts
-            )
-            for each in volumes
+            each.plan_eject(drop_pinned=drop_pinned, drop_sets=drop_artifacts) for each in volumes
         ]
         for warning in dict.fromkeys(text for plan in plans for text in plan.warnings):
             out.warn(warning)
@@ -140,7 +132,7 @@ def _plan_lines(plan: EjectPlan) -> list[str]:
 
 
 def _sets_and_datasets(plan: EjectPlan) -> tuple[list[Path], list[Path]]:
-    from smartcache.store.setfolders import DATASET
+    from smartcache.store import DATASET
 
     datasets = [path for path in plan.sets if path.name == DATASET]
     return [path for path in plan.sets if path.name != DATASET], datasets

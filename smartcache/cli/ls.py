@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.cli._selection import Found, Test
-    from smartcache.store.records import Blob
-    from smartcache.store.store import Store
+    from smartcache.store import Blob, Store
 
 
 @command(
@@ -168,8 +167,7 @@ def dir_command(session: Session, *, verbose: bool) -> None:
     printed.
     """
     from smartcache.config import config_file
-    from smartcache.store.layout import Layout
-    from smartcache.store.volume import follow
+    from smartcache.store import Layout, follow
 
     home = session.settings.home
     layout = Layout(follow(home))

@@ -19,8 +19,7 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetPlan, SetResult
-    from smartcache.store.prune import PrunePlan, PruneResult, Victim
-    from smartcache.store.store import Store
+    from smartcache.store import PrunePlan, PruneResult, Store, Victim
 
 _MOST_SHOWN = 20
 _COLUMNS = (

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from smartcache.report.figures import Report
     from smartcache.report.text import Section
     from smartcache.report.unread import Unread
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 _STDOUT = "-"
 
@@ -80,7 +80,7 @@ def report_command(
     'smartcache dedup' would free. --html writes a page with a map of the disk, and prints its path.
     With -q, prints the paths of files that nobody has read for long.
     """
-    from smartcache.folders.scan import folders_to_scan
+    from smartcache.folders import folders_to_scan
     from smartcache.report.figures import make_report
 
     if as_markdown + (html is not None) + (out.mode != "human") > 1:

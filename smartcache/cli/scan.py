@@ -35,7 +35,7 @@ from smartcache.sizes import format_age, format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders.records import Figures, Group, Scan
+    from smartcache.folders import Figures, Group, Scan
 
 _GROUPS = 10
 _FOLDERS = (
@@ -89,7 +89,7 @@ def scan_command(
     folders have too, DUPLICATE what 'smartcache dedup' would free. With -q, prints the paths that
     it would replace.
     """
-    from smartcache.folders.scan import folders_to_scan, scan
+    from smartcache.folders import folders_to_scan, scan_folders
 
     if everything and groups is not None:
         raise BadUsageError("--groups and --all exclude each other", hint="Leave one out.")
@@ -100,7 +100,7 @@ def scan_command(
         chosen, warnings = folders_to_scan(store, given, only)
         warn_of(warnings, ())
         began = time.monotonic()
-        found = scan(
+        found = scan_folders(
             store, chosen, min_size=min_size, exclude=exclude, any_file=any_file, is_quick=quick,
             is_whole=not (given or only or warnings), progress=bars,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def scan_command(
 
 
 def _show_places(only: tuple[str, ...]) -> None:
-    from smartcache.folders.apps import places
+    from smartcache.folders import places
     from smartcache.report.naming import from_home
 
     whose = f"of {', '.join(only)} " if only else ""

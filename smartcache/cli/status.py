@@ -14,7 +14,7 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.cli._session import Session
-    from smartcache.store.store import Store
+    from smartcache.store import Store
 
 _COLUMNS = (Column(title=""), Column(title="", gives_way=True))
 

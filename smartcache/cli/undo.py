@@ -20,9 +20,7 @@ from smartcache.errors import NothingToUndoError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.store.journal import BatchSummary, Change
-    from smartcache.store.store import Store
-    from smartcache.store.undo import Undone, UndoPlan
+    from smartcache.store import BatchSummary, Change, Store, Undone, UndoPlan
 
 _MOST_SHOWN = 20
 _WORDS = {

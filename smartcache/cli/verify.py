@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.artifacts import SetVerifyReport
-    from smartcache.store.store import Store
-    from smartcache.store.verify import VerifyReport
+    from smartcache.store import Store, VerifyReport
 
 _MOST_SHOWN = 10
 
@@ -77,8 +76,7 @@ def _has_damage(reports: list[tuple[Store, VerifyReport]], of_sets: list[SetVeri
 
 def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
     """Make the index anew, even if it is no SQLite file any more; return how many blobs it has."""
-    from smartcache.store.rebuild import rebuild, replace_damaged_index
-    from smartcache.store.volume import follow
+    from smartcache.store import follow, rebuild, replace_damaged_index
 
     home = session.settings.home
     root = follow(home)
@@ -96,7 +94,7 @@ def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
 
 
 def _count_blobs(root: Path) -> int:
-    from smartcache.store.layout import Layout
+    from smartcache.store import Layout
 
     return sum(1 for _ in Layout(root).blobs.glob("??/*"))
 

@@ -1,22 +1,29 @@
-"""Plan to replace duplicates by links: which file survives, which become links, what that frees.
+"""Replace duplicates by links: the plan, and carrying it out.
 
-A plan is made from a scan and from a look at each file's owner, mode and attributes (`checks.py`,
-the same that the scan counts with); nothing is changed before `execute` (`replacing.py`).
+A plan is made from a scan and from a look at each file's owner, mode and attributes (`checks`, the
+same that the scan counts with); nothing is changed before `execute`. Then survivors become blobs in
+place, the others links to them. Each file is replaced in one step that is journaled before and can
+be undone; an interruption at any moment leaves every file whole, and running again goes on. What
+happened since the scan is noticed file by file: a plan is a wish, not a promise.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from smartcache.folders.apps import KEYS_ON_MTIME
-from smartcache.folders.checks import Allow, Checks
-from smartcache.folders.kinds import Choice, Kind
-from smartcache.folders.records import Copy, Group, ModelFolder, Scan, Skip, Verdict
-from smartcache.progress import Progress, silent
-from smartcache.store.store import Store
+from smartcache.errors import FileSkippedError, SmartcacheError, StoreError
+from smartcache.folders.checks import Allow, Checks, Kind, Skip, Verdict
+from smartcache.folders.groups import Group
+from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
+from smartcache.folders.scan import Scan
+from smartcache.progress import Job, Progress, silent
+from smartcache.store import Replacement, Store
+
+_CHUNK_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,102 +101,191 @@ def plan_dedup(
     Without `keep_writable` the setting of the store holds. `digests` are those of the groups to
     plan for; None: all.
     """
-    planning = _Planning(Choice(store, keep_writable=keep_writable))
+    checks = Checks(store, keep_writable=keep_writable, allow=allow)
     wanted = None if digests is None else set(digests)
-    if found.is_quick:
-        planning.warnings.append("A quick scan proves nothing: scan in full before 'dedup'.")
-    else:
-        for group in found.largest(judge=Checks(planning.choice, allow)):
-            if wanted is None or group.digest in wanted:
-                planning.add(group)
-    planning.warn_of_times()
-    planned = sorted(planning.groups, key=lambda plan: plan.freed_size, reverse=True)
-    if found.elsewhere:
-        planning.warnings.append(_ELSEWHERE)
+    verdicts = [
+        (group, verdict)
+        for group in (() if found.is_quick else found.largest(checks=checks))
+        if wanted is None or group.digest in wanted
+        for verdict in group.verdicts
+    ]
+    groups = [plan for each in verdicts if (plan := _group_plan(*each)) is not None]
+    groups.sort(key=lambda plan: plan.freed_size, reverse=True)
+    decided = [checks.of(each.filesystem, each.survivor) for each in groups]
+    new_volumes = dict.fromkeys(each.new_volume for each in decided if each.new_volume)
     folders = [each.folder for each in found.folders if each.folder is not None]
     return DedupPlan(
-        groups=tuple(planned),
-        freed_size=sum(plan.freed_size for plan in planned),
-        files=sum(len(plan.replaced) for plan in planned),
-        kinds=planning.kinds,
-        new_volumes=tuple(planning.new_volumes.values()),
-        read_only=planning.read_only,
-        permissions=planning.permissions,
-        skipped=tuple(planning.skipped),
-        warnings=tuple(planning.warnings),
-        _execute=lambda plan, progress: _execute(store, plan, folders, allow, progress),
+        groups=tuple(groups),
+        freed_size=sum(plan.freed_size for plan in groups),
+        files=sum(len(plan.replaced) for plan in groups),
+        kinds={each.mount: each.words for each in decided},
+        new_volumes=tuple(new_volumes),
+        read_only=sum(verdict.read_only for _, verdict in verdicts),
+        permissions=Counter(word for _, verdict in verdicts for word in verdict.permissions),
+        skipped=tuple(skip for _, verdict in verdicts for skip in verdict.skipped),
+        warnings=tuple(_warnings(found, [verdict for _, verdict in verdicts])),
+        _execute=lambda plan, progress: _Run(store, plan, allow).run(folders, progress),
     )
 
 
-_ELSEWHERE = (
-    "Some files have equal ones on other filesystems, which links cannot reach:"
-    " 'smartcache report' lists them."
-)
+def _group_plan(group: Group, verdict: Verdict) -> GroupPlan | None:
+    survivor, kind = verdict.survivor, verdict.kind
+    if survivor is None or kind is None:
+        return None
+    spares = tuple(copy.path for copy in verdict.replaced)
+    names = tuple(name.path for copy in verdict.replaced for name in copy.names)
+    return GroupPlan(
+        group=group, filesystem=verdict.filesystem, kind=kind, survivor=survivor.path,
+        spares=spares, is_blob=survivor.is_blob, replaced=spares if kind == "reflink" else names,
+        skipped=verdict.skipped, freed_size=verdict.freed,
+    )  # fmt: skip
 
 
-def _execute(
-    store: Store, plan: DedupPlan, folders: list[ModelFolder], allow: Allow, progress: Progress
-) -> DedupResult:
-    from smartcache.folders.replacing import Replacing  # which imports this module
-
-    return Replacing(store, plan, allow).run(folders, progress)
-
-
-class _Planning:
-    """A plan in the making: what the checks said of each group, added up."""
-
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-        self.groups: list[GroupPlan] = []
-        self.kinds: dict[Path, str] = {}
-        self.new_volumes: dict[str, Path] = {}
-        self.skipped: list[Skip] = []
-        self.warnings: list[str] = []
-        self.read_only = 0
-        self.permissions: Counter[str] = Counter()
-        self._retimed = 0
-        self._programs: set[str] = set()
-
-    def add(self, group: Group) -> None:
-        """Plan one group: each filesystem by itself."""
-        for verdict in group.verdicts:
-            self.skipped += verdict.skipped
-            if verdict.survivor is not None and verdict.kind is not None:
-                self._add(group, verdict.survivor, verdict.kind, verdict)
-
-    def _add(self, group: Group, survivor: Copy, kind: Kind, verdict: Verdict) -> None:
-        decided = self.choice.of(verdict.filesystem, survivor.path)
-        self.kinds[decided.mount] = decided.words
-        if decided.new_volume is not None:
-            self.new_volumes[verdict.filesystem] = decided.new_volume
-        if kind == "reflink":
-            replaced = tuple(copy.path for copy in verdict.replaced)
-        else:
-            replaced = tuple(name.path for copy in verdict.replaced for name in copy.names)
-            self._count_times(survivor, verdict.replaced)
-        self.read_only += verdict.read_only
-        self.permissions.update(verdict.permissions)
-        self.groups.append(
-            GroupPlan(
-                group=group, filesystem=verdict.filesystem, kind=kind, survivor=survivor.path,
-                spares=tuple(copy.path for copy in verdict.replaced), is_blob=survivor.is_blob,
-                replaced=replaced, skipped=verdict.skipped, freed_size=verdict.freed,
-            )
-        )  # fmt: skip
-
-    def warn_of_times(self) -> None:
-        """Say how many files get another time though their program keys its cache on it."""
-        if self._retimed:
-            names = " and ".join(sorted(self._programs))
-            files = "1 file" if self._retimed == 1 else f"{self._retimed} files"
-            self.warnings.append(
-                f"{files} of {names} will show the time of the file that is shared, and be hashed"
-                " by the program once more."
-            )
-
-    def _count_times(self, survivor: Copy, replaced: Iterable[Copy]) -> None:
-        for copy in replaced:
+def _warnings(found: Scan, verdicts: Iterable[Verdict]) -> Iterator[str]:
+    if found.is_quick:
+        yield "A quick scan proves nothing: scan in full before 'dedup'."
+    retimed: list[set[str]] = []
+    for verdict in verdicts:
+        for copy in verdict.replaced if verdict.kind == "hardlink" else ():
             programs = {name.folder.program for name in copy.names} & KEYS_ON_MTIME
-            if programs and copy.mtime_ns != survivor.mtime_ns:
-                self._retimed += 1
-                self._programs |= programs
+            if programs and verdict.survivor and copy.mtime_ns != verdict.survivor.mtime_ns:
+                retimed.append(programs)
+    if retimed:
+        names = " and ".join(sorted(set().union(*retimed)))
+        files = "1 file" if len(retimed) == 1 else f"{len(retimed)} files"
+        yield (
+            f"{files} of {names} will show the time of the file that is shared, and be hashed"
+            " by the program once more."
+        )
+    if found.elsewhere:
+        yield (
+            "Some files have equal ones on other filesystems, which links cannot reach:"
+            " 'smartcache report' lists them."
+        )
+
+
+class _Run:
+    """One run over a plan, volume by volume."""
+
+    def __init__(self, store: Store, plan: DedupPlan, allow: Allow) -> None:
+        self._store = store
+        self._plan = plan
+        self._allow = allow
+        self._skipped: list[Skip] = []
+        self._batches: list[str] = []
+        self._replaced = 0
+        self._freed = 0
+        self._changed = 0
+        self._changes = 0
+        """Of the volume in work: what `undo` could take back."""
+
+    def run(self, folders: Sequence[ModelFolder], progress: Progress) -> DedupResult:
+        """Do it; the folders belong to smartcache's from now on."""
+        for folder in folders:
+            self._store.add_folder(folder.path, program=folder.program)
+        total = sum(len(plan.replaced) * plan.group.size for plan in self._plan.groups)
+        with progress("Linking", total, "bytes") as job:
+            for store, plans in self._by_volume():
+                self._run_on(store, plans, job)
+        return DedupResult(
+            replaced=self._replaced,
+            changed=self._changed,
+            freed=self._freed,
+            freed_at_most=any(plan.kind == "reflink" for plan in self._plan.groups),
+            skipped=tuple(self._skipped),
+            batches=tuple(self._batches),
+            is_complete=not self._skipped,
+        )
+
+    def _by_volume(self) -> Iterator[tuple[Store, list[GroupPlan]]]:
+        """Yield each volume, made where it is missing, with what is to be done there."""
+        by_filesystem: dict[str, list[GroupPlan]] = {}
+        for plan in self._plan.groups:
+            by_filesystem.setdefault(plan.filesystem, []).append(plan)
+        reason = "its drive is not there any more"
+        for root in self._plan.new_volumes:
+            try:
+                self._store.add_volume(root)
+            except (StoreError, OSError) as error:
+                reason = _reason(error)
+        stores = {each.volume.filesystem: each for each in self._store.stores()}
+        for filesystem, plans in by_filesystem.items():
+            if filesystem in stores:
+                yield stores[filesystem], plans
+            else:
+                paths = (path for plan in plans for path in plan.replaced)
+                self._skipped += [Skip(path=path, reason=reason) for path in paths]
+
+    def _run_on(self, store: Store, plans: list[GroupPlan], job: Job) -> None:
+        volume = store.volume
+        self._changes = 0
+        with (
+            volume.key_locks.hold("dedup", what="another dedup", on_wait=volume.on_wait),
+            store.batch("dedup") as batch,
+        ):
+            remaining = iter(plans)
+            while chunk := list(islice(remaining, _CHUNK_GROUPS)):
+                shared = [plan for plan in chunk if plan.kind == "reflink"]
+                triples = [
+                    (p.survivor, path, p.group.digest) for p in shared for path in p.replaced
+                ]
+                self._count(store.share_many(triples) if triples else (), shared, job)
+                self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
+        self._changed += self._changes
+        if self._changes:
+            self._batches.append(batch.id)
+
+    def _link(self, store: Store, plans: list[GroupPlan], job: Job) -> None:
+        """Adopt the survivors, or the next that can be, and replace the others."""
+        waiting = {plan.survivor: plan for plan in plans if not plan.is_blob}
+        pairs: list[tuple[Path, str]] = []
+        for plan in plans:
+            if plan.is_blob:
+                # The survivor too: an interrupted run may have left its link out of the index.
+                own = () if plan.survivor.is_relative_to(store.root) else (plan.survivor,)
+                pairs += [(path, plan.group.digest) for path in (*own, *plan.replaced)]
+        tried: dict[str, int] = {}
+        while waiting:
+            again: dict[Path, GroupPlan] = {}
+            for adoption in store.adopt_many(list(waiting), follow=False):
+                plan = waiting[adoption.path]
+                self._changes += adoption.outcome == "adopted"
+                if adoption.digest == plan.group.digest:
+                    # Somebody else has stored these bytes meanwhile, or an interrupted run has.
+                    late = [adoption.path] if adoption.outcome != "adopted" else []
+                    pairs += [(path, adoption.digest) for path in (*late, *plan.replaced)]
+                    continue
+                self._note(adoption.path, adoption.error)
+                number = tried[plan.group.digest] = tried.get(plan.group.digest, -1) + 1
+                if number < len(plan.spares) - 1:
+                    again[plan.spares[number]] = plan
+                else:
+                    job.advance(plan.group.size * len(plan.replaced))
+            waiting = again
+        self._count(store.replace_many(pairs, allow=self._allow, follow=False), plans, job)
+
+    def _count(self, results: Iterable[Replacement], plans: list[GroupPlan], job: Job) -> None:
+        sizes = {plan.group.digest: plan.group.size for plan in plans}
+        survivors = {plan.survivor for plan in plans}
+        for result in results:
+            if result.outcome == "skipped":
+                self._note(result.path, result.error)
+            else:
+                self._replaced += result.outcome == "replaced"
+                self._changes += result.outcome == "replaced"
+                self._freed += result.freed
+            if result.path not in survivors:
+                job.advance(sizes.get(result.digest, 0))
+
+    def _note(self, path: Path, error: Exception | None) -> None:
+        reason = "changed since it was scanned" if error is None else _reason(error)
+        self._skipped.append(Skip(path=path, reason=reason))
+
+
+def _reason(error: Exception) -> str:
+    """Return why a file was left alone, as a short phrase."""
+    if isinstance(error, FileSkippedError):
+        return str(getattr(error, "reason", "") or error)
+    if isinstance(error, SmartcacheError):
+        return error.message
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

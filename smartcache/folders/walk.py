@@ -15,18 +15,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from smartcache.folders.apps import identify_names
-from smartcache.folders.ignored import ignored
-from smartcache.folders.records import ModelFolder, Problem
+from smartcache.folders.programs import ModelFolder, identify_names, ignored
 from smartcache.progress import Job
-from smartcache.store.filesystems import filesystem_id
-from smartcache.store.hold import INCOMPLETE_SUFFIXES
-from smartcache.store.kernel import effective_user
-from smartcache.store.layout import Layout
-from smartcache.store.schema import signed
-from smartcache.store.sighted import SeenRow
-from smartcache.store.statkey import LATEST_NS
-from smartcache.store.store import Store
+from smartcache.store import INCOMPLETE_SUFFIXES, Layout, SeenRow, Store
+from smartcache.system import LATEST_NS, effective_user, filesystem_id, signed
 
 MOST_NAMED = 1000
 """So many unreadable places are named; more are only counted."""
@@ -40,6 +32,14 @@ _STORE_MARKS = {b"index.sqlite3", b"moved-to"}
 _Key = tuple[int, int]
 _Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], Collection[bytes]]
 """Folder, directory, files that are new or changed, names that are gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A place that could not be looked at, and why."""
+
+    path: Path
+    reason: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Run:
 
     def __init__(self, store: Store, job: Job) -> None:
         self.walked = Walked()
-        self._index = store.volume.index
+        self._catalog = store.catalog
         self._job = job
         self._user = effective_user()
         self._usual: tuple[int, int, int] | None = None
@@ -110,7 +110,7 @@ class _Run:
             # Perhaps a drive that is not mounted now: what was seen there is not forgotten.
             self._excuse(path, error)
             return []
-        number = self._index.set_folder(
+        number = self._catalog.set_folder(
             folder.path, program=folder.program, given=folder.is_given, walked=False
         )
         self.walked.folders[number] = folder
@@ -128,15 +128,15 @@ class _Run:
         self._see()
         if self._differences:
             self._flush()
-        with self._index.write():
+        with self._catalog.write():
             for number, kept in self._kept.items():
                 room = max(0, _MOST_LOST - len(self._lost))
-                self._lost.update(self._index.seen_besides(number, kept, room))
-                self._index.keep_directories(number, kept)
+                self._lost.update(self._catalog.seen_besides(number, kept, room))
+                self._catalog.keep_directories(number, kept)
                 folder = self.walked.folders[number]
-                self._index.set_folder(folder.path, program=folder.program)
-            self._index.drop_empty_folders()
-            self._index.drop_memos(self._lost)
+                self._catalog.set_folder(folder.path, program=folder.program)
+            self._catalog.drop_empty_folders()
+            self._catalog.drop_memos(self._lost)
 
     def _descend(self, number: int, top: bytes, st: os.stat_result) -> list[ModelFolder]:
         found: list[ModelFolder] = []
@@ -247,13 +247,13 @@ class _Run:
     def _number(self, path: bytes, st: os.stat_result) -> int:
         name = filesystem_id(Path(os.fsdecode(path)), st)
         self._names[st.st_dev] = name
-        number = self._filesystems[st.st_dev] = self._index.filesystem_number(name)
+        number = self._filesystems[st.st_dev] = self._catalog.filesystem_number(name)
         return number
 
     def _see(self) -> None:
         """Note how the directories listed since the last time differ from what was seen there."""
         listed, self._listed = self._listed, []
-        known = self._index.seen_in([path for _, path, _ in listed])
+        known = self._catalog.seen_in([path for _, path, _ in listed])
         for number, path, listing in listed:
             directory, folder, before = known.get(path, (0, 0, {}))
             if folder == number:
@@ -279,17 +279,17 @@ class _Run:
         """Write the differences, in one short transaction."""
         rows: list[tuple[object, ...]] = []
         dropped: list[tuple[int, bytes]] = []
-        with self._index.write():
+        with self._catalog.write():
             for number in {each[0] for each in self._differences}:
                 folder = self.walked.folders[number]
-                self._index.keep_folder(number, folder.path, program=folder.program)
+                self._catalog.keep_folder(number, folder.path, program=folder.program)
             for number, path, changed, gone in self._differences:
-                directory = self._index.set_directory(path, number)
+                directory = self._catalog.set_directory(path, number)
                 self._kept[number].add(directory)
                 rows += [(directory, name, *row) for name, row in changed]
                 dropped += [(directory, name) for name in gone]
-            self._index.put_seen(rows)
-            self._index.drop_seen(dropped)
+            self._catalog.put_seen(rows)
+            self._catalog.drop_seen(dropped)
         self.walked.changes += self._unwritten
         self._differences, self._unwritten = [], 0
 

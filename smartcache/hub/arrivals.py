@@ -16,11 +16,8 @@ from blake3 import blake3
 from smartcache.errors import DigestMismatchError, FileSkippedError, StoreError
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
-from smartcache.store.digest import Algorithm, Hashes
-from smartcache.store.faults import reached
-from smartcache.store.kernel import effective_user
-from smartcache.store.proof import checked
-from smartcache.store.store import Store
+from smartcache.store import Store, checked
+from smartcache.system import Algorithm, Hashes, effective_user, reached
 
 _log = logging.getLogger(__name__)
 
@@ -56,16 +53,16 @@ class Arrivals:
         path: Path,
         followed: Hashes | None = None,
         *,
-        is_leased: bool = False,
+        is_locked: bool = False,
     ) -> None:
         """Prove a file that was downloaded; wrong bytes are set aside, and raised.
 
-        `is_leased`: the caller has the lease on this content.
+        `is_locked`: the caller has the lock of this content.
         """
         try:
             self.prove(planned, path, followed)
         except DigestMismatchError as error:
-            if is_leased:
+            if is_locked:
                 kept = self._set_aside(planned, path)
             else:
                 found = self.set_aside(planned, path)
@@ -121,12 +118,12 @@ class Arrivals:
     def set_aside(self, planned: PlannedFile, path: Path) -> Path | None:
         """Move a file with wrong bytes to `bad/`; no pointer to it remains. Return where it is.
 
-        None: another process was faster; it may have brought the right bytes since. The lease on
+        None: another process was faster; it may have brought the right bytes since. The lock of
         the content keeps its right file from being taken for the wrong one.
         """
         reached("download: wrong")
-        with self._store.leases.hold(
-            lease_on(planned.file), what="set wrong bytes aside", on_wait=self._store.volume.on_wait
+        with self._store.key_locks.hold(
+            key_of(planned.file), what="set wrong bytes aside", on_wait=self._store.volume.on_wait
         ):
             try:
                 self.prove(planned, path)
@@ -241,8 +238,8 @@ def _wrong_key(target: Target) -> str:
     return f"wrong:{blake3(os.fsencode(place)).hexdigest()[:32]}"
 
 
-def lease_on(file: RemoteFile) -> str:
-    """Return the key of the lease that one process at a time has on a content."""
+def key_of(file: RemoteFile) -> str:
+    """Return the key that one process at a time holds while it brings a content."""
     return f"hub:{file.etag}"
 
 

@@ -2,7 +2,7 @@
 
 A stale file that is not to be written through is out of the way, under a hidden name of ours, while
 another comes to its place; and a copy has such a name until it is whole. Each is noted in the index
-before it is there, under a lease that dies with its process. Whoever finds a note without a holder
+before it is there, under a lock that dies with its process. Whoever finds a note without a holder
 ends what was begun: the user's own file comes back under its name, or, if another has come there,
 is kept in `bad/`; nothing else stays.
 """
@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from smartcache.errors import LeaseTimeoutError
-from smartcache.store.faults import reached
-from smartcache.store.store import Store
-from smartcache.store.swap import beside
+from smartcache.errors import LockTimeoutError
+from smartcache.store import Store, beside
+from smartcache.system import reached
 
 _BEGINNING = "aside:"
 _log = logging.getLogger(__name__)
@@ -67,14 +66,14 @@ def give_back(store: Store) -> None:
     """End what dead processes have begun, wherever that was."""
     for key in store.volume.index.notes(_BEGINNING):
         try:
-            with store.leases.hold(key, what="give back", timeout=0):
+            with store.key_locks.hold(key, what="give back", timeout=0):
                 aside = _parse(store.volume.index.note(key))
                 if aside is not None and not os.path.isdir(os.path.dirname(aside.path)):
                     continue  # a disk that is not mounted now
                 if aside is not None:
                     _end(aside)
                 store.volume.index.set_note(key, None)
-        except LeaseTimeoutError:
+        except LockTimeoutError:
             continue
         except OSError as error:
             _log.warning("what a killed download has set aside cannot be given back: %s", error)
@@ -84,8 +83,8 @@ def give_back(store: Store) -> None:
 def _noted(store: Store, aside: _Aside) -> Iterator[None]:
     key = f"{_BEGINNING}{secrets.token_hex(8)}"
     index = store.volume.index
-    # Nobody ever waits for this lease: it only tells that the note has a living holder.
-    with store.leases.hold(key, what="download"):
+    # Nobody ever waits for this lock: it only tells that the note has a living holder.
+    with store.key_locks.hold(key, what="download"):
         index.set_note(key, json.dumps(asdict(aside)))
         try:
             yield

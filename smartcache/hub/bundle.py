@@ -29,7 +29,7 @@ from datetime import datetime
 from smartcache.errors import BundleError
 from smartcache.hub import REPO_TYPES, tree
 from smartcache.hub.records import Repo, announced_by
-from smartcache.store.digest import Algorithm
+from smartcache.system import Algorithm
 
 MANIFEST = "smartcache-bundle.json"
 COMPLETE = "complete"

@@ -17,13 +17,20 @@ from typing import BinaryIO, Protocol
 
 from smartcache.errors import DestinationExistsError, FileChangedError, HubError
 from smartcache.hub.bundle import BLOBS, COMPLETE, MANIFEST
-from smartcache.store.blobs import explained
-from smartcache.store.digest import Algorithm, Hasher, Hashes, hash_file
-from smartcache.store.faults import reached
-from smartcache.store.kernel import clone, exchange, sync_directory
-from smartcache.store.locks import claim
-from smartcache.store.proof import Advance
-from smartcache.store.room import need_room
+from smartcache.store import explained
+from smartcache.system import (
+    Advance,
+    Algorithm,
+    Hasher,
+    Hashes,
+    claim,
+    clone,
+    exchange,
+    hash_file,
+    need_room,
+    reached,
+    sync_directory,
+)
 
 _CHUNK = 1 << 20
 _RECORD = 10_240

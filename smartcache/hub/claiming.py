@@ -28,15 +28,8 @@ from smartcache.hub.arrivals import Arrivals
 from smartcache.hub.outcome import Watch
 from smartcache.hub.records import Candidate, PlannedFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
-from smartcache.store.blobs import check_expected
-from smartcache.store.copies import copy_hashed
-from smartcache.store.digest import Algorithm, Hasher
-from smartcache.store.faults import reached
-from smartcache.store.kernel import link_fd, open_unnamed
-from smartcache.store.proof import Advance
-from smartcache.store.records import Link
-from smartcache.store.store import Store
-from smartcache.store.tiers import Offer, Wanted
+from smartcache.store import Link, Offer, Store, Wanted, check_expected, copy_hashed
+from smartcache.system import Advance, Algorithm, Hasher, link_fd, open_unnamed, reached
 
 _log = logging.getLogger(__name__)
 

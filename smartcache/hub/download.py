@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from smartcache.errors import DigestMismatchError, HubError
 from smartcache.hub import asides, bars, patches, tree
-from smartcache.hub.arrivals import Arrivals, lease_on
+from smartcache.hub.arrivals import Arrivals, key_of
 from smartcache.hub.claiming import Claims
 from smartcache.hub.fetching import Fetching
 from smartcache.hub.following import Follower
@@ -35,10 +35,8 @@ from smartcache.hub.targets import CacheTarget, LocalTarget
 from smartcache.hub.unfinished import Unfinished
 from smartcache.hub.workers import Workers
 from smartcache.progress import Progress
-from smartcache.store.faults import reached
-from smartcache.store.journal import Batch
-from smartcache.store.known import sighting_of
-from smartcache.store.store import Store
+from smartcache.store import Batch, Store, sighting_of
+from smartcache.system import reached
 
 _MOST_MOVES = 3
 """A branch that moves while its files are fetched is planned again this often."""
@@ -230,15 +228,15 @@ class _Run:
 
     def _remember_places(self) -> None:
         """Let later downloads know of this HF cache, or of the weights in this `local_dir`."""
-        index = self._store.volume.index
+        catalog = self._store.catalog
         if isinstance(self._target, CacheTarget):
-            if index.folder_number(self._target.cache_dir) is None:
-                index.set_folder(self._target.cache_dir, program=HUGGING_FACE, walked=False)
+            if catalog.folder_number(self._target.cache_dir) is None:
+                catalog.set_folder(self._target.cache_dir, program=HUGGING_FACE, walked=False)
             return
         large = [self._target.found(each.file) for each in self._plan.files if each.is_large]
-        with index.write():
+        with catalog.write():
             for path in filter(None, large):
-                index.add_sighting(sighting_of(path))
+                catalog.add_sighting(sighting_of(path))
 
     # large files
 
@@ -307,8 +305,8 @@ class _Run:
 
         what = f"{planned.file.path} from a tier"
         on_wait = self._store.volume.on_wait
-        with self._store.leases.hold(lease_on(planned.file), what=what, on_wait=on_wait):
-            # Whoever had the lease before may have brought it.
+        with self._store.key_locks.hold(key_of(planned.file), what=what, on_wait=on_wait):
+            # Whoever had the lock before may have brought it.
             if self._claims.place_known(planned) or self._claims.take(planned, arrived):
                 return
         if planned.is_large:

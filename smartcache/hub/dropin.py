@@ -37,7 +37,7 @@ from smartcache.hub.remote import Access
 from smartcache.hub.tiered import pull_without_hub
 from smartcache.hub.unfinished import Unfinished
 from smartcache.progress import Progress
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo

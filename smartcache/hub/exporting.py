@@ -44,9 +44,8 @@ from smartcache.hub.bundle_writing import (
 )
 from smartcache.hub.records import RemoteFile, Repo, announced_by
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.digest import Algorithm, hash_file
-from smartcache.store.links import LINKED_SUFFIXES
-from smartcache.store.room import need_room
+from smartcache.store import LINKED_SUFFIXES
+from smartcache.system import Algorithm, hash_file, need_room
 
 _SHORTEST_PREFIX = 4
 _LFS_FROM = 10 << 20

@@ -1,9 +1,9 @@
 """Fetch large files through huggingface_hub: one worker per content among all processes.
 
-The lease on a content is taken inside the lock that huggingface_hub has on the file: nobody holds a
-lease who waits for huggingface_hub. Whoever waited for a lease looks again before fetching: the
-process before has most likely brought the bytes. The kernel ends the lease of a process that dies,
-so nobody waits for one.
+The lock of a content is taken inside the lock that huggingface_hub has on the file: nobody holds
+a lock of ours who waits for huggingface_hub. Whoever waited for ours looks again before fetching:
+the process before has most likely brought the bytes. The kernel ends the lock of a process that
+dies, so nobody waits for one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from smartcache.hub import patches
-from smartcache.hub.arrivals import Arrivals, lease_on
+from smartcache.hub.arrivals import Arrivals, key_of
 from smartcache.hub.bars import StoppedError
 from smartcache.hub.claiming import Claims
 from smartcache.hub.following import Follower
@@ -22,7 +22,7 @@ from smartcache.hub.plan import DownloadPlan
 from smartcache.hub.records import PlannedFile
 from smartcache.hub.remote import download_file
 from smartcache.hub.sources import Sources
-from smartcache.store.faults import reached
+from smartcache.system import reached
 
 
 class _HereError(Exception):
@@ -58,22 +58,22 @@ class Fetching:
         is_proven = False
 
         @contextmanager
-        def leased() -> Iterator[None]:
-            # When the lease ends the bytes are proven, and a blob: whoever waits for it finds them.
+        def locked() -> Iterator[None]:
+            # When the lock ends the bytes are proven, and a blob: whoever waits for it finds them.
             nonlocal is_proven
-            with self._lease_on(planned):
+            with self._lock_of(planned):
                 if self._is_here_now(planned):
                     raise _HereError
                 yield
                 reached("download: fetched")
                 path = plan.target.found(file)
                 if path is not None:
-                    self._arrivals.accept(planned, path, followed.finish(path), is_leased=True)
+                    self._arrivals.accept(planned, path, followed.finish(path), is_locked=True)
                 is_proven = True
 
         on_wait = partial(self._say_who, planned)
         try:
-            with self._claims.making_room(planned), patches.inside_lock(leased(), on_wait):
+            with self._claims.making_room(planned), patches.inside_lock(locked(), on_wait):
                 download_file(plan.repo, file.path, options)
             path = plan.target.found(file)
             if path is not None and not is_proven:
@@ -86,17 +86,17 @@ class Fetching:
             plan.target.settled(file)
 
     def _say_who(self, planned: PlannedFile) -> None:
-        """Say who has huggingface_hub's lock; of a process of ours the lease tells."""
+        """Say who has huggingface_hub's lock; of a process of ours our own tells."""
         store = self._plan.store
         if store.volume.on_wait is not None:
-            holder = store.leases.busy(lease_on(planned.file)) or "another program"
+            holder = store.key_locks.busy(key_of(planned.file)) or "another program"
             store.volume.on_wait(f"{planned.file.path} is being downloaded by {holder}")
 
     @contextmanager
-    def _lease_on(self, planned: PlannedFile) -> Iterator[None]:
+    def _lock_of(self, planned: PlannedFile) -> Iterator[None]:
         store = self._plan.store
         what = f"download of {self._plan.repo} {planned.file.path}"
-        with store.leases.hold(lease_on(planned.file), what=what, on_wait=store.volume.on_wait):
+        with store.key_locks.hold(key_of(planned.file), what=what, on_wait=store.volume.on_wait):
             reached("download: leased")
             if self._is_stopping.is_set():
                 raise StoppedError

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from smartcache.errors import StoreError
-from smartcache.store.digest import Algorithm, Hasher, Hashes
+from smartcache.system import Algorithm, Hasher, Hashes
 
 _PAUSE = 0.02
 _STEP = 4 << 20

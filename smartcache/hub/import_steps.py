@@ -30,13 +30,8 @@ from smartcache.hub.bundle import BLOBS, Manifest, Revision
 from smartcache.hub.bundle_reading import Chunks
 from smartcache.hub.bundle_writing import WRITING, remove, write_all
 from smartcache.progress import Job
-from smartcache.store.blobs import explained
-from smartcache.store.digest import Algorithm, Hasher
-from smartcache.store.faults import reached
-from smartcache.store.kernel import preallocate, sync_directory
-from smartcache.store.proof import CHUNK
-from smartcache.store.records import Blob, Owner
-from smartcache.store.store import Store
+from smartcache.store import CHUNK, Blob, Owner, Store, explained
+from smartcache.system import Algorithm, Hasher, preallocate, reached, sync_directory
 
 _log = logging.getLogger(__name__)
 _STAGE = ".smartcache-import"

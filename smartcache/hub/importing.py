@@ -31,10 +31,8 @@ from smartcache.hub.outcome import FileChanges, Watch
 from smartcache.hub.records import RemoteFile
 from smartcache.hub.targets import CacheTarget
 from smartcache.progress import Progress, silent
-from smartcache.store.digest import Algorithm
-from smartcache.store.records import Blob, Owner
-from smartcache.store.room import need_room
-from smartcache.store.store import Store
+from smartcache.store import Blob, Owner, Store
+from smartcache.system import Algorithm, need_room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +100,7 @@ class ImportPlan:
         keys = [f"hub import {os.path.realpath(folder)}" for folder in folders]
         on_wait = self._store.volume.on_wait
         with (
-            self._store.leases.hold(keys, what="import a bundle", on_wait=on_wait),
+            self._store.key_locks.hold(keys, what="import a bundle", on_wait=on_wait),
             watch.batches(self._store, "hub import"),
             importer.working_in(folders),
         ):

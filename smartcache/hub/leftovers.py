@@ -23,8 +23,8 @@ from smartcache.hub.plan import near_store
 from smartcache.hub.records import PlannedFile, RemoteFile
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.hub.unfinished import Note
-from smartcache.store.kernel import take_lease
-from smartcache.store.store import Store
+from smartcache.store import Store
+from smartcache.system import take_lease
 
 _YOUNG = 60.0
 """Seconds for which what is written in one go, without a lock, may still be somebody's."""

@@ -24,9 +24,8 @@ from smartcache.hub.plan import DownloadPlan, near_store
 from smartcache.hub.records import PlannedFile, RemoteFile, announced_by
 from smartcache.hub.targets import CacheTarget
 from smartcache.hub.workers import Kind, Workers
-from smartcache.store.filesystems import free_bytes
-from smartcache.store.journal import Batch
-from smartcache.store.store import Store
+from smartcache.store import Batch, Store
+from smartcache.system import free_bytes
 
 _PIPELINE = "model_index.json"
 _PREFERRED = ".safetensors"

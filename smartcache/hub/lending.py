@@ -3,7 +3,7 @@
 Nobody but the library knows which files it will load. So links to all blobs that the repo could
 need are placed in its folder of the HF cache, where huggingface_hub finds them; the library runs;
 what it fetched is proven and becomes blobs; links that no snapshot uses are taken away again.
-One thread or process per repo does this at a time, by a lease. Where a snapshot has served the same
+One thread or process per repo does this at a time, by a lock. Where a snapshot has served the same
 purpose before and is whole, there is nothing to lend, and everybody loads at once.
 
 The store is a help, never a condition: if it fails, the library loads as it would alone. But what
@@ -26,7 +26,7 @@ from smartcache.hub.dropin import Call, commit_behind, has_snapshot, listing_of
 from smartcache.hub.leftovers import looks_at, prove_file, prove_noted
 from smartcache.hub.lender import Lender
 from smartcache.hub.lent import Loan, Loans
-from smartcache.hub.neighbours import Neighbours, lease_on_repo
+from smartcache.hub.neighbours import Neighbours, key_of_repo
 from smartcache.hub.outcome import Watch, log_changes
 from smartcache.hub.plan import Listing, Look, plan_listed
 from smartcache.hub.proving import Proof
@@ -37,8 +37,8 @@ from smartcache.hub.sources import HUGGING_FACE
 from smartcache.hub.targets import CacheTarget
 from smartcache.hub.tiered import pull_without_hub
 from smartcache.hub.unfinished import Note, Unfinished
-from smartcache.store.faults import reached
-from smartcache.store.store import Store
+from smartcache.store import Store
+from smartcache.system import reached
 
 _LATE = 0.05
 """Seconds in which a client that has seen a blob has made its pointer to it."""
@@ -47,7 +47,7 @@ _PATIENCE = 10.0
 _MOST_PATIENCE = 600.0
 """Seconds to wait for another process: its library may wait for a lock that this one holds."""
 _at_work: set[str] = set()
-"""The leases that threads of this process have."""
+"""The keys that threads of this process hold."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,7 +87,7 @@ def lending(
     with ExitStack() as stack:
         with run.forgiving("nothing is lent"):
             if is_lending and not run.is_served():
-                stack.enter_context(run.lease())
+                stack.enter_context(run.lock())
                 if not run.is_served():  # by whoever was waited for
                     if is_pinned and (listing := listing_of(call)) is None and _may_pull(call):
                         pull_without_hub(store, request)
@@ -166,15 +166,15 @@ class _Run:
         return self._loan is None and not self._missing
 
     @contextmanager
-    def lease(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Be the only one who lends to this repo.
 
         Whom the holder may be waiting for must not wait for ever: after a while it goes on without
         lending.
         """
-        key = lease_on_repo(self._target.folder)
+        key = key_of_repo(self._target.folder)
         is_ours = key in _at_work
-        with self._store.leases.hold(
+        with self._store.key_locks.hold(
             key,
             what=f"loading of {self._request.repo}",
             timeout=_PATIENCE if is_ours else _MOST_PATIENCE,
@@ -336,10 +336,10 @@ class _Run:
         """Remember this HF cache, and that its snapshot has served, if it was this one."""
         if not self._is_listed or self._request.force:
             return
-        index = self._store.volume.index
+        catalog = self._store.catalog
         is_there = os.path.isdir(self._target.folder)
-        if is_there and index.folder_number(self._target.cache_dir) is None:
-            index.set_folder(self._target.cache_dir, program=HUGGING_FACE, walked=False)
+        if is_there and catalog.folder_number(self._target.cache_dir) is None:
+            catalog.set_folder(self._target.cache_dir, program=HUGGING_FACE, walked=False)
         revision = str(self._request.revision)
         ref = tree.read_ref(self._target.folder / "refs" / revision)
         if self._target.commit in (revision, ref):

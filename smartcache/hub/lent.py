@@ -20,9 +20,8 @@ from filelock import FileLock, Timeout
 
 from smartcache.hub import tree
 from smartcache.hub.snapshot import used_names
-from smartcache.store.faults import reached
-from smartcache.store.store import Store
-from smartcache.store.withdraw import withdraw
+from smartcache.store import Store, withdraw
+from smartcache.system import reached
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Settled(NamedTuple):
 
 
 class Loans:
-    """The loans to one repo folder of an HF cache. All of it happens under the folder's lease."""
+    """The loans to one repo folder of an HF cache. All of it happens under the folder's lock."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self.paths: dict[str, list[str]] = {}
@@ -68,7 +67,7 @@ class Loans:
         self._index.set_note(loan.key, json.dumps(value, separators=(",", ":")))
 
     def unsettled(self) -> list[Loan]:
-        """Return the loans of processes that have died: who has the lease has no rival."""
+        """Return the loans of processes that have died: who has the lock has no rival."""
         return [_parse(key, self._index.note(key)) for key in self._index.notes(self._beginning)]
 
     def settle(self, loan: Loan) -> Settled:

@@ -23,14 +23,8 @@ from typing import TextIO
 
 from smartcache.errors import DamagedBlobError, FileSkippedError, HubError, StoreError
 from smartcache.progress import Progress, silent
-from smartcache.store.digest import Hashes
-from smartcache.store.filesystems import filesystem_id
-from smartcache.store.known import RememberedFile
-from smartcache.store.memos import hashes_of
-from smartcache.store.records import Sighting
-from smartcache.store.schema import signed
-from smartcache.store.statkey import StatKey, allocated_bytes
-from smartcache.store.store import Store
+from smartcache.store import RememberedFile, Sighting, Store, hashes_of
+from smartcache.system import Hashes, StatKey, allocated_bytes, filesystem_id, signed
 
 FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -108,16 +102,16 @@ class CacheMapping(Mapping[str, Path]):
     def _candidates(self, sha256: str) -> Iterator[_Candidate]:
         """Yield what may be the file of one hash, blobs first."""
         for store in self._store.stores():
-            blob = store.volume.index.blob_by_alias("sha256", sha256)
+            blob = store.volume.index.blob_by_hash("sha256", sha256)
             if blob is not None:
                 yield sha256, (store, blob.digest)
-        for file in self._store.volume.index.files_with_sha256(sha256):
+        for file in self._store.catalog.files_with_sha256(sha256):
             yield sha256, file
 
     def _all_candidates(self) -> Iterator[_Candidate]:
         """Yield the candidates of all hashes, in the order of the hashes, blobs first."""
         streams: list[Iterator[_Candidate]] = [_aliased(each) for each in self._store.stores()]
-        files = self._store.volume.index.files_by_sha256()
+        files = self._store.catalog.files_by_sha256()
         streams.append((file.sha256, file) for file in files)
         return heapq.merge(*streams, key=lambda each: each[0])
 
@@ -128,7 +122,7 @@ def cache_mapping(store: Store) -> CacheMapping:
 
 
 def _aliased(store: Store) -> Iterator[_Candidate]:
-    aliases = store.volume.index.aliases("sha256")
+    aliases = store.volume.index.digests_by_sha256()
     return ((value, (store, digest)) for value, digest in aliases)
 
 
@@ -297,14 +291,14 @@ def _take(store: Store, entry: _Entry) -> MappedFile:
         raise _RefusedError("it is not a regular file")
     if entry.size not in (None, st.st_size):
         raise _RefusedError(f"it has {st.st_size} bytes, not {entry.size}")
-    hashes, key = hashes_of(store.volume, path, ("blake3", "sha256"))
+    hashes, key = hashes_of(store.volume, path, ("sha256",))
     if hashes.values["sha256"] != entry.sha256:
         raise _RefusedError(f"its sha256 is {hashes.values['sha256']}")
     st = os.stat(path)
     if StatKey.of(st) != key:
         raise _RefusedError("it changed while it was read")
     if not _is_of_a_store(store, path, hashes):
-        store.volume.index.add_sighting(
+        store.catalog.add_sighting(
             Sighting(
                 path=path, size=st.st_size, filesystem=filesystem_id(path, st), inode=st.st_ino,
                 key=key, links=st.st_nlink, allocated=allocated_bytes(st),
@@ -320,7 +314,7 @@ def _is_of_a_store(store: Store, path: Path, hashes: Hashes) -> bool:
             continue
         blob = each.volume.index.blob(hashes.digest)
         if blob is not None and blob.inode == signed(os.stat(path).st_ino):
-            each.volume.index.add_aliases(blob.id, {"sha256": hashes.values["sha256"]})
+            each.volume.index.add_aliases(blob.digest, {"sha256": hashes.values["sha256"]})
             return True
         raise _RefusedError("it is a file of the store, but not a blob")
     return False

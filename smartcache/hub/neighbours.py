@@ -15,7 +15,7 @@ from smartcache.hub.proving import prove_pointer
 from smartcache.hub.records import Repo
 from smartcache.hub.snapshot import Snapshot
 from smartcache.hub.targets import CacheTarget
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 _COARSE = 100_000_000
 """Nanoseconds by which the clock of a filesystem may be behind."""
@@ -35,7 +35,7 @@ class Neighbours:
         """Prove what has come to them since; wrong bytes are set aside, and raised."""
         for repo, changed_at in self._look().items():
             folder = self._cache_dir / repo.folder_name
-            is_attended = self._store.leases.busy(lease_on_repo(folder)) is not None
+            is_attended = self._store.key_locks.busy(key_of_repo(folder)) is not None
             if changed_at == self._before.get(repo) or is_attended:
                 continue
             names = self._new_names(folder)
@@ -65,6 +65,6 @@ class Neighbours:
             }
 
 
-def lease_on_repo(folder: Path) -> str:
-    """Return the key of the lease that one process at a time has to lend to a repo."""
+def key_of_repo(folder: Path) -> str:
+    """Return the key that one process at a time holds to lend to a repo."""
     return f"lend:{folder}"

@@ -18,9 +18,7 @@ from pathlib import Path
 
 from smartcache.hub.sources import HUGGING_FACE
 from smartcache.sizes import format_size
-from smartcache.store.journal import Batch, Change
-from smartcache.store.records import KnownFolder
-from smartcache.store.store import Store
+from smartcache.store import Batch, Change, KnownFolder, Store
 
 _READ = stat.S_IRGRP | stat.S_IROTH
 _WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH

@@ -22,11 +22,8 @@ from smartcache.hub.remote import Access, Patterns
 from smartcache.hub.sources import Sources
 from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.progress import Progress, silent
-from smartcache.store.digest import Algorithm
-from smartcache.store.filesystems import free_bytes, probe
-from smartcache.store.room import need_room
-from smartcache.store.store import Store
-from smartcache.store.tiers import Wanted
+from smartcache.store import Store, Wanted
+from smartcache.system import Algorithm, free_bytes, need_room, probe
 
 Look = Callable[[], None]
 """Brings what was seen in model folders up to date, if that is long ago."""

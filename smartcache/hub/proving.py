@@ -24,8 +24,8 @@ from smartcache.hub.plan import near_store
 from smartcache.hub.records import PlannedFile, RemoteFile, announced_by
 from smartcache.hub.snapshot import Snapshot, used_names
 from smartcache.hub.targets import CacheTarget
-from smartcache.store.digest import hash_file
-from smartcache.store.store import Store
+from smartcache.store import Store
+from smartcache.system import hash_file
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from typing import Literal
 
 from smartcache.errors import ConfigError
 from smartcache.hub import REPO_TYPES, RepoType
-from smartcache.store.digest import Algorithm
-from smartcache.store.links import LINKED_SUFFIXES
-from smartcache.store.tiers import Offer
+from smartcache.store import LINKED_SUFFIXES, Offer
+from smartcache.system import Algorithm
 
 Source = Literal["present", "link", "reuse", "copy", "tier", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file of a known folder that has to be

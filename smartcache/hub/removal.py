@@ -27,10 +27,8 @@ from smartcache.hub.repos import Body, CachedRepo, Key, Revision
 from smartcache.hub.sharing import Census, used
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
-from smartcache.store.owners import link_liveness, liveness
-from smartcache.store.records import Blob
-from smartcache.store.statkey import allocated_bytes
-from smartcache.store.store import Store
+from smartcache.store import Blob, Store, link_liveness, liveness
+from smartcache.system import allocated_bytes
 
 _YOUNG = 3600.0
 
@@ -250,7 +248,7 @@ class _Tally:
                     continue
                 for digest in index.digests_held_by(owner.id):
                     blob = index.blob(digest)
-                    if (store.root, digest) in here or blob is None or not blob.is_here:
+                    if (store.root, digest) in here or blob is None:
                         continue
                     here.add((store.root, digest))
                     try:

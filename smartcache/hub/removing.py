@@ -21,9 +21,8 @@ from smartcache.hub.leftovers import remove_partial
 from smartcache.hub.repos import CachedRepo, scan_repo
 from smartcache.hub.sharing import names_of_revisions
 from smartcache.progress import Progress
-from smartcache.store.faults import reached
-from smartcache.store.statkey import allocated_bytes
-from smartcache.store.store import Store
+from smartcache.store import Store
+from smartcache.system import allocated_bytes, reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,8 @@ from pathlib import Path
 from smartcache.errors import FileSkippedError
 from smartcache.hub.repos import CachedRepo
 from smartcache.hub.verifying import Finding
-from smartcache.store.faults import reached
-from smartcache.store.layout import Layout
-from smartcache.store.statkey import StatKey
-from smartcache.store.store import Store
+from smartcache.store import Layout, Store
+from smartcache.system import StatKey, reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from smartcache.errors import RepoNotCachedError
 from smartcache.hub.records import Repo
 from smartcache.hub.tree import is_commit, is_half_made
-from smartcache.store.statkey import allocated_bytes
+from smartcache.system import allocated_bytes
 
 Key = tuple[int, int]
 """Device and inode."""

@@ -23,10 +23,8 @@ from smartcache.errors import FileChangedError, HubError, SmartcacheError
 from smartcache.hub import sharedstore
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
-from smartcache.store.digest import hash_file
-from smartcache.store.proof import prove
-from smartcache.store.records import Blob
-from smartcache.store.store import Store
+from smartcache.store import Blob, Store, prove
+from smartcache.system import hash_file
 
 _TRIES = 3
 _SWITCHES = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_SHARED_BLOBS")
@@ -271,7 +269,7 @@ def _hash(blob: SeedBlob) -> str:
             prove(store.volume, blob.digest)
             continue
         xet = hashes.values["xet"]
-        store.volume.index.add_aliases(store.get(blob.digest).id, {"xet": xet})
+        store.add_aliases(blob.digest, {"xet": xet})
         return xet
     raise FileChangedError(f"Blob {blob.digest} is being written to", path=path)
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 from smartcache.hub.records import is_edited
 from smartcache.hub.snapshot import Snapshot
 from smartcache.hub.targets import CacheTarget
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 
 class Listed:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from smartcache.errors import HubError, LeaseTimeoutError
-from smartcache.store.digest import check_hex
+from smartcache.errors import HubError, LockTimeoutError
+from smartcache.system import check_hex
 
 _DIRECTORY = "blobs"
 _MARKER = ".huggingface-shared-blobs"
@@ -124,7 +124,7 @@ def _acquire(name: Path, path: Path, timeout: float) -> BaseFileLock:
             lock.acquire(timeout=timeout)
     except Timeout as error:
         message = f"Another process keeps {path} locked"
-        raise LeaseTimeoutError(message, key=str(path)) from error
+        raise LockTimeoutError(message, key=str(path)) from error
     return lock
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from smartcache.hub import sharedstore
 from smartcache.hub.repos import Body, CachedRepo, Key, Revision
-from smartcache.store.records import Blob
-from smartcache.store.schema import signed
-from smartcache.store.store import Store
+from smartcache.store import Blob, Store
+from smartcache.system import signed
 
 Gone = Iterable[tuple[CachedRepo, Collection[str]]]
 """Names that go, by the repo they are in."""

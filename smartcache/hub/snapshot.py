@@ -10,8 +10,7 @@ import os
 from smartcache.hub.plan import near_store
 from smartcache.hub.records import RemoteFile, is_edited
 from smartcache.hub.targets import CacheTarget
-from smartcache.store.links import LINKED_SUFFIXES
-from smartcache.store.store import Store
+from smartcache.store import LINKED_SUFFIXES, Store
 
 
 class Snapshot:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from smartcache.hub import sharedstore, tree
 from smartcache.hub.records import Candidate, RemoteFile, Repo
-from smartcache.store.hold import INCOMPLETE_SUFFIXES
-from smartcache.store.store import Store
+from smartcache.store import INCOMPLETE_SUFFIXES, Store
 
 HUGGING_FACE = "Hugging Face"
 """The program whose known folders are HF caches."""

@@ -17,10 +17,8 @@ from pathlib import Path
 
 from smartcache.hub import sharedstore, tree
 from smartcache.hub.records import RemoteFile, Repo
-from smartcache.store import Kind
-from smartcache.store.kernel import effective_user
-from smartcache.store.records import Owner
-from smartcache.store.statkey import StatKey
+from smartcache.store import Kind, Owner
+from smartcache.system import StatKey, effective_user
 
 _MOST_NOTE = 4096
 

@@ -43,10 +43,8 @@ from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.remote import select
 from smartcache.hub.workers import Workers
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.digest import Algorithm
-from smartcache.store.faults import reached
-from smartcache.store.store import Store
-from smartcache.store.tiers import BlobSource, Document, Offer
+from smartcache.store import BlobSource, Document, Offer, Store
+from smartcache.system import Algorithm, reached
 
 if TYPE_CHECKING:
     from smartcache.hub.plan import Request

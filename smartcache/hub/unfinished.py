@@ -20,7 +20,7 @@ from blake3 import blake3
 from smartcache.hub import tree
 from smartcache.hub.records import RemoteFile
 from smartcache.hub.targets import Target
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class Unfinished:
 
     def __init__(self, store: Store, root: Path) -> None:
         self._index = store.volume.index
-        self._leases = store.leases
+        self._key_locks = store.key_locks
         self._beginning = f"download:{blake3(os.fsencode(root)).hexdigest()[:32]}:"
 
     def notes(self) -> list[Note]:
         """Return the notes of downloads that have not come to their end."""
         return [
             Note(
-                key=key, is_live=self._leases.busy(key) is not None,
+                key=key, is_live=self._key_locks.busy(key) is not None,
                 files=_files(self._index.note(key)),
             )
             for key in self._index.notes(self._beginning)
@@ -67,7 +67,7 @@ class Unfinished:
         """Have a note while the block brings files; it stays behind if that does not end well."""
         key = f"{self._beginning}{secrets.token_hex(8)}"
         wanted = {file.path: (file.etag, *_stamp(target, file.path)) for file in files}
-        with self._leases.hold(key, what="download"):
+        with self._key_locks.hold(key, what="download"):
             self._index.set_note(key, json.dumps(wanted, separators=(",", ":")))
             yield
             self._index.set_note(key, None)

@@ -22,12 +22,8 @@ from smartcache.hub.repos import Body, CachedRepo, Key, Pointer, Revision
 from smartcache.hub.sharing import blobs_among
 from smartcache.hub.tree import is_commit, read_listing
 from smartcache.progress import Progress, silent
-from smartcache.store.digest import Algorithm, Hashes, hash_many
-from smartcache.store.filesystems import filesystem_id
-from smartcache.store.memos import hash_all
-from smartcache.store.records import Memo, Trust
-from smartcache.store.statkey import StatKey
-from smartcache.store.store import Store
+from smartcache.store import Store, Trust, hash_all
+from smartcache.system import Algorithm, Hashes, StatKey, filesystem_id, hash_many, signed
 
 Kind = Literal[
     "mismatch", "wrong blob", "wrong size", "dangling", "unreadable", "bad ref",
@@ -314,5 +310,5 @@ def _doubt(
         with suppress(FileNotFoundError):
             st = os.stat(file)
             if isinstance(outcome, Hashes):  # "racy" is never believed
-                memo = Memo(key=StatKey.of(st), is_racy=True, values=dict(outcome.values))
-                store.volume.index.put_memo(filesystem_id(file, st), st.st_ino, memo)
+                place = (filesystem_id(file, st), signed(st.st_ino))
+                store.catalog.learn([(*place, *StatKey.of(st), 1, None, None)])

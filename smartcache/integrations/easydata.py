@@ -16,7 +16,7 @@ what is given out belongs to the caller. `DatasetCache` keeps datasets as Arrow 
       leases/                                  flock files: one writer per key
 
 A folder is complete and on the disk before the JSON file that names it is renamed into place. What
-no such file names is what a killed process has left, and whoever next holds the lease removes it.
+no such file names is what a killed process has left, and whoever next holds the key removes it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,11 @@ from smartcache.errors import (
     BadKeyError,
     ConfigError,
     DamagedArtifactError,
-    LeaseTimeoutError,
+    LockTimeoutError,
     UnsupportedValueError,
 )
 from smartcache.sizes import parse_size
-from smartcache.store.digest import hash_file
-from smartcache.store.faults import reached
-from smartcache.store.kernel import sync_directory
-from smartcache.store.leases import Leases
-from smartcache.store.safety import make_own, read_own
+from smartcache.system import KeyLocks, hash_file, make_own, reached, read_own, sync_directory
 
 __all__ = [
     "CacheMetadata", "CacheStageConfig", "DatasetCache", "DatasetConfig", "DiskCache",
@@ -456,7 +452,7 @@ class DatasetCache:
         self._root = Path(os.path.abspath(cache_dir)) / "datasets"
         self._root.parent.mkdir(parents=True, exist_ok=True)
         make_own(self._root)
-        self._leases = Leases(self._root / "leases")
+        self._key_locks = KeyLocks(self._root / "leases")
 
     def get(self, key: str) -> Any:  # noqa: ANN401 - a Dataset or DatasetDict
         """Return a dataset, mapped into memory; None: there is none, or it is old or damaged."""
@@ -481,7 +477,7 @@ class DatasetCache:
                 return found
         if entry is not None:
             _log.warning("The dataset %r is damaged and counts as missing: %s", key, problem)
-            with suppress(LeaseTimeoutError), self._leases.hold(name, timeout=0):
+            with suppress(LockTimeoutError), self._key_locks.hold(name, timeout=0):
                 if self._read(name) == entry:
                     self._remove(name)
         return None
@@ -503,7 +499,7 @@ class DatasetCache:
             hint = "Put texts, numbers, lists and dicts with texts as keys into `extra`."
             raise UnsupportedValueError(f"The metadata of {key!r} is not JSON", hint=hint)
         name = _name_of(key)
-        with self._leases.hold(name, what="putting a dataset"):
+        with self._key_locks.hold(name, what="putting a dataset"):
             self._clear(name)
             folder = self._root / f"{name}-{secrets.token_hex(8)}"
             try:
@@ -546,7 +542,7 @@ class DatasetCache:
     def invalidate(self, key: str | None = None) -> None:
         """Delete a dataset, or all. Who has one loaded keeps it; other files stay."""
         for name in self._names() if key is None else [_name_of(key)]:
-            with self._leases.hold(name, what="removing a dataset"):
+            with self._key_locks.hold(name, what="removing a dataset"):
                 self._remove(name)
 
     def sweep(self) -> int:
@@ -556,7 +552,7 @@ class DatasetCache:
         """
         count = 0
         for name in self._names():
-            with suppress(LeaseTimeoutError), self._leases.hold(name, timeout=0):
+            with suppress(LockTimeoutError), self._key_locks.hold(name, timeout=0):
                 entry = self._read(name)
                 if entry is not None and self._is_old(entry):
                     self._remove(name)
@@ -596,12 +592,12 @@ class DatasetCache:
         return bool(self._clock() >= min(entry["expires_at"] or math.inf, mine))
 
     def _remove(self, name: str) -> None:
-        """Remove a dataset; with its lease held."""
+        """Remove a dataset; with its key held."""
         self._pointer(name).unlink(missing_ok=True)
         self._clear(name)
 
     def _clear(self, name: str) -> None:
-        """Remove what the pointer of a dataset does not name; with its lease held."""
+        """Remove what the pointer of a dataset does not name; with its key held."""
         entry = self._read(name)
         if entry is None:
             self._pointer(name).unlink(missing_ok=True)

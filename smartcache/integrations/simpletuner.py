@@ -30,7 +30,7 @@ from typing import IO, Any, Self
 
 from smartcache.artifacts import ArtifactSets
 from smartcache.errors import ConfigError, UnsupportedValueError
-from smartcache.store.kernel import sync_directory
+from smartcache.system import sync_directory
 
 __all__ = ["DataBackend", "load_tensors"]
 

@@ -11,8 +11,8 @@ from blake3 import blake3
 
 from smartcache.pretrained.canonical import NotComparableError, canonical
 from smartcache.pretrained.identity import ORIGIN_FIELDS, content_of
-from smartcache.store.digest import hash_file
-from smartcache.store.store import Store
+from smartcache.store import Store
+from smartcache.system import hash_file
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from smartcache.pretrained.canonical import canonical
-from smartcache.store.digest import hash_file
-from smartcache.store.store import Store
+from smartcache.store import Store
+from smartcache.system import hash_file
 
 ORIGIN_FIELDS = frozenset(
     ("_name_or_path", "_diffusers_version", "transformers_version", "_commit_hash")

@@ -44,7 +44,7 @@ from smartcache.pretrained.wanted import (
     wanted_model,
     why_not,
 )
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from smartcache.pretrained.arguments import HUB_ARGUMENTS, SOURCE_NAMES, Asked
 from smartcache.pretrained.canonical import NotComparableError, canonical
 from smartcache.pretrained.identity import CONFIG, content_of
 from smartcache.pretrained.registry import Key, Request
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 _log = logging.getLogger(__name__)
 

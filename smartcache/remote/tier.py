@@ -42,7 +42,7 @@ from smartcache.errors import (
 )
 from smartcache.progress import Progress, silent
 from smartcache.remote.forked import Readers
-from smartcache.store.tiers import Found
+from smartcache.store import Found
 
 FORMAT: Final = 1
 KINDS: Final = ("repos", "blobs", "sets", "datasets")

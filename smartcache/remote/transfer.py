@@ -34,10 +34,8 @@ from smartcache.hub.records import Repo
 from smartcache.hub.sources import known_caches
 from smartcache.progress import Progress, silent
 from smartcache.remote.tier import Sent, Tier, in_parallel
-from smartcache.store.digest import Algorithm
-from smartcache.store.faults import reached
-from smartcache.store.store import Store
-from smartcache.store.tiers import Document, Found, Offer
+from smartcache.store import Document, Found, Offer, Store
+from smartcache.system import Algorithm, reached
 from smartcache.training import dataset_folder
 
 Kind = Literal["repo", "blob", "set", "dataset"]

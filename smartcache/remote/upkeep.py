@@ -20,7 +20,7 @@ from smartcache.errors import DamagedObjectError, MissingObjectError, TierError
 from smartcache.progress import Progress, silent
 from smartcache.remote.tier import Advance, Listed, Tier, in_parallel, unless
 from smartcache.remote.transfer import described
-from smartcache.store.tiers import Offer
+from smartcache.store import Offer
 
 YOUNG = timedelta(hours=24)
 """What is younger may belong to a push that has not come to its document."""

@@ -17,15 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smartcache.cache import prunable_size, usage_of_sets
-from smartcache.folders.records import Figures, Group, Left, ModelFolder, Problem, Scan
-from smartcache.folders.scan import survey
-from smartcache.folders.titles import kind_of
+from smartcache.folders import (
+    Figures,
+    Group,
+    Left,
+    ModelFolder,
+    Problem,
+    Scan,
+    survey,
+)
 from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles
+from smartcache.report.titles import kind_of
 from smartcache.report.unread import Unread, Watch
-from smartcache.store.records import Seen
-from smartcache.store.store import Store
+from smartcache.store import Seen, Store
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetInfo

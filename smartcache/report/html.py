@@ -26,16 +26,15 @@ from typing import Any
 
 from smartcache import __version__
 from smartcache.errors import DestinationExistsError, SmartcacheError
-from smartcache.folders.names import Namer
-from smartcache.folders.records import Figures, Group, ModelFolder
+from smartcache.folders import Figures, Group, ModelFolder
 from smartcache.hub.repos import Key, scan_caches
 from smartcache.hub.sharing import Census, used
 from smartcache.report.figures import Report
+from smartcache.report.names import Namer
 from smartcache.report.naming import Naming, from_home, is_hash
 from smartcache.report.roles import roles
 from smartcache.sizes import format_age
-from smartcache.store.records import Seen
-from smartcache.store.store import Store
+from smartcache.store import Seen, Store
 
 MOST_FILES = 50_000
 """Names in the page, the largest; the others are counted together, model by model."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smartcache.folders.names import Namer
-from smartcache.folders.records import Group, Left, ModelFolder, Option
-from smartcache.folders.titles import title_of
+from smartcache.folders import Group, Left, ModelFolder, Option
+from smartcache.report.names import Namer
+from smartcache.report.titles import title_of
 from smartcache.sizes import format_size
 
 _OURS = "smartcache"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from smartcache.folders.records import Copy, Group
+from smartcache.folders import Copy, Group
 
 Role = Literal[
     "stays", "duplicate", "editable", "other names", "same blocks", "left alone", "other disk"

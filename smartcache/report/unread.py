@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from smartcache.store.mounts import mount_of
+from smartcache.system import mount_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

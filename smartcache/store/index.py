@@ -1,10 +1,11 @@
-"""The SQL of blobs, aliases, links and owners, and the `Index` of it all.
-
-What else is asked is in `filememory`, `known`, `sighted` and `duplicates`.
+"""What a volume remembers of its blobs: rows, other hashes, links and owners; and all its SQL.
 
 The index is a memory, never the truth: what it says of files is checked against the disk, and can
 be made again from it. Owners other than pins cannot: they are lost with the index. One method
-answers one question.
+answers one question. The tables of `catalog` are made here too: a question about duplicates asks
+both.
+
+Paths are BLOBs (file names need not be UTF-8), digests are 32 raw bytes, times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,9 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from smartcache.errors import IndexDamagedError
-from smartcache.store.database import number_of, of_row
-from smartcache.store.digest import Algorithm
-from smartcache.store.duplicates import Duplicates
-from smartcache.store.filememory import FileMemory
-from smartcache.store.known import KnownFiles
 from smartcache.store.records import (
     Blob,
     Link,
@@ -33,10 +29,204 @@ from smartcache.store.records import (
     Trust,
     when,
 )
-from smartcache.store.schema import signed
-from smartcache.store.sighted import SightedFiles
-from smartcache.store.statkey import StatKey, allocated_bytes
+from smartcache.system import (
+    Algorithm,
+    Database,
+    StatKey,
+    allocated_bytes,
+    number_of,
+    of_row,
+    signed,
+)
 
+_VERSION_1 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE blobs (
+    id        INTEGER PRIMARY KEY,
+    digest    BLOB NOT NULL UNIQUE,
+    size      INTEGER NOT NULL,
+    allocated INTEGER NOT NULL,   -- bytes of disk blocks
+    inode     INTEGER NOT NULL,
+    mtime_ns  INTEGER NOT NULL,
+    ctime_ns  INTEGER NOT NULL,
+    links     INTEGER NOT NULL,   -- hard links, the store's own name included
+    trust     INTEGER NOT NULL,   -- records.Trust
+    unsynced  TEXT,               -- boot in which bytes were adopted that we did not fsync
+    added_at  INTEGER NOT NULL,
+    used_at   INTEGER NOT NULL
+);
+CREATE INDEX blobs_inode ON blobs (inode);
+
+CREATE TABLE aliases (
+    algorithm TEXT NOT NULL,
+    value     BLOB NOT NULL,
+    blob      INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
+    PRIMARY KEY (algorithm, value)
+) WITHOUT ROWID;
+CREATE INDEX aliases_blob ON aliases (blob);
+
+CREATE TABLE owners (
+    id         INTEGER PRIMARY KEY,
+    kind       TEXT NOT NULL,
+    name       BLOB NOT NULL,     -- may be a path, which need not be UTF-8
+    path       BLOB,              -- what must exist for the owner to be live; NULL: always live
+    root       BLOB,              -- the directory whose absence means "unmounted", not "deleted"
+    filesystem TEXT,
+    made_at    INTEGER NOT NULL,
+    UNIQUE (kind, name)
+);
+
+CREATE TABLE holds (
+    owner INTEGER NOT NULL REFERENCES owners (id) ON DELETE CASCADE,
+    blob  INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
+    PRIMARY KEY (owner, blob)
+) WITHOUT ROWID;
+CREATE INDEX holds_blob ON holds (blob);
+
+CREATE TABLE links (
+    path       BLOB PRIMARY KEY,
+    blob       INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
+    kind       TEXT NOT NULL,
+    filesystem TEXT NOT NULL,     -- of the directory the link is in
+    inode      INTEGER NOT NULL,
+    owner      INTEGER REFERENCES owners (id) ON DELETE SET NULL,
+    made_at    INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX links_blob ON links (blob);
+CREATE INDEX links_owner ON links (owner);
+
+CREATE TABLE folders (
+    id        INTEGER PRIMARY KEY,
+    path      BLOB NOT NULL UNIQUE,
+    program   TEXT NOT NULL,
+    given     INTEGER NOT NULL,   -- 1: the user gave it to smartcache, 0: merely discovered
+    walked_at INTEGER NOT NULL
+);
+
+CREATE TABLE sightings (
+    path       BLOB PRIMARY KEY,
+    folder     INTEGER NOT NULL REFERENCES folders (id) ON DELETE CASCADE,
+    size       INTEGER NOT NULL,
+    filesystem TEXT NOT NULL,
+    inode      INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX sightings_size ON sightings (size);
+CREATE INDEX sightings_folder ON sightings (folder);
+
+CREATE TABLE memos (
+    filesystem TEXT NOT NULL,
+    inode      INTEGER NOT NULL,
+    size       INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL,
+    racy       INTEGER NOT NULL,
+    blake3     BLOB,
+    sha256     BLOB,
+    xet        BLOB,
+    git_sha1   BLOB,
+    PRIMARY KEY (filesystem, inode)
+) WITHOUT ROWID;
+CREATE INDEX memos_blake3 ON memos (blake3) WHERE blake3 IS NOT NULL;
+
+CREATE TABLE volumes (
+    path       BLOB PRIMARY KEY,
+    filesystem TEXT NOT NULL,
+    added_at   INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+
+# Sightings by directory: a path is written once for all files in it, and one look-up gives what was
+# seen there. What version 1 had seen is forgotten: the next scan sees it again.
+_VERSION_2 = """
+DROP TABLE sightings;
+UPDATE folders SET walked_at = 0;
+
+CREATE TABLE filesystems (
+    id   INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE     -- filesystem_id, as in memos and links
+);
+
+CREATE TABLE directories (
+    id     INTEGER PRIMARY KEY,
+    path   BLOB NOT NULL UNIQUE,
+    folder INTEGER NOT NULL REFERENCES folders (id) ON DELETE CASCADE
+);
+CREATE INDEX directories_folder ON directories (folder);
+
+CREATE TABLE sightings (
+    directory  INTEGER NOT NULL REFERENCES directories (id) ON DELETE CASCADE,
+    name       BLOB NOT NULL,
+    size       INTEGER NOT NULL,
+    filesystem INTEGER NOT NULL REFERENCES filesystems (id),
+    inode      INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL,
+    links      INTEGER NOT NULL,
+    allocated  INTEGER NOT NULL,  -- bytes of disk blocks
+    PRIMARY KEY (directory, name)
+) WITHOUT ROWID;
+CREATE INDEX sightings_size ON sightings (size);
+
+ALTER TABLE memos ADD COLUMN sample BLOB;  -- XXH3 of head and tail, a reason to compare or not to
+"""
+
+# The Hub asks for files by sha256; without this every question would read all memos.
+_VERSION_3 = """
+CREATE INDEX memos_sha256 ON memos (sha256) WHERE sha256 IS NOT NULL;
+"""
+
+# The other hashes of bytes stand in one place, whether a blob or a file outside has them; memos
+# say which bytes a file has.
+_VERSION_4 = """
+CREATE TABLE contents (
+    digest   BLOB PRIMARY KEY,
+    sha256   BLOB,
+    xet      BLOB,
+    git_sha1 BLOB
+) WITHOUT ROWID;
+INSERT OR IGNORE INTO contents
+    SELECT blobs.digest, sha256.value, xet.value, git.value FROM blobs
+    LEFT JOIN aliases AS sha256 ON sha256.blob = blobs.id AND sha256.algorithm = 'sha256'
+    LEFT JOIN aliases AS xet ON xet.blob = blobs.id AND xet.algorithm = 'xet'
+    LEFT JOIN aliases AS git ON git.blob = blobs.id AND git.algorithm = 'git-sha1'
+    WHERE coalesce(sha256.value, xet.value, git.value) IS NOT NULL;
+INSERT OR IGNORE INTO contents
+    SELECT blake3, sha256, xet, git_sha1 FROM memos
+    WHERE blake3 IS NOT NULL AND racy = 0 AND coalesce(sha256, xet, git_sha1) IS NOT NULL;
+CREATE INDEX contents_sha256 ON contents (sha256) WHERE sha256 IS NOT NULL;
+CREATE INDEX contents_xet ON contents (xet) WHERE xet IS NOT NULL;
+CREATE INDEX contents_git_sha1 ON contents (git_sha1) WHERE git_sha1 IS NOT NULL;
+DROP TABLE aliases;
+
+ALTER TABLE memos RENAME TO old_memos;
+CREATE TABLE memos (
+    filesystem TEXT NOT NULL,
+    inode      INTEGER NOT NULL,
+    size       INTEGER NOT NULL,
+    mtime_ns   INTEGER NOT NULL,
+    ctime_ns   INTEGER NOT NULL,
+    racy       INTEGER NOT NULL,
+    digest     BLOB,
+    sample     BLOB,              -- XXH3 of head and tail, a reason to compare or not to
+    PRIMARY KEY (filesystem, inode)
+) WITHOUT ROWID;
+INSERT INTO memos
+    SELECT filesystem, inode, size, mtime_ns, ctime_ns, racy, blake3, sample FROM old_memos
+    WHERE blake3 IS NOT NULL OR sample IS NOT NULL;
+DROP TABLE old_memos;
+CREATE INDEX memos_digest ON memos (digest) WHERE digest IS NOT NULL;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
+"""MIGRATIONS[n] turns version n into version n + 1, in one transaction."""
+
+VERSION = len(MIGRATIONS)
+
+HASHES: dict[Algorithm, str] = {"sha256": "sha256", "xet": "xet", "git-sha1": "git_sha1"}
+"""The columns of other hashes than the digest."""
 _BLOB = (
     "blobs.id, blobs.digest, size, allocated, blobs.inode, mtime_ns, ctime_ns, links, trust,"
     " unsynced, added_at, used_at"
@@ -67,69 +257,76 @@ _NO_TIME = 1 << 37
 _Row = tuple[Any, ...]
 
 
-class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
+class Index(Database):
     """The index of one volume."""
+
+    migrations: ClassVar[tuple[str, ...]] = MIGRATIONS
 
     # blobs
 
     def blob(self, digest: str) -> Blob | None:
-        """Return the blob of a digest."""
-        return self._one_blob(f"SELECT {_BLOB} FROM blobs WHERE digest = ?", bytes.fromhex(digest))
+        """Return the blob of a digest, if the store should have its bytes."""
+        blob = self.record(digest)
+        return blob if blob is not None and blob.is_here else None
+
+    def record(self, digest: str) -> Blob | None:
+        """Return what is known of a digest, be its bytes lost or in the trash."""
+        return self._blob(f"SELECT {_BLOB} FROM blobs WHERE digest = ?", bytes.fromhex(digest))
 
     def blob_by_inode(self, inode: int) -> Blob | None:
         """Return the blob that lies in an inode of this filesystem."""
-        return self._one_blob(f"SELECT {_BLOB} FROM blobs WHERE inode = ?", signed(inode))
+        return self._blob(f"SELECT {_BLOB} FROM blobs WHERE inode = ?", signed(inode))
 
-    def blob_by_alias(self, algorithm: str, value: str) -> Blob | None:
-        """Return the blob known under another hash."""
-        where = "WHERE algorithm = ? AND value = ?"
-        sql = f"SELECT {_BLOB} FROM aliases JOIN blobs ON blobs.id = blob {where}"
-        return self._one_blob(sql, algorithm, bytes.fromhex(value))
+    def blob_by_hash(self, algorithm: Algorithm, value: str) -> Blob | None:
+        """Return the blob known under a hash, if the store should have its bytes."""
+        if algorithm == "blake3":
+            return self.blob(value)
+        sql = (
+            f"SELECT {_BLOB} FROM contents JOIN blobs ON blobs.digest = contents.digest"
+            f" WHERE contents.{HASHES[algorithm]} = ? AND trust < {int(Trust.LOST)}"
+        )
+        return self._blob(sql, bytes.fromhex(value))
 
     def blobs_in(self, inodes: Iterable[int]) -> dict[int, Blob]:
         """Return the blobs that lie in these inodes of this filesystem, by inode."""
         sql = f"SELECT {_BLOB} FROM blobs WHERE inode IN (SELECT value FROM json_each(?))"
-        rows = self._all(sql, json.dumps([signed(inode) for inode in inodes]))
+        rows = self.select(sql, json.dumps([signed(inode) for inode in inodes]))
         return {blob.inode: blob for blob in map(_blob, rows)}
 
     def known_digests(self, digests: Iterable[str]) -> set[str]:
         """Return those of the digests that have a row."""
-        wanted = [bytes.fromhex(digest) for digest in digests]
-        found: set[str] = set()
-        for start in range(0, len(wanted), _PAGE):
-            page = wanted[start : start + _PAGE]
-            marks = ", ".join("?" * len(page))
-            rows = self._all(f"SELECT digest FROM blobs WHERE digest IN ({marks})", *page)
-            found |= {row[0].hex() for row in rows}
-        return found
+        return {row[0].hex() for row in self._of_digests("SELECT digest FROM blobs", digests)}
 
     def digests_starting_with(self, prefix: str, limit: int = 3) -> list[str]:
         """Return the first digests that begin with a hexadecimal prefix."""
         low = bytes.fromhex(prefix.ljust(64, "0"))
         high = bytes.fromhex(prefix.ljust(64, "f"))
         sql = "SELECT digest FROM blobs WHERE digest BETWEEN ? AND ? ORDER BY digest LIMIT ?"
-        return [row[0].hex() for row in self._all(sql, low, high, limit)]
+        return [row[0].hex() for row in self.select(sql, low, high, limit)]
 
     def blobs(self, *, order: str = "digest") -> Iterator[Blob]:
         """Go through all blobs in pages; the index may be written in between.
 
         Costs 8 bytes of memory per blob: the order is that of the moment of the call.
         """
-        rows = self._all(f"SELECT id FROM blobs ORDER BY {_ORDERS[order]}")
+        rows = self.select(f"SELECT id FROM blobs ORDER BY {_ORDERS[order]}")
         ids = array("q", map(number_of, rows))
         for start in range(0, len(ids), _PAGE):
             yield from self.blobs_among(ids[start : start + _PAGE])
 
-    def blobs_after(self, digest: bytes, limit: int) -> list[Blob]:
-        """Return the next blobs in order of digest: a page for work that writes in between."""
+    def records(self) -> Iterator[Blob]:
+        """Go through all that is known, by digest, in pages: the index may be written meanwhile."""
         sql = f"SELECT {_BLOB} FROM blobs WHERE digest > ? ORDER BY digest LIMIT ?"
-        return [_blob(row) for row in self._ahead(1, digest, self._all(sql, digest, limit))]
+        after = b""
+        while page := self._ahead(1, after, self.select(sql, after, _PAGE)):
+            after = page[-1][1]
+            yield from map(_blob, page)
 
     def digests(self) -> Iterator[list[tuple[int, str]]]:
         """Go through (id, digest) of all blobs, in pages that come from one moment each."""
         sql = "SELECT id, lower(hex(digest)) FROM blobs WHERE id > ? ORDER BY id LIMIT ?"
         last = 0
-        while page := self._all(sql, last, _LONG_PAGE):
+        while page := self.select(sql, last, _LONG_PAGE):
             yield page
             if page[-1][0] <= last:
                 raise IndexDamagedError(f"{self.path} is damaged: its rows are not in order")
@@ -138,7 +335,7 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
     def blobs_among(self, blobs: Iterable[int]) -> list[Blob]:
         """Return the blobs of these ids, as far as there are any."""
         sql = f"SELECT {_BLOB} FROM json_each(?) JOIN blobs ON blobs.id = value ORDER BY key"
-        return [_blob(row) for row in self._all(sql, json.dumps(list(blobs)))]
+        return [_blob(row) for row in self.select(sql, json.dumps(list(blobs)))]
 
     def add_blob(
         self,
@@ -147,13 +344,12 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
         *,
         trust: Trust = Trust.VERIFIED,
         unsynced: str | None = None,
-        aliases: Mapping[Algorithm, str] | None = None,
+        hashes: Mapping[Algorithm, str] | None = None,
     ) -> int:
         """Insert or renew the row of a blob, with the hashes known for it; return its id."""
         values = _blob_values(digest, st, trust, unsynced)
-        blob = self._value(f"{_ADD_BLOB} RETURNING id", *values)
-        if aliases:
-            self.add_aliases(blob, aliases)
+        blob = self.number(f"{_ADD_BLOB} RETURNING id", *values)
+        self.add_aliases(digest, hashes)
         return blob
 
     def add_linked_blobs(
@@ -167,7 +363,7 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
         """Insert or renew (digest, stat, trust, path) of files that are blobs and hard links."""
         now = int(time.time())
         rows = list(files)
-        self._run_many(
+        self.execute_many(
             _ADD_BLOB, [_blob_values(d, st, trust, unsynced) for d, st, trust, _ in rows]
         )
         links = [
@@ -178,11 +374,11 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner, made_at)"
             " SELECT ?, id, 'hardlink', ?, ?, ?, ? FROM blobs WHERE digest = ?"
         )
-        self._run_many(sql, links)
+        self.execute_many(sql, links)
         if owner is not None:
             held = [(owner, bytes.fromhex(digest)) for digest, _, _, _ in rows]
             sql = "INSERT OR IGNORE INTO holds SELECT ?, id FROM blobs WHERE digest = ?"
-            self._run_many(sql, held)
+            self.execute_many(sql, held)
 
     def refresh(self, blob: int, st: os.stat_result, trust: Trust, *, synced: bool = False) -> None:
         """Record a blob's stat anew, after our own link operation or a fresh hash of it."""
@@ -195,39 +391,38 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             allocated_bytes(st), signed(st.st_ino), *StatKey.of(st),
             st.st_nlink, int(trust), blob,
         )  # fmt: skip
-        self._run(sql, *values)
+        self.execute(sql, *values)
 
     def touch(self, blob: int, now: float | None = None) -> None:
         """Remember that a blob was used."""
-        self._run("UPDATE blobs SET used_at = ? WHERE id = ?", int(now or time.time()), blob)
+        self.execute("UPDATE blobs SET used_at = ? WHERE id = ?", int(now or time.time()), blob)
 
     def mark_gone(self, blob: int, trust: Trust = Trust.LOST) -> None:
-        """Remember that a blob's bytes are gone, but keep its aliases, links and holds."""
+        """Remember that a blob's bytes are gone, but keep its links and holds."""
         sql = "UPDATE blobs SET allocated = 0, links = 0, inode = -1, trust = ? WHERE id = ?"
-        self._run(sql, int(trust), blob)
+        self.execute(sql, int(trust), blob)
+
+    def add_lost(self, digest: str, size: int) -> None:
+        """Remember a blob whose bytes are not here now, for what holds it or points at it."""
+        sql = (
+            "INSERT OR IGNORE INTO blobs (digest, size, allocated, inode, mtime_ns, ctime_ns,"
+            " links, trust, added_at, used_at) VALUES (?, ?, 0, -1, 0, 0, 0, ?, ?, ?)"
+        )
+        now = int(time.time())
+        self.execute(sql, bytes.fromhex(digest), size, int(Trust.LOST), now, now)
 
     def drop_blob(self, blob: int) -> None:
-        """Forget a blob with its aliases, links and holds."""
-        self._run("DELETE FROM blobs WHERE id = ?", blob)
+        """Forget a blob with its links and holds."""
+        self.execute("DELETE FROM blobs WHERE id = ?", blob)
 
     def totals(self) -> Totals:
         """Return the sums over all blobs: one pass over the table."""
         sql = (
-            "SELECT count(*), total(size), total(allocated), total(links = 1),"
-            " total(CASE links WHEN 1 THEN allocated ELSE 0 END), total(size * links), total(links)"
+            "SELECT count(*), total(size), total(allocated),"
+            " total(CASE links WHEN 1 THEN allocated ELSE 0 END)"
             f" FROM blobs WHERE trust < {int(Trust.LOST)}"
         )
-        numbers = [int(value) for value in self._all(sql)[0]]
-        names = (
-            "blobs",
-            "size",
-            "allocated",
-            "only_blobs",
-            "only_allocated",
-            "linked_size",
-            "links",
-        )
-        return Totals(**dict(zip(names, numbers, strict=True)))
+        return Totals(*(int(value) for value in self.select(sql)[0]))
 
     def content_mark(self) -> tuple[int, ...]:
         """Return figures that change when blobs or their sha256 come or go: a pass over each."""
@@ -235,8 +430,11 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             "SELECT count(*), coalesce(max(id), 0), coalesce(sum(size), 0),"
             f" coalesce(sum(added_at), 0) FROM blobs WHERE trust < {int(Trust.LOST)}"
         )
-        aliases = "SELECT count(*) FROM aliases WHERE algorithm = 'sha256'"
-        return (*self._all(blobs)[0], self._value(aliases))
+        named = (
+            "SELECT count(*) FROM contents JOIN blobs ON blobs.digest = contents.digest"
+            " WHERE sha256 IS NOT NULL"
+        )
+        return (*self.select(blobs)[0], self.number(named))
 
     def clear(self) -> None:
         """Forget links and owners, and that any blob is here; `drop_lost` forgets what stays lost.
@@ -244,40 +442,56 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
         What is known of folders, memos and volumes stays.
         """
         for table in ("links", "holds", "owners"):
-            self._run(f"DELETE FROM {table}")
+            self.execute(f"DELETE FROM {table}")
         sql = "UPDATE blobs SET allocated = 0, links = 0, inode = -1, trust = ?"
-        self._run(sql, int(Trust.LOST))
+        self.execute(sql, int(Trust.LOST))
 
     def drop_lost(self) -> None:
         """Forget the blobs whose bytes are gone, with all that was known of them."""
-        self._run("DELETE FROM blobs WHERE trust = ?", int(Trust.LOST))
+        self.execute("DELETE FROM blobs WHERE trust = ?", int(Trust.LOST))
 
-    # aliases
+    # other hashes of bytes
 
-    def add_aliases(self, blob: int, values: Mapping[Algorithm, str]) -> None:
-        """Remember other hashes of a blob's bytes."""
-        sql = "INSERT OR REPLACE INTO aliases (algorithm, value, blob) VALUES (?, ?, ?)"
-        for algorithm, value in values.items():
-            if algorithm != "blake3":
-                self._run(sql, algorithm, bytes.fromhex(value), blob)
+    def add_aliases(self, digest: str, values: Mapping[Algorithm, str] | None) -> None:
+        """Remember other hashes of the bytes that have this digest."""
+        known = {HASHES[name]: value for name, value in (values or {}).items() if name in HASHES}
+        if known:
+            columns, marks = ", ".join(known), ", ?" * len(known)
+            kept = ", ".join(f"{name} = excluded.{name}" for name in known)
+            self.execute(
+                f"INSERT INTO contents (digest, {columns}) VALUES (?{marks})"
+                f" ON CONFLICT (digest) DO UPDATE SET {kept}",
+                *map(bytes.fromhex, (digest, *known.values())),
+            )
 
-    def aliases_of(self, blob: int) -> dict[Algorithm, str]:
-        """Return the other hashes known for a blob."""
-        rows = self._all(
-            "SELECT algorithm, value FROM aliases WHERE blob = ? ORDER BY algorithm", blob
-        )
-        return {algorithm: value.hex() for algorithm, value in rows}
+    def hashes_of(self, digests: Iterable[str]) -> dict[str, dict[Algorithm, str]]:
+        """Return all that is known of the hashes of some bytes, by digest, which is one of them."""
+        found: dict[str, dict[Algorithm, str]] = {each: {"blake3": each} for each in digests}
+        sql = f"SELECT digest, {', '.join(HASHES.values())} FROM contents"
+        for digest, *values in self._of_digests(sql, found):
+            for name, value in zip(HASHES, values, strict=True):
+                if value is not None:
+                    found[digest.hex()][name] = value.hex()
+        return found
 
-    def aliases(self, algorithm: str) -> Iterator[tuple[str, str]]:
-        """Go through (value, digest) of all aliases of one algorithm, in pages."""
+    def digests_by_sha256(self) -> Iterator[tuple[str, str]]:
+        """Go through (sha256, digest) of the blobs whose sha256 is known, in its order."""
         sql = (
-            "SELECT value, digest FROM aliases JOIN blobs ON blobs.id = blob"
-            " WHERE algorithm = ? AND value > ? ORDER BY value LIMIT ?"
+            "SELECT sha256, contents.digest FROM contents"
+            " JOIN blobs ON blobs.digest = contents.digest"
+            " WHERE sha256 > ? ORDER BY sha256 LIMIT ?"
         )
         after = b""
-        while page := self._ahead(0, after, self._all(sql, algorithm, after, _PAGE)):
+        while page := self._ahead(0, after, self.select(sql, after, _PAGE)):
             after = page[-1][0]
             yield from [(value.hex(), digest.hex()) for value, digest in page]
+
+    def drop_unused_hashes(self) -> None:
+        """Forget the hashes of bytes that neither a blob nor a known file has."""
+        self.execute(
+            "DELETE FROM contents WHERE digest NOT IN (SELECT digest FROM blobs)"
+            " AND digest NOT IN (SELECT digest FROM memos WHERE digest IS NOT NULL)"
+        )
 
     # links
 
@@ -297,16 +511,41 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             " VALUES (?, ?, ?, ?, ?, ?, ?)"
         )
         now = int(time.time())
-        self._run(sql, os.fsencode(path), blob, kind, filesystem, signed(inode), owner, now)
+        self.execute(sql, os.fsencode(path), blob, kind, filesystem, signed(inode), owner, now)
+
+    def add_hard_links(
+        self,
+        links: Iterable[tuple[int, str | Path, int]],
+        *,
+        filesystem: str,
+        owner: int | None,
+    ) -> None:
+        """Remember (blob, path, inode) of files that are hard links of blobs, for their owner."""
+        now, found = int(time.time()), list(links)
+        sql = (
+            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner, made_at)"
+            " VALUES (?, ?, 'hardlink', ?, ?, ?, ?)"
+        )
+        with self.write():
+            self.execute_many(
+                sql,
+                [
+                    (os.fsencode(path), blob, filesystem, signed(inode), owner, now)
+                    for blob, path, inode in found
+                ],
+            )
+            if owner is not None:
+                held = {(owner, blob) for blob, _, _ in found}
+                self.execute_many("INSERT OR IGNORE INTO holds (owner, blob) VALUES (?, ?)", held)
 
     def drop_link(self, path: str | Path) -> None:
         """Forget a link."""
-        self._run("DELETE FROM links WHERE path = ?", os.fsencode(path))
+        self.execute("DELETE FROM links WHERE path = ?", os.fsencode(path))
 
     def link(self, path: str | Path) -> Link | None:
         """Return the link at a path."""
         sql = f"SELECT {_LINK} FROM links JOIN blobs ON blobs.id = blob WHERE path = ?"
-        row = self._one(sql, os.fsencode(path))
+        row = self.select_one(sql, os.fsencode(path))
         return _link(row) if row else None
 
     def links_of(self, blob: int) -> list[Link]:
@@ -314,7 +553,12 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
         sql = (
             f"SELECT {_LINK} FROM links JOIN blobs ON blobs.id = blob WHERE blob = ? ORDER BY path"
         )
-        return [_link(row) for row in self._all(sql, blob)]
+        return [_link(row) for row in self.select(sql, blob)]
+
+    def name_of(self, blob: Blob) -> str:
+        """Return what people know a blob by: the name of a file that has its bytes, or its id."""
+        links = self.links_of(blob.id)
+        return links[0].path.name if links else blob.digest[:12]
 
     def links_among(self, blobs: Iterable[int]) -> dict[int, list[Link]]:
         """Return the recorded links of these blobs, by blob; those without any are left out."""
@@ -323,7 +567,7 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             " JOIN blobs ON blobs.id = links.blob"
         )
         found: dict[int, list[Link]] = {}
-        for blob, *row in self._all(sql, json.dumps(list(blobs))):
+        for blob, *row in self.select(sql, json.dumps(list(blobs))):
             found.setdefault(blob, []).append(_link(tuple(row)))
         return found
 
@@ -334,7 +578,7 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             " WHERE path > ? AND (? IS NULL OR links.kind = ?) ORDER BY path LIMIT ?"
         )
         after = os.fsencode(path)
-        return [_link(r) for r in self._ahead(0, after, self._all(sql, after, kind, kind, limit))]
+        return [_link(r) for r in self._ahead(0, after, self.select(sql, after, kind, kind, limit))]
 
     # owners
 
@@ -355,25 +599,25 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             owner.filesystem,
             int(time.time()),
         )
-        return int(self._value(sql, *values))
+        return int(self.number(sql, *values))
 
     def drop_owner(self, owner: int) -> None:
         """Forget an owner and what it held."""
-        self._run("DELETE FROM owners WHERE id = ?", owner)
+        self.execute("DELETE FROM owners WHERE id = ?", owner)
 
     def owners(self) -> list[Owner]:
         """Return all owners."""
         sql = "SELECT id, kind, name, path, root, filesystem FROM owners ORDER BY kind, name"
-        return [_owner(row) for row in self._all(sql)]
+        return [_owner(row) for row in self.select(sql)]
 
     def hold(self, owner: int, blob: int) -> None:
         """Let an owner keep a blob alive."""
-        self._run("INSERT OR IGNORE INTO holds (owner, blob) VALUES (?, ?)", owner, blob)
+        self.execute("INSERT OR IGNORE INTO holds (owner, blob) VALUES (?, ?)", owner, blob)
 
     def release(self, owner: int, blob: int) -> bool:
         """End a hold; say whether there was one."""
         sql = "DELETE FROM holds WHERE owner = ? AND blob = ?"
-        return self._run(sql, owner, blob) > 0
+        return self.execute(sql, owner, blob) > 0
 
     def holders_of(self, blob: int) -> list[Owner]:
         """Return the owners that hold a blob."""
@@ -381,20 +625,32 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             "SELECT id, kind, name, path, root, filesystem FROM holds"
             " JOIN owners ON owners.id = owner WHERE blob = ? ORDER BY kind, name"
         )
-        return [_owner(row) for row in self._all(sql, blob)]
+        return [_owner(row) for row in self.select(sql, blob)]
 
     def holds_among(self, blobs: Iterable[int]) -> dict[int, list[int]]:
         """Return the owners that hold these blobs, by blob; those without any are left out."""
         sql = "SELECT blob, owner FROM json_each(?) CROSS JOIN holds ON blob = value"
         found: dict[int, list[int]] = {}
-        for blob, owner in self._all(sql, json.dumps(list(blobs))):
+        for blob, owner in self.select(sql, json.dumps(list(blobs))):
             found.setdefault(blob, []).append(owner)
         return found
 
     def digests_held_by(self, owner: int) -> list[str]:
         """Return the digests of the blobs that an owner holds."""
         sql = "SELECT digest FROM holds JOIN blobs ON blobs.id = blob WHERE owner = ?"
-        return [digest.hex() for (digest,) in self._all(sql, owner)]
+        return [digest.hex() for (digest,) in self.select(sql, owner)]
+
+    # the other volumes
+
+    def add_volume(self, path: Path, filesystem: str) -> None:
+        """Remember another volume."""
+        sql = "INSERT OR REPLACE INTO volumes VALUES (?, ?, ?)"
+        self.execute(sql, os.fsencode(path), filesystem, int(time.time()))
+
+    def volumes(self) -> list[tuple[Path, str]]:
+        """Return (path, filesystem) of the other volumes."""
+        rows = self.select("SELECT path, filesystem FROM volumes ORDER BY path")
+        return list(map(_volume, rows))
 
     def _ahead(self, column: int, after: bytes, page: list[_Row]) -> list[_Row]:
         """Return a page that leads on; damage to the index may give the same one for ever."""
@@ -402,8 +658,15 @@ class Index(FileMemory, KnownFiles, SightedFiles, Duplicates):
             raise IndexDamagedError(f"{self.path} is damaged: its rows are not in order")
         return page
 
-    def _one_blob(self, sql: str, *values: object) -> Blob | None:
-        row = self._one(sql, *values)
+    def _of_digests(self, sql: str, digests: Iterable[str]) -> Iterator[_Row]:
+        """Go through the rows of some digests."""
+        wanted = list(map(bytes.fromhex, digests))
+        for start in range(0, len(wanted), _LONG_PAGE):
+            page = wanted[start : start + _LONG_PAGE]
+            yield from self.select(f"{sql} WHERE digest IN ({', '.join('?' * len(page))})", *page)
+
+    def _blob(self, sql: str, *values: object) -> Blob | None:
+        row = self.select_one(sql, *values)
         return None if row is None else _blob(row)
 
 
@@ -464,3 +727,8 @@ def _owner(row: _Row) -> Owner:
         root=as_path[1],
         filesystem=filesystem,
     )
+
+
+@of_row
+def _volume(row: tuple[Any, ...]) -> tuple[Path, str]:
+    return Path(os.fsdecode(row[0])), str(row[1])

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from smartcache.errors import BlobNotFoundError
-from smartcache.store.filesystems import filesystem_id, nearest_existing
-from smartcache.store.journal import Batch, Change
-from smartcache.store.records import Blob, Link, Owner
-from smartcache.store.schema import signed
-from smartcache.store.statkey import allocated_bytes
+from smartcache.store.changes.journal import Batch, Change
+from smartcache.store.records import Blob, Link, LinkKind, Owner
 from smartcache.store.volume import Volume
+from smartcache.system import allocated_bytes, filesystem_id, nearest_existing, signed
+
+_PAGE = 1000
 
 Liveness = Literal["live", "dead", "away"]
 Holding = tuple[Owner, Liveness]
@@ -61,13 +61,14 @@ def link_liveness(volume: Volume, link: Link) -> Liveness:
         return "dead" if filesystem_id(parent) == link.filesystem else "away"
     except OSError:
         return "away"
-    if link.kind == "symlink":
-        if not os.path.islink(link.path):
-            return "dead"
-        return "live" if _points_at(link.path, volume.layout.blob(link.digest)) else "dead"
+    is_there = True
     if link.kind == "hardlink":
-        return "live" if signed(st.st_ino) == link.inode else "dead"
-    return "live"
+        is_there = signed(st.st_ino) == link.inode
+    elif link.kind == "symlink":
+        is_there = stat.S_ISLNK(st.st_mode) and _points_at(
+            link.path, volume.layout.blob(link.digest)
+        )
+    return "live" if is_there else "dead"
 
 
 def _points_at(path: Path, target: str) -> bool:
@@ -80,101 +81,88 @@ def _points_at(path: Path, target: str) -> bool:
         return False
 
 
-def live_holders(volume: Volume, blob: Blob) -> list[Holding]:
-    """Return the owners that still hold a blob, live or away, checked against the disk now.
+def link_pages(volume: Volume, kind: LinkKind | None = None) -> Iterator[list[Link]]:
+    """Go through the recorded links by path, some at a time: whoever does may write in between."""
+    after = ""
+    while page := volume.index.links_after(after, _PAGE, kind=kind):
+        after = str(page[-1].path)
+        yield page
+
+
+class Keepers(NamedTuple):
+    """Who keeps a blob alive."""
+
+    holders: list[Holding]
+    """The owners that still hold it, live or away."""
+    symlinks: list[Link]
+    """The recorded symlinks that still point at it, or may (their drive is away)."""
+
+    def want_it(self, *, drop_away: bool = False) -> bool:
+        """Say whether the blob must stay; `drop_away`: owners on absent drives are gone."""
+        states = {state for _, state in self.holders}
+        return "live" in states or ("away" in states and not drop_away) or bool(self.symlinks)
+
+
+def keepers_of(volume: Volume, blob: Blob) -> Keepers:
+    """Return who keeps a blob alive, checked against the disk now."""
+    owners = [(owner, liveness(owner)) for owner in volume.index.holders_of(blob.id)]
+    return _keepers(volume, owners, volume.index.links_of(blob.id))
+
+
+def _keepers(volume: Volume, owners: Iterable[Holding], links: Iterable[Link]) -> Keepers:
+    """Ask the owners and links on record, of which the disk knows whether they are still there.
 
     An owner that held the blob through links holds it only while one of those links is there.
     """
-    owners = [(owner, liveness(owner)) for owner in volume.index.holders_of(blob.id)]
-    return _still_holding(volume, owners, volume.index.links_of(blob.id))
-
-
-def _still_holding(
-    volume: Volume, owners: Iterable[Holding], links: Iterable[Link]
-) -> list[Holding]:
-    of_owner: dict[int, list[Link]] = {}
+    through: dict[int, set[Liveness]] = {}
+    symlinks: list[Link] = []
     for link in links:
+        if link.owner is None and link.kind != "symlink":
+            continue
+        state = link_liveness(volume, link)
         if link.owner is not None:
-            of_owner.setdefault(link.owner, []).append(link)
+            through.setdefault(link.owner, set()).add(state)
+        if link.kind == "symlink" and state != "dead":
+            symlinks.append(link)
     holders: list[Holding] = []
     for owner, exists in owners:
-        state = exists
-        if state == "live" and owner.id in of_owner:
-            states = {link_liveness(volume, link) for link in of_owner[owner.id]}
-            state = "live" if "live" in states else "away" if "away" in states else "dead"
-        if state != "dead":
-            holders.append((owner, state))
-    return holders
+        states = through.get(owner.id, {exists}) if exists == "live" else {exists}
+        if states != {"dead"}:
+            holders.append((owner, "live" if "live" in states else "away"))
+    return Keepers(holders, symlinks)
 
 
-def living_symlinks(volume: Volume, blob: Blob) -> list[Link]:
-    """Return the recorded symlinks that still point at a blob, or may (their drive is away)."""
-    return _living(volume, volume.index.links_of(blob.id))
+class Page(NamedTuple):
+    """Some blobs as they are now, by their numbers."""
+
+    stats: dict[int, os.stat_result]
+    owners: dict[int, list[Holding]]
+    """The owners on record, deleted ones too."""
+    alone: list[tuple[Blob, Keepers]]
+    """Those that only smartcache has, and who wants them all the same; `allocated` is of now."""
 
 
-def _living(volume: Volume, links: Iterable[Link]) -> list[Link]:
-    symlinks = (link for link in links if link.kind == "symlink")
-    return [link for link in symlinks if link_liveness(volume, link) != "dead"]
-
-
-def wants(
-    holders: Collection[Holding], symlinks: Collection[Link], *, drop_away: bool = False
-) -> bool:
-    """Say whether one of these keeps a blob alive; `drop_away`: absent drives are gone."""
-    states = {state for _, state in holders}
-    return "live" in states or ("away" in states and not drop_away) or bool(symlinks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """A blob that only smartcache has, and who wants it all the same."""
-
-    blob: Blob
-    """`allocated` is of now."""
-    holders: Collection[Holding]
-    symlinks: Collection[Link]
-
-    def is_wanted(self, *, drop_away: bool = False) -> bool:
-        """Say whether it must stay."""
-        return wants(self.holders, self.symlinks, drop_away=drop_away)
-
-
-class Look:
-    """A look at all blobs as they are now: one stat for each blob, and each owner is asked once."""
-
-    def __init__(self, volume: Volume) -> None:
-        self._volume = volume
-        self._known: dict[int, Holding] = {}
-
-    def pages(self) -> Iterator[dict[int, os.stat_result]]:
-        """Go through the blobs whose files are there: their numbers and stats."""
-        blob_path = self._volume.layout.blob
-        for page in self._volume.index.digests():
-            stats = ((blob, _stat(blob_path(digest))) for blob, digest in page)
-            yield {blob: st for blob, st in stats if st is not None}
-
-    def alone(self, page: dict[int, os.stat_result]) -> Iterator[Alone]:
-        """Go through those of a page that have no name outside the store."""
-        index = self._volume.index
-        numbers = [blob for blob, st in page.items() if st.st_nlink == 1]
-        if not numbers:
-            return
-        holds, links = self.owners(numbers), index.links_among(numbers)
-        for blob in index.blobs_among(numbers):
-            own = links.get(blob.id, [])
-            yield Alone(
-                blob=replace(blob, allocated=allocated_bytes(page[blob.id])),
-                holders=_still_holding(self._volume, holds.get(blob.id, ()), own),
-                symlinks=_living(self._volume, own),
-            )
-
-    def owners(self, blobs: Collection[int]) -> dict[int, list[Holding]]:
-        """Return the owners on record for some blobs, deleted ones too."""
-        index, known = self._volume.index, self._known
-        holds = index.holds_among(blobs)
-        if any(owner not in known for owners in holds.values() for owner in owners):
+def look(volume: Volume) -> Iterator[Page]:
+    """Go through the blobs whose files are there: one stat for each, and each owner asked once."""
+    index = volume.index
+    known: dict[int, Holding] = {}
+    for page in index.digests():
+        found = ((blob, _stat(volume.layout.blob(digest))) for blob, digest in page)
+        stats = {blob: st for blob, st in found if st is not None}
+        holds = index.holds_among(stats)
+        if any(owner not in known for some in holds.values() for owner in some):
             known |= {o.id: (o, liveness(o)) for o in index.owners() if o.id not in known}
-        return {blob: [known[o] for o in owners if o in known] for blob, owners in holds.items()}
+        owners = {blob: [known[o] for o in some if o in known] for blob, some in holds.items()}
+        lonely = [blob for blob, st in stats.items() if st.st_nlink == 1]
+        links = index.links_among(lonely)
+        alone = [
+            (
+                replace(blob, allocated=allocated_bytes(stats[blob.id])),
+                _keepers(volume, owners.get(blob.id, ()), links.get(blob.id, ())),
+            )
+            for blob in index.blobs_among(lonely)
+        ]
+        yield Page(stats, owners, alone)
 
 
 def _stat(path: str) -> os.stat_result | None:
@@ -198,7 +186,7 @@ def own(volume: Volume, owner: Owner, digests: list[str]) -> int:
         owner_id = volume.index.add_owner(complete(owner))
         for digest in digests:
             blob = volume.index.blob(digest)
-            if blob is None or not blob.is_here:
+            if blob is None:
                 raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
             volume.index.hold(owner_id, blob.id)
     return owner_id

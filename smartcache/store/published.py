@@ -1,18 +1,18 @@
 """A store that its owner lets everybody read, and how others take bytes from it.
 
-The owner: `publish` opens the root, `blobs/` and `blobs/<aa>` to all (0755) and writes `catalog`,
+The owner: `publish` opens the root, `blobs/` and `blobs/<aa>` to all (0755) and writes `listing`,
 a sorted list of the blobs that others can read. Index, journal, locks and everything else stay
-closed. The catalog is replaced as a whole, in one step, and renewed when the store is closed after
+closed. The listing is replaced as a whole, in one step, and renewed when the store is closed after
 blobs came or went.
 
-The reader: a `SharedStore` takes no lock, writes nothing and knows nothing but names, the catalog
+The reader: a `SharedStore` takes no lock, writes nothing and knows nothing but names, the listing
 and blobs. It is used only if all of them belong to one user, who is root, the reader or somebody
 the reader has named, if nobody else can write them, and if none of them is a symlink; each is
 opened below the descriptor of the one before, so that what was checked is what is used. Even then
 nothing is believed: the bytes go to an inode of the reader's own and are hashed there, by the hash
 that was asked for, before they become a blob.
 
-    catalog   64 bytes      magic, version, size of a record, count of records, mark
+    listing   64 bytes      magic, version, size of a record, count of records, mark
               72 per blob   sha256, digest, size; sorted by sha256, numbers little-endian
 """
 
@@ -33,16 +33,18 @@ from blake3 import blake3
 
 from smartcache.config import Settings
 from smartcache.errors import DigestMismatchError, NoSpaceError, StoreError, StoreUnwritableError
-from smartcache.store.blobs import explained, writing
-from smartcache.store.digest import Algorithm, check_hex
-from smartcache.store.faults import reached
-from smartcache.store.kernel import effective_user, sync_directory
-from smartcache.store.layout import Layout
-from smartcache.store.proof import Advance, is_as_recorded
-from smartcache.store.put import take_in
+from smartcache.store.blobs import explained, take_in, writing
 from smartcache.store.records import Blob
-from smartcache.store.safety import user_name
-from smartcache.store.volume import Volume, all_blobs
+from smartcache.store.volume import Layout, Volume
+from smartcache.system import (
+    Advance,
+    Algorithm,
+    check_hex,
+    effective_user,
+    reached,
+    sync_directory,
+    user_name,
+)
 
 VERSION = 1
 _MAGIC = b"SMCCTLG\n"
@@ -66,7 +68,7 @@ class PublishPlan:
 
     root: Path
     is_published: bool
-    """It is published already: executing renews the catalog."""
+    """It is published already: executing renews the listing."""
     blobs: int
     size: int
     unnamed: int
@@ -79,23 +81,23 @@ class PublishPlan:
     _execute: Callable[[], None] = field(repr=False, compare=False)
 
     def execute(self) -> None:
-        """Open the blobs to all and write the catalog."""
+        """Open the blobs to all and write the listing."""
         self._execute()
 
 
 def is_published(volume: Volume) -> bool:
     """Say whether others may read this store."""
-    return os.path.lexists(volume.layout.catalog)
+    return os.path.lexists(volume.layout.listing)
 
 
 def plan_publish(volume: Volume) -> PublishPlan:
-    """Plan to let everybody on this machine read the blobs, or to renew the catalog of them."""
-    survey = _survey(volume)
+    """Plan to let everybody on this machine read the blobs, or to renew the listing of them."""
+    listing, found = _survey(volume)
 
     def execute() -> None:
-        # The root is opened last and closed first: whatever is interrupted, a store with a catalog
+        # The root is opened last and closed first: whatever is interrupted, a store with a listing
         # can be published or closed again.
-        _write_catalog(volume, survey.catalog)
+        _write_listing(volume, listing)
         reached("publish: listed")
         # Under the lock nobody makes a `blobs/<aa>` with the mode from before.
         with explained(volume.root), volume.guard("publish", exclusive=True):
@@ -103,8 +105,7 @@ def plan_publish(volume: Volume) -> PublishPlan:
                 _set_mode(directory, _OPEN)
 
     return PublishPlan(
-        root=volume.root, is_published=is_published(volume), blobs=survey.blobs, size=survey.size,
-        unnamed=survey.unnamed, closed=survey.closed, changed=survey.changed,
+        root=volume.root, is_published=is_published(volume), **found,
         warnings=tuple(_closed_ways(volume.root)), _execute=execute,
     )  # fmt: skip
 
@@ -115,38 +116,29 @@ def unpublish(volume: Volume) -> None:
         for directory in (volume.root, *_blob_directories(volume)):
             _set_mode(directory, _CLOSED)
         reached("publish: closed")
-        volume.layout.catalog.unlink(missing_ok=True)
+        volume.layout.listing.unlink(missing_ok=True)
         sync_directory(volume.root)
 
 
-def renew_catalog(volume: Volume) -> None:
-    """Write the catalog of a published store anew if blobs came or went; else do nothing."""
+def renew_listing(volume: Volume) -> None:
+    """Write the listing of a published store anew if blobs came or went; else do nothing."""
     if not is_published(volume) or not volume.index.is_open:
         return
     try:
-        with open(os.open(volume.layout.catalog, _FLAGS), "rb") as file:
+        with open(os.open(volume.layout.listing, _FLAGS), "rb") as file:
             is_current = file.read(_HEADER.size).endswith(_mark(volume) + _PADDING)
         if not is_current:
-            _write_catalog(volume, _survey(volume).catalog, anew=False)
+            _write_listing(volume, _survey(volume)[0], anew=False)
     except (StoreError, OSError) as error:
-        _log.warning("the catalog of %s was not updated: %s", volume.root, error)
+        _log.warning("the listing of %s was not updated: %s", volume.root, error)
 
 
-class _Survey(NamedTuple):
-    catalog: bytes
-    blobs: int
-    size: int
-    unnamed: int
-    closed: int
-    changed: int
-
-
-def _survey(volume: Volume) -> _Survey:
-    """Look at every blob: the catalog as it has to be, and what is not in it."""
+def _survey(volume: Volume) -> tuple[bytes, dict[str, int]]:
+    """Look at every blob: the listing as it has to be, and the figures of a `PublishPlan`."""
     mark = _mark(volume)  # first: what comes meanwhile is noticed at the next close
     sizes: dict[str, int] = {}
     closed = changed = 0
-    for blob in all_blobs(volume):
+    for blob in volume.index.records():
         if not blob.is_here:
             continue
         try:
@@ -154,7 +146,7 @@ def _survey(volume: Volume) -> _Survey:
         except FileNotFoundError:
             changed += 1
             continue
-        if not is_as_recorded(blob, st):
+        if blob.judged(st) == "suspect":
             changed += 1
         elif not st.st_mode & _OTHERS_READ:
             closed += 1
@@ -162,16 +154,15 @@ def _survey(volume: Volume) -> _Survey:
             sizes[blob.digest] = st.st_size
     records = [
         (bytes.fromhex(value), bytes.fromhex(digest), sizes[digest])
-        for value, digest in volume.index.aliases("sha256")
+        for value, digest in volume.index.digests_by_sha256()
         if digest in sizes
     ]
     header = _HEADER.pack(_MAGIC, VERSION, _RECORD.size, len(records), mark)
-    named = {digest for _, digest, _ in records}
-    return _Survey(
-        catalog=header + b"".join(_RECORD.pack(*record) for record in records),
-        blobs=len(sizes), size=sum(sizes.values()), unnamed=len(sizes) - len(named),
-        closed=closed, changed=changed,
-    )  # fmt: skip
+    unnamed = len(sizes) - len({digest for _, digest, _ in records})
+    return header + b"".join(_RECORD.pack(*record) for record in records), {
+        "blobs": len(sizes), "size": sum(sizes.values()), "unnamed": unnamed, "closed": closed,
+        "changed": changed,
+    }  # fmt: skip
 
 
 def _mark(volume: Volume) -> bytes:
@@ -179,18 +170,18 @@ def _mark(volume: Volume) -> bytes:
     return blake3(repr(volume.index.content_mark()).encode()).digest()
 
 
-def _write_catalog(volume: Volume, catalog: bytes, *, anew: bool = True) -> None:
-    """Replace the catalog in one step; not `anew`: only if nobody has taken it back meanwhile."""
+def _write_listing(volume: Volume, listing: bytes, *, anew: bool = True) -> None:
+    """Replace the listing in one step; not `anew`: only if nobody has taken it back meanwhile."""
     with writing(volume) as tmp:
-        view = memoryview(catalog)
+        view = memoryview(listing)
         while view:
             view = view[os.write(tmp.fd, view) :]
         os.fchmod(tmp.fd, _READABLE)
         os.fsync(tmp.fd)
-        reached("publish: catalog written")
+        reached("publish: listing written")
         with volume.guard("publish"):
             if anew or is_published(volume):
-                os.rename(tmp.path, volume.layout.catalog)
+                os.rename(tmp.path, volume.layout.listing)
         sync_directory(volume.root)
 
 
@@ -202,11 +193,8 @@ def _blob_directories(volume: Volume) -> list[Path]:
 
 
 def _set_mode(directory: Path, mode: int) -> None:
-    descriptor = os.open(directory, _FLAGS | os.O_DIRECTORY)
-    try:
+    with _closing(os.open(directory, _FLAGS | os.O_DIRECTORY)) as descriptor:
         os.fchmod(descriptor, mode)
-    finally:
-        os.close(descriptor)
 
 
 def _closed_ways(root: Path) -> Iterator[str]:
@@ -222,7 +210,7 @@ def _closed_ways(root: Path) -> Iterator[str]:
 # the reader's half
 
 
-class Found(NamedTuple):
+class SharedBlob(NamedTuple):
     """A blob of a shared store, as far as that tells: nothing was hashed yet."""
 
     store: SharedStore
@@ -251,8 +239,8 @@ class SharedStore:
         with self._entered() as inside:
             return inside.owner, inside.records
 
-    def find(self, algorithm: Algorithm, value: str) -> Found | None:
-        """Return a blob by its digest, or by its sha256 if that is in the catalog.
+    def find(self, algorithm: Algorithm, value: str) -> SharedBlob | None:
+        """Return a blob by its digest, or by its sha256 if that is in the listing.
 
         A store that is not usable has none, and says why, once.
         """
@@ -268,9 +256,9 @@ class SharedStore:
                         return None
                     digest, size = listed
                 with _closing(self._open_blob(inside, digest)) as descriptor:
-                    found = Found(self, digest, os.fstat(descriptor).st_size)
+                    found = SharedBlob(self, digest, os.fstat(descriptor).st_size)
         except FileNotFoundError:
-            return None  # pruned since the catalog was written
+            return None  # pruned since the listing was written
         except (StoreError, OSError) as error:
             self.say(error)
             return None
@@ -290,7 +278,7 @@ class SharedStore:
 
     @contextmanager
     def _entered(self) -> Iterator[_Inside]:
-        """Give the root and the catalog, opened, if they may be trusted."""
+        """Give the root and the listing, opened, if they may be trusted."""
         try:
             opened = _open(self.root, is_directory=True)
         except FileNotFoundError as error:
@@ -303,12 +291,12 @@ class SharedStore:
                 hint = "If you trust them, add them to it."
                 raise StoreError(message, hint=hint, owner=owner)
             try:
-                opened = _open(self._layout.catalog, root, owner)
+                opened = _open(self._layout.listing, root, owner)
             except FileNotFoundError as error:
                 hint = "Its owner can publish it: smartcache publish."
                 raise StoreError("it is not published", hint=hint) from error
-            with _closing(opened) as catalog:
-                yield _Inside(root, owner, catalog, _records(catalog))
+            with _closing(opened) as listing:
+                yield _Inside(root, owner, listing, _records(listing))
 
     def _open_blob(self, inside: _Inside, digest: str) -> int:
         path, owner = Path(self._layout.blob(digest)), inside.owner
@@ -320,37 +308,37 @@ class SharedStore:
 
 
 class _Inside(NamedTuple):
-    """Descriptors of a shared store's root and catalog, its owner, and the number of records."""
+    """Descriptors of a shared store's root and listing, its owner, and the number of records."""
 
     root: int
     owner: int
-    catalog: int
+    listing: int
     records: int
 
 
-def _records(catalog: int) -> int:
-    """Return how many records a catalog has; StoreError: it is none that we can read."""
-    data = os.pread(catalog, _HEADER.size, 0)
+def _records(listing: int) -> int:
+    """Return how many records a listing has; StoreError: it is none that we can read."""
+    data = os.pread(listing, _HEADER.size, 0)
     if len(data) != _HEADER.size or not data.startswith(_MAGIC):
-        raise StoreError("its catalog is damaged", hint=_PUBLISH_AGAIN)
+        raise StoreError("its listing is damaged", hint=_PUBLISH_AGAIN)
     _, version, record_size, count, _ = _HEADER.unpack(data)
     if (version, record_size) != (VERSION, _RECORD.size):
-        message = f"its catalog has version {version}; this smartcache reads version {VERSION}"
+        message = f"its listing has version {version}; this smartcache reads version {VERSION}"
         raise StoreError(message, hint="Update smartcache.")
-    if os.fstat(catalog).st_size != _HEADER.size + count * _RECORD.size:
-        raise StoreError("its catalog is damaged", hint=_PUBLISH_AGAIN)
+    if os.fstat(listing).st_size != _HEADER.size + count * _RECORD.size:
+        raise StoreError("its listing is damaged", hint=_PUBLISH_AGAIN)
     return int(count)
 
 
 def _listed(inside: _Inside, sha256: str) -> tuple[str, int] | None:
-    """Return digest and size for a sha256: some 20 short reads in a catalog of a million."""
+    """Return digest and size for a sha256: some 20 short reads in a listing of a million."""
     wanted = bytes.fromhex(sha256)
     low, high = 0, inside.records
     while low < high:
         middle = (low + high) // 2
-        data = os.pread(inside.catalog, _RECORD.size, _HEADER.size + middle * _RECORD.size)
+        data = os.pread(inside.listing, _RECORD.size, _HEADER.size + middle * _RECORD.size)
         if len(data) != _RECORD.size:
-            raise StoreError("its catalog is damaged", hint=_PUBLISH_AGAIN)
+            raise StoreError("its listing is damaged", hint=_PUBLISH_AGAIN)
         value, digest, size = _RECORD.unpack(data)
         if value == wanted:
             return digest.hex(), size
@@ -411,7 +399,11 @@ def shared_stores(settings: Settings, own: Iterable[Path]) -> list[SharedStore]:
 
 
 def bring(
-    volume: Volume, found: Found, asked: tuple[Algorithm, str], *, advance: Advance | None = None
+    volume: Volume,
+    found: SharedBlob,
+    asked: tuple[Algorithm, str],
+    *,
+    advance: Advance | None = None,
 ) -> Blob | None:
     """Make what was found in a shared store a blob of ours; None: it is not what was asked for.
 
@@ -420,18 +412,17 @@ def bring(
     algorithm, value = asked
     expected = {algorithm: check_hex(algorithm, value)}
     try:
-        descriptor = found.store.open(found.digest)
+        opened = found.store.open(found.digest)
     except (StoreError, OSError) as error:  # pruned or closed since it was found
         found.store.say(error)
         return None
-    try:
-        return take_in(volume, descriptor, expected=expected, advance=advance)
-    except (NoSpaceError, StoreUnwritableError):
-        raise  # it is our own store that cannot take it
-    except DigestMismatchError:
-        found.store.say(f"its blob {found.digest[:12]} does not have {algorithm} {value}")
-    except OSError as error:
-        found.store.say(error)
-    finally:
-        os.close(descriptor)
+    with _closing(opened) as descriptor:
+        try:
+            return take_in(volume, descriptor, expected=expected, advance=advance)
+        except (NoSpaceError, StoreUnwritableError):
+            raise  # it is our own store that cannot take it
+        except DigestMismatchError:
+            found.store.say(f"its blob {found.digest[:12]} does not have {algorithm} {value}")
+        except OSError as error:
+            found.store.say(error)
     return None

@@ -1,18 +1,32 @@
-"""The values the index keeps: plain and frozen."""
+"""The values the index keeps, plain and frozen; and when a blob's row may be believed.
+
+Whether bytes are what they were is asked here and nowhere else: `judge` compares two looks at an
+inode, `Blob.vouches` says whether a blob may be used unread, `Blob.proves` whether its hashes are
+those of the file in its inode (`catalog._JOINED` is the same question in SQL).
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from smartcache.store.digest import Algorithm
-from smartcache.store.statkey import StatKey
+from smartcache.system import StatKey, allocated_bytes, filesystem_id, signed
 
 LinkKind = Literal["hardlink", "reflink", "symlink", "copy"]
 OwnerKind = Literal["pin", "repo", "folder", "set"]
+Verdict = Literal["same", "relinked", "suspect"]
+
+LINKED_SUFFIXES = frozenset((
+    ".safetensors", ".sft", ".gguf", ".ggml", ".bin", ".ckpt", ".pt", ".pth",
+    ".onnx", ".onnx_data", ".h5", ".keras", ".msgpack", ".npz", ".npy", ".tflite",
+    ".engine", ".mlmodel", ".pb", ".pack", ".parquet", ".arrow", ".tar", ".zip",
+    ".model", ".nemo", ".llamafile", ".wasm", ".vae", ".t7", ".pkl",
+))  # fmt: skip
+"""Files that programs replace as a whole; the rest (json, txt ...) is edited in place: copied."""
 
 
 class Trust(IntEnum):
@@ -20,13 +34,26 @@ class Trust(IntEnum):
 
     VERIFIED = 0
     RELINKED = 1
-    """Usable; somebody else made or removed a link, so it is queued to be hashed again."""
+    """Usable; somebody else made or removed a link, so `verify` hashes it again."""
     UNPROVEN = 2
     """Hash before use: adopted while young, found without a row, or changed from outside."""
     LOST = 3
     """The file is damaged or gone; the row keeps what was known until the bytes come back."""
     TRASHED = 4
     """The file is in the trash; the row keeps what was known until undo brings it back."""
+
+
+def judge(before: StatKey, links: int, now: os.stat_result) -> Verdict:
+    """Compare an inode's stat key and link count with what is on disk now.
+
+    "same": nothing happened. "relinked": somebody made or removed a link, and the bytes are as they
+    were unless somebody also wrote them and set the time back: usable (other programs link and
+    unlink all the time), and hashed again by the next `verify`. "suspect": hash before use.
+    """
+    key = StatKey.of(now)
+    if key == before:
+        return "same"
+    return "relinked" if key[:2] == before[:2] and now.st_nlink != links else "suspect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +86,26 @@ class Blob:
     def is_here(self) -> bool:
         """Say whether the store should have the bytes: neither lost nor in the trash."""
         return self.trust < Trust.LOST
+
+    def judged(self, st: os.stat_result) -> Verdict:
+        """Compare the recorded inode with the file that is there now."""
+        return judge(self.key, self.links, st) if signed(st.st_ino) == self.inode else "suspect"
+
+    def vouches(self, st: os.stat_result, boot: str) -> bool:
+        """Say whether the file may be used unread.
+
+        Not if it is unproven, was changed, or was never synced and the machine started since.
+        """
+        is_usable = self.trust <= Trust.RELINKED and self.unsynced in (None, boot)
+        return is_usable and self.judged(st) != "suspect"
+
+    def proves(self, st: os.stat_result, boot: str) -> bool:
+        """Say whether the file surely has the recorded bytes: nobody has touched even its links."""
+        return self.is_believed(boot) and self.judged(st) == "same"
+
+    def is_believed(self, boot: str) -> bool:
+        """Say whether the bytes were proven, with nothing done to them since, and are synced."""
+        return self.trust == Trust.VERIFIED and self.unsynced in (None, boot)
 
     @property
     def is_held_only_by_smartcache(self) -> bool:
@@ -97,11 +144,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memo:
-    """Remembered hashes of a file, valid while its stat key is `key`."""
+    """Which bytes a file has, true while its stat key is `key`."""
 
     key: StatKey
     is_racy: bool
-    values: dict[Algorithm, str]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,18 +196,35 @@ class KnownFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class RememberedFile:
+    """A file of a known folder whose sha256 was computed once, when its stat key was `key`."""
+
+    sha256: str
+    path: Path
+    filesystem: str
+    inode: int
+    key: StatKey
+
+
+class Totals(NamedTuple):
     """Sums over all blobs, as the index remembers them."""
 
     blobs: int
     size: int
     allocated: int
-    only_blobs: int
     only_allocated: int
-    linked_size: int
-    links: int
+    """Of blobs whose only name is the store's."""
 
 
 def when(seconds: int) -> datetime:
     """Return Unix seconds as an aware time."""
     return datetime.fromtimestamp(seconds, UTC)
+
+
+def sighting_of(path: Path) -> Sighting:
+    """Return a file as it is seen now."""
+    st = os.stat(path)
+    return Sighting(
+        path=path, size=st.st_size, filesystem=filesystem_id(path, st), inode=st.st_ino,
+        key=StatKey.of(st), links=st.st_nlink, allocated=allocated_bytes(st),
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """The store: what can be done with blobs and with the files that share their bytes.
 
 A `Store` is one volume and knows its neighbours, the volumes on other filesystems. `find`, `open`
-and `place` look at all of them; changes to a file happen on the volume of its filesystem. Every
-method that changes a user's file journals it, so that `undo` can give it back. Opening finishes or
-takes back what a dead process left half done.
+and `place` look at all of them; changes to a file happen on the volume of its filesystem. What is
+known of files outside, on all filesystems, is in one catalog: that of the store that was opened
+first. Every method that changes a user's file journals it, so that `undo` can give it back. Opening
+finishes or takes back what a dead process left half done.
 """
 
 from __future__ import annotations
@@ -15,42 +16,56 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, Literal, Self
+from typing import BinaryIO, Self
 
-from smartcache.config import Settings
-from smartcache.errors import ConfigError, LeaseTimeoutError, StoreError
+from smartcache.config import Settings, with_home
+from smartcache.errors import (
+    BadDigestError,
+    BlobNotFoundError,
+    ConfigError,
+    FileSkippedError,
+    LockTimeoutError,
+    StoreError,
+)
 from smartcache.progress import Progress, silent
 from smartcache.store import DEFAULT_PIN, Kind
 from smartcache.store import blobs as _blobs
-from smartcache.store import eject as _eject
-from smartcache.store import forget as _forget
-from smartcache.store import links as _links
-from smartcache.store import move as _move
+from smartcache.store import hashes as _hashes
 from smartcache.store import owners as _owners
-from smartcache.store import proof as _proof
-from smartcache.store import prune as _prune
 from smartcache.store import published as _published
-from smartcache.store import put as _put
-from smartcache.store import rebuild as _rebuild
 from smartcache.store import tiers as _tiers
-from smartcache.store import undo as _undo
-from smartcache.store import usage as _usage
-from smartcache.store import verify as _verify
-from smartcache.store.adopt import Adoption, adopt_many
-from smartcache.store.digest import Algorithm, check_hex
-from smartcache.store.filesystems import mount_of, nearest_existing
-from smartcache.store.hold import Allowance
-from smartcache.store.journal import Batch
-from smartcache.store.layout import volume_root
-from smartcache.store.proof import Advance
-from smartcache.store.reading import StoreReader
-from smartcache.store.records import Blob, Link, Owner, Sighting
-from smartcache.store.recovery import recover
-from smartcache.store.replace import Replacement, replace_many
-from smartcache.store.share import share_many
+from smartcache.store.catalog import Catalog, Scope
+from smartcache.store.changes import forget as _forget
+from smartcache.store.changes import place as _place
+from smartcache.store.changes import undo as _undo
+from smartcache.store.changes.adopt import Adoption, adopt_many
+from smartcache.store.changes.journal import Batch, BatchSummary
+from smartcache.store.changes.replace import Replacement, replace_many
+from smartcache.store.changes.share import share_many
+from smartcache.store.changes.userfile import Allowance
+from smartcache.store.owners import Liveness
+from smartcache.store.records import Blob, KnownFolder, Link, Owner, Seen, Sighting
 from smartcache.store.tiers import Document
+from smartcache.store.upkeep import eject as _eject
+from smartcache.store.upkeep import move as _move
+from smartcache.store.upkeep import prune as _prune
+from smartcache.store.upkeep import usage as _usage
+from smartcache.store.upkeep import verify as _verify
+from smartcache.store.volume import Volume, volume_root
+from smartcache.system import (
+    Advance,
+    Algorithm,
+    Hashes,
+    KeyLocks,
+    check_hex,
+    filesystem_id,
+    is_digest,
+    mount_of,
+    nearest_existing,
+)
 
 _log = logging.getLogger(__name__)
+_SHORTEST_PREFIX = 4
 
 
 def _absolute(path: str | Path) -> Path:
@@ -60,31 +75,67 @@ def _absolute(path: str | Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-class Store(StoreReader):
+class Store:
     """Content-addressed blobs in one directory, with an index, a journal and honest figures."""
 
-    def __init__(self, root: str | Path | None = None, *, settings: Settings | None = None) -> None:
-        super().__init__(root, settings=settings)
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        *,
+        settings: Settings | None = None,
+        _catalog: Catalog | None = None,
+    ) -> None:
+        """Open the store at a root, made if it is not there; `_catalog` is for neighbours."""
+        self.settings = with_home(settings, root)
+        self.volume = Volume(self.settings.home, self.settings, catalog=_catalog)
+        self._others: dict[Path, Self] = {}
+        self._known_volumes: list[tuple[Path, str]] | None = None
         self._thread = threading.local()
         self._shared: list[_published.SharedStore] | None = None
         self.open_tiers: Callable[[], list[_tiers.BlobSource]] = list
         """Says which tiers there are now: set by whoever knows them."""
         self._asking = _tiers.Asking()
-        _rebuild.rebuild_if_lost(self.volume)
+        _verify.rebuild_if_lost(self.volume)
         try:
             with self.volume.in_haste():
                 _move.finish_move(self.volume)
-                _eject.finish_eject(self.volume)
-                recover(self.volume)
+                _undo.recover(self.volume)
                 self.volume.fold_journal()
-        except LeaseTimeoutError as error:
+        except LockTimeoutError as error:
             # Whoever only reads must not wait here; whoever opens the store next tries again.
             _log.info("what an interrupted process left stays for now: %s", error)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return the class and the root."""
+        return f"{type(self).__name__}({str(self.root)!r})"
+
     def close(self) -> None:
         """Close the store and its neighbours; a published one says what it has by now."""
-        _published.renew_catalog(self.volume)
-        super().close()
+        _published.renew_listing(self.volume)
+        for other in self._others.values():
+            other.close()
+        self.volume.close()
+
+    @property
+    def root(self) -> Path:
+        """The directory of the store."""
+        return self.volume.root
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is known of files outside the store."""
+        return self.volume.catalog
+
+    @property
+    def key_locks(self) -> KeyLocks:
+        """One worker per key, across threads and processes."""
+        return self.volume.key_locks
 
     @contextmanager
     def batch(self, label: str) -> Iterator[Batch]:
@@ -109,6 +160,120 @@ class Store(StoreReader):
         finally:
             self._thread.batch = None
 
+    # asking
+
+    def open(self, digest: str) -> BinaryIO:
+        """Open a blob for reading, after making sure that it is what its name says."""
+        digest = check_hex("blake3", digest)
+        return _blobs.open_blob(self._holder(digest).volume, digest)
+
+    def path_of(self, digest: str) -> Path:
+        """Return the path of a blob that may be read now. Never write to it."""
+        digest = check_hex("blake3", digest)
+        volume = self._holder(digest).volume
+        _blobs.checked(volume, digest)
+        return Path(volume.layout.blob(digest))
+
+    def get(self, digest: str) -> Blob:
+        """Return a blob of this volume by its digest."""
+        blob = self.volume.index.blob(check_hex("blake3", digest))
+        if blob is None:
+            raise BlobNotFoundError(f"No blob {digest} in {self.root}", digest=digest)
+        return blob
+
+    def resolve(self, text: str) -> Blob:
+        """Return the blob a user means: a digest, its beginning, or `sha256:<hex>` and the like."""
+        algorithm, colon, value = text.partition(":")
+        if colon:
+            found = self.find(algorithm, value)  # type: ignore[arg-type]
+            if found is None:
+                raise BlobNotFoundError(f"No blob with {algorithm} {value}")
+            return found
+        prefix = text.lower()
+        if is_digest(prefix):
+            return self._holder(prefix).get(prefix)
+        if len(prefix) < _SHORTEST_PREFIX or prefix.strip("0123456789abcdef"):
+            raise BadDigestError(f"{text!r} is not a digest")
+        matches = {d for s in self.stores() for d in s.volume.index.digests_starting_with(prefix)}
+        if not matches:
+            raise BlobNotFoundError(f"No blob begins with {prefix}")
+        if len(matches) > 1:
+            raise BadDigestError(
+                f"{prefix} is the start of several digests", matches=sorted(matches)
+            )
+        return self._holder(digest := matches.pop()).get(digest)
+
+    def find(self, algorithm: Algorithm, value: str) -> Blob | None:
+        """Return the blob known under a hash, on this volume or a neighbour."""
+        found = (store.find_here(algorithm, value) for store in self.stores())
+        return next(filter(None, found), None)
+
+    def find_here(self, algorithm: Algorithm, value: str) -> Blob | None:
+        """Return the blob of this volume known under a hash."""
+        return self.volume.index.blob_by_hash(algorithm, check_hex(algorithm, value))
+
+    def blobs(self, *, order: str = "digest") -> Iterator[Blob]:
+        """Go through the blobs of this volume: by digest, size, added, used or oldest."""
+        return self.volume.index.blobs(order=order)
+
+    def aliases_of(self, blob: Blob) -> dict[Algorithm, str]:
+        """Return the other hashes known for a blob of this volume."""
+        known = self.volume.index.hashes_of([blob.digest])[blob.digest]
+        return {name: value for name, value in known.items() if name != "blake3"}
+
+    def links_of(self, blob: Blob) -> list[Link]:
+        """Return the recorded links of a blob of this volume."""
+        return self.volume.index.links_of(blob.id)
+
+    def holders_of(self, blob: Blob) -> list[tuple[Owner, Liveness]]:
+        """Return who keeps a blob of this volume alive, checked against the disk."""
+        return _owners.keepers_of(self.volume, blob).holders
+
+    def digest_of(
+        self,
+        path: str | Path,
+        algorithms: Iterable[Algorithm] = (),
+        *,
+        advance: Advance | None = None,
+    ) -> Hashes:
+        """Return the hashes of any file, remembered while the file stays as it is.
+
+        `advance` is told of bytes that are read.
+        """
+        return _hashes.hashes_of(self.volume, Path(path), algorithms, advance=advance)[0]
+
+    def known_hashes(self, paths: Iterable[str | Path]) -> dict[Path, dict[Algorithm, str]]:
+        """Return what is known of files' hashes without reading them, for those that are there."""
+        return _hashes.known_hashes(self.volume, map(Path, paths))
+
+    def blob_at(self, path: str | Path) -> Blob | None:
+        """Return the blob of this volume that a file is a hard link of, proven or not."""
+        st = os.stat(path)
+        return self.volume.index.blob_by_inode(st.st_ino) if self.volume.is_here(st) else None
+
+    def sightings(self, size: int) -> list[Sighting]:
+        """Return the files of known folders that had exactly this size when last seen."""
+        return self.catalog.sightings_of_size(size)
+
+    def folders(self) -> list[KnownFolder]:
+        """Return the known folders and how many files were seen in them."""
+        return self.catalog.known_folders()
+
+    def sighted(self, folders: Iterable[str | Path], *, min_size: int = 0) -> Iterator[Seen]:
+        """Go through the files seen in known folders, the names of an inode after each other."""
+        catalog, volume = self.catalog, self.volume
+        numbers = tuple(filter(None, (catalog.folder_number(Path(each)) for each in folders)))
+        scope = Scope(home=volume.filesystem, boot=volume.boot, folders=numbers, min_size=min_size)
+        return catalog.seen(scope)
+
+    def owners(self) -> list[tuple[Owner, Liveness]]:
+        """Return all owners and whether each is live, dead or away."""
+        return [(owner, _owners.liveness(owner)) for owner in self.volume.index.owners()]
+
+    def history(self) -> list[BatchSummary]:
+        """Return what can be undone, newest last."""
+        return self.volume.journal.history()
+
     # bringing bytes in
 
     def put_stream(
@@ -123,7 +288,7 @@ class Store(StoreReader):
     ) -> Blob:
         """Store a file object or an iterable of bytes; announced size and hashes are checked."""
         reader = getattr(stream, "read", None)
-        chunks = stream if reader is None else iter(lambda: reader(_proof.CHUNK), b"")
+        chunks = stream if reader is None else iter(lambda: reader(_blobs.CHUNK), b"")
         with progress(label, size, "bytes") as job:
             return _blobs.put_stream(
                 self.volume, chunks, size=size, expected=expected, algorithms=algorithms,
@@ -134,28 +299,16 @@ class Store(StoreReader):
         self,
         path: str | Path,
         *,
-        how: Literal["copy", "move"] = "copy",
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
         progress: Progress = silent,
     ) -> Blob:
-        """Copy a file into the store, or move it there: pinned then, and undo brings it back."""
+        """Copy a file into the store; the file itself is not touched."""
         source = Path(os.path.abspath(path))
         with progress(source.name, os.stat(source).st_size, "bytes") as job:
-            if how == "copy":
-                digest = _put.put_copy(
-                    self.volume,
-                    source,
-                    expected=expected,
-                    algorithms=algorithms,
-                    advance=job.advance,
-                )
-            else:
-                with self.batch("add --move") as batch:
-                    digest = _put.put_moved(
-                        self.volume, source, batch=batch, pin_name=DEFAULT_PIN, expected=expected,
-                        algorithms=algorithms, advance=job.advance,
-                    )  # fmt: skip
+            digest = _blobs.put_copy(
+                self.volume, source, expected=expected, algorithms=algorithms, advance=job.advance
+            )
         return self.get(digest)
 
     def adopt(
@@ -203,7 +356,7 @@ class Store(StoreReader):
 
     def find_shared(
         self, algorithm: Algorithm, value: str, *, size: int | None = None
-    ) -> Iterator[_published.Found]:
+    ) -> Iterator[_published.SharedBlob]:
         """Go through what shared stores have under a hash (and of a size), by their account."""
         for shared in self.shared_stores():
             found = shared.find(algorithm, value)
@@ -287,14 +440,14 @@ class Store(StoreReader):
         """
         target = Path(os.path.abspath(path))
         digest = check_hex("blake3", digest)
-        holder = self._holder_for(digest, target)
+        holder = self._holder(digest, near=target)
         owner_id = None if owner is None else holder.record_owner(owner)
         size = holder.get(digest).size
-        request = _links.Request(
-            path=target, kind=kind, overwrite=overwrite, whole=whole, keep=keep, owner=owner_id
-        )
         with holder.batch("link") as batch, progress(target.name, size, "bytes") as job:
-            return _links.place(holder.volume, digest, request, batch=batch, advance=job.advance)
+            return _place.place(
+                holder.volume, digest, target, batch=batch, kind=kind, overwrite=overwrite,
+                whole=whole, keep=keep, owner=owner_id, advance=job.advance,
+            )  # fmt: skip
 
     def replace(self, path: str | Path, digest: str, *, owner: Owner | None = None) -> Replacement:
         """Replace a file that has a blob's bytes by a hard link to it; raise if it must not be."""
@@ -327,32 +480,26 @@ class Store(StoreReader):
         with self.batch("share") as batch:
             yield from share_many(self.volume, files, batch=batch, progress=progress)
 
-    def sight(
-        self,
-        folder: str | Path,
-        files: Iterable[Sighting],
-        *,
-        program: str = "",
-        given: bool = False,
-    ) -> int:
-        """Record the files of a folder by size, unhashed, in place of what was recorded before."""
-        with self.volume.index.write():
-            folder_id = self.volume.index.set_folder(Path(folder), program=program, given=given)
-            return self.volume.index.replace_sightings(folder_id, files)
-
     def add_folder(self, path: str | Path, *, program: str = "") -> None:
         """Remember a folder that the user gives to smartcache: scans look at it from now on."""
         folder = Path(os.path.realpath(path))
-        self.volume.index.set_folder(folder, program=program, given=True, walked=False)
+        self.catalog.set_folder(folder, program=program, given=True, walked=False)
 
     def drop_folder(self, path: str | Path) -> bool:
         """Forget a folder and what was seen in it; no file is touched. False: it was not known."""
-        index = self.volume.index
-        return index.drop_folder(_absolute(path)) or index.drop_folder(Path(os.path.realpath(path)))
+        catalog, real = self.catalog, Path(os.path.realpath(path))
+        return catalog.drop_folder(_absolute(path)) or catalog.drop_folder(real)
 
     def add_aliases(self, digest: str, values: Mapping[Algorithm, str]) -> None:
         """Remember other hashes of a blob, computed from the very bytes that have this digest."""
-        self.volume.index.add_aliases(self.get(digest).id, values)
+        self.volume.index.add_aliases(self.get(digest).digest, values)
+
+    def look_for_damage(self, folder: str | Path) -> list[Path]:
+        """Return the weight files in a folder, or one below, that were written to through a link.
+
+        Their blobs are set aside, and nobody is given the bytes.
+        """
+        return _blobs.look_for_damage((each.volume for each in self.stores()), Path(folder))
 
     # keeping and letting go
 
@@ -437,7 +584,7 @@ class Store(StoreReader):
 
     def rebuild(self, *, progress: Progress = silent) -> int:
         """Make the index again from the disk; `prune` is careful until the next scan."""
-        return _rebuild.rebuild(self.volume, progress=progress)
+        return _verify.rebuild(self.volume, progress=progress)
 
     @property
     def has_lost_links(self) -> bool:
@@ -446,7 +593,7 @@ class Store(StoreReader):
 
     def record_symlinks(self, paths: Iterable[Path]) -> None:
         """Record symlinks to blobs that were found: they keep what they point at."""
-        _links.record_symlinks(self.volume, paths)
+        _place.record_symlinks(self.volume, paths)
 
     def confirm_links(self) -> None:
         """Say that a scan has found the links again after a rebuild: `prune` may run."""
@@ -456,16 +603,11 @@ class Store(StoreReader):
         self, batches: Iterable[str] | None = None, *, last: bool = False
     ) -> _undo.UndoPlan:
         """Plan to undo some batches, the last one, or (neither given) everything."""
-        wanted = [_undo.last_batch(self.volume)] if last else batches
-        return _undo.plan_undo(self.volume, wanted)
+        return _undo.plan_undo(self.volume, batches, last=last)
 
-    def plan_eject(
-        self, *, keep_shared: bool = False, drop_pinned: bool = False, drop_sets: bool = False
-    ) -> _eject.EjectPlan:
+    def plan_eject(self, *, drop_pinned: bool = False, drop_sets: bool = False) -> _eject.EjectPlan:
         """Plan to give every file its own state back and to remove the store."""
-        return _eject.plan_eject(
-            self.volume, keep_shared=keep_shared, drop_pinned=drop_pinned, drop_sets=drop_sets
-        )
+        return _eject.plan_eject(self.volume, drop_pinned=drop_pinned, drop_sets=drop_sets)
 
     def plan_move(self, new_root: str | Path) -> _move.MovePlan:
         """Plan to move the store to another root; close this object after executing it."""
@@ -494,7 +636,7 @@ class Store(StoreReader):
         if os.stat(nearest_existing(path)).st_dev == self.volume.device:
             message = f"{path} is on the filesystem of the store already"
             raise StoreError(message, hint="A volume is for another filesystem.")
-        store = type(self)(path, settings=self.settings)
+        store = type(self)(path, settings=self.settings, _catalog=self.catalog)
         self.volume.index.add_volume(store.root, store.volume.filesystem)
         self._others[store.root] = store
         return store
@@ -506,3 +648,39 @@ class Store(StoreReader):
     def record_owner(self, owner: Owner) -> int:
         """Record an owner that holds nothing yet; return its number in the index of this volume."""
         return self.volume.index.add_owner(_owners.complete(owner))
+
+    def stores(self) -> list[Self]:
+        """Return this store and its neighbours on other filesystems that are mounted now."""
+        if self._known_volumes is None:
+            self._known_volumes = self.volume.index.volumes()
+        for path, filesystem in list(self._known_volumes):
+            if path in self._others or not path.is_dir() or filesystem_id(path) != filesystem:
+                continue
+            try:
+                self._others[path] = type(self)(path, settings=self.settings, _catalog=self.catalog)
+            except StoreError as error:
+                # One that cannot be opened is left out: everything else goes on working.
+                _log.warning("the volume %s is left out: %s", path, error)
+                self._known_volumes = [v for v in self._known_volumes if v[0] != path]
+        return [self, *self._others.values()]
+
+    def volume_of(self, path: str | Path) -> Self:
+        """Return the store on the filesystem of a path; raise if there is none there."""
+        device = os.stat(nearest_existing(Path(path))).st_dev
+        for store in self.stores():
+            if store.volume.device == device:
+                return store
+        message = f"There is no volume on the filesystem of {path}"
+        hint = "Copy the file, or make a volume there: smartcache add --adopt --make-volume."
+        raise FileSkippedError(message, hint=hint, reason="other filesystem", path=Path(path))
+
+    def _holder(self, digest: str, near: Path | None = None) -> Self:
+        """Return a volume that has a blob: on the filesystem of `near`, this one, or any."""
+        stores = self.stores()
+        if near is not None and len(stores) > 1:
+            device = os.stat(nearest_existing(near)).st_dev
+            stores.sort(key=lambda store: store.volume.device != device)
+        for store in stores:
+            if store.volume.index.blob(digest) is not None:
+                return store
+        raise BlobNotFoundError(f"No blob {digest} in {self.root}", digest=digest)

@@ -26,10 +26,9 @@ from smartcache.errors import (
     TierError,
 )
 from smartcache.store.blobs import put_stream
-from smartcache.store.digest import Algorithm
-from smartcache.store.proof import Advance
 from smartcache.store.records import Blob
 from smartcache.store.volume import Volume
+from smartcache.system import Advance, Algorithm
 
 _THREADS = 16
 _PATIENCE = 10.0
@@ -95,7 +94,7 @@ class Offer:
         """Go through its bytes; TierError if none come for a while."""
         if not self.size:  # nothing need be asked for
             return iter(())
-        return iter(_Ahead(self.tier.chunks(self.digest, size=self.size), self.tier.name))
+        return _read_ahead(self.tier.chunks(self.digest, size=self.size), self.tier.name)
 
     @contextmanager
     def judged(self) -> Iterator[None]:
@@ -134,7 +133,8 @@ class Asking:
         offers: dict[Wanted, Offer] = {}
         for tier in tiers:
             missing = [each for each in wanted if each not in offers]
-            for each, found in self._answers(tier, lambda a: _find(tier, a), missing):  # noqa: B023
+            answers = self._answers(tier, lambda w: tier.find(w.algorithm, w.value), missing)  # noqa: B023
+            for each, found in answers:
                 if found is not None and each.size in (None, found.size):
                     offers[each] = Offer(tier=tier, digest=found.digest, size=found.size)
         return offers
@@ -155,10 +155,6 @@ class Asking:
         except (SmartcacheError, OSError) as error:
             self._asleep[tier.name] = time.monotonic() + _PAUSE
             _log.warning("the tier %s is left out: %s", tier.name, error)
-
-
-def _find(tier: BlobSource, wanted: Wanted) -> Found | None:
-    return tier.find(wanted.algorithm, wanted.value)
 
 
 def _in_threads(ask: Callable[[T], R], questions: Sequence[T]) -> Iterator[tuple[T, R]]:
@@ -192,46 +188,38 @@ def _in_threads(ask: Callable[[T], R], questions: Sequence[T]) -> Iterator[tuple
         todo.clear()
 
 
-class _Ahead:
-    """Reads chunks in a thread, a few ahead of whoever takes them."""
+def _read_ahead(chunks: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """Go through chunks that a thread reads, a few ahead of whoever takes them.
 
-    def __init__(self, chunks: Iterator[bytes], name: str) -> None:
-        self._chunks = chunks
-        self._name = name
-        self._arrived: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
-        self._is_over = threading.Event()
+    TierError if nothing comes for a while, whatever it waits for.
+    """
+    arrived: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
+    is_over = threading.Event()
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Go through the chunks; TierError if nothing comes for a while, whatever it waits for."""
-        threading.Thread(target=self._read, name="smartcache-tier", daemon=True).start()
-        try:
-            while (item := self._next()) is not None:
-                yield item
-        finally:
-            self._is_over.set()
-
-    def _next(self) -> bytes | None:
-        try:
-            item = self._arrived.get(timeout=_SILENCE)
-        except queue.Empty:
-            message = f"The tier {self._name} has sent nothing for {_SILENCE:.0f} seconds"
-            raise TierError(message, tier=self._name) from None
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def _read(self) -> None:
-        try:
-            for chunk in self._chunks:
-                self._put(chunk)
-                if self._is_over.is_set():
-                    return
-            self._put(None)
-        except BaseException as error:  # noqa: BLE001 - raised by who takes them
-            self._put(error)
-
-    def _put(self, item: bytes | BaseException | None) -> None:
-        while not self._is_over.is_set():
+    def put(item: bytes | BaseException | None) -> None:
+        while not is_over.is_set():
             with suppress(queue.Full):
-                self._arrived.put(item, timeout=1)
+                arrived.put(item, timeout=1)
                 return
+
+    def read() -> None:
+        try:
+            for chunk in chunks:
+                put(chunk)
+                if is_over.is_set():
+                    return
+            put(None)
+        except BaseException as error:  # noqa: BLE001 - raised by who takes them
+            put(error)
+
+    threading.Thread(target=read, name="smartcache-tier", daemon=True).start()
+    try:
+        while (item := arrived.get(timeout=_SILENCE)) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    except queue.Empty:
+        message = f"The tier {name} has sent nothing for {_SILENCE:.0f} seconds"
+        raise TierError(message, tier=name) from None
+    finally:
+        is_over.set()

@@ -52,11 +52,7 @@ from smartcache.errors import (
     SmartcacheError,
 )
 from smartcache.progress import Progress, bars, silent
-from smartcache.store.digest import hash_file
-from smartcache.store.filesystems import is_network
-from smartcache.store.kernel import sync_directory
-from smartcache.store.locks import lock
-from smartcache.store.safety import create_own, make_own
+from smartcache.system import create_own, hash_file, is_network, lock, make_own, sync_directory
 from smartcache.training.build import (
     Build,
     BuildPlan,

@@ -36,9 +36,7 @@ from smartcache.errors import (
     StoreError,
 )
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.digest import hash_file, hash_many
-from smartcache.store.locks import lock
-from smartcache.store.statkey import RACY_NS
+from smartcache.system import RACY_NS, hash_file, hash_many, lock
 from smartcache.training.sources import (
     FIELD,
     FILE,

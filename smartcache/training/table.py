@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from smartcache.store.database import Database
-from smartcache.store.statkey import LATEST_NS
+from smartcache.system import LATEST_NS, Database
 
 MEMO: Final = np.dtype([
     ("stat", "u1", 32), ("digest", "u1", 32), ("width", "<u4"), ("height", "<u4"),
@@ -84,94 +83,94 @@ def is_unsized(known: bytes) -> bool:
 class SourceTable(Database):
     """The table of sources of one dataset."""
 
-    migrations: ClassVar[tuple[str, ...] | None] = (_VERSION_1,)
+    migrations: ClassVar[tuple[str, ...]] = (_VERSION_1,)
 
     def version(self) -> int:
         """Return a number that is another one when another connection has written something."""
-        return self._value("PRAGMA data_version")
+        return self.number("PRAGMA data_version")
 
     def folders(self) -> dict[bytes, int]:
         """Return the numbers of all folders that have files, by path."""
-        return dict(self._all("SELECT path, id FROM folders WHERE gone = 0 ORDER BY path"))
+        return dict(self.select("SELECT path, id FROM folders WHERE gone = 0 ORDER BY path"))
 
     def gone(self) -> dict[bytes, int]:
         """Return the folders that have vanished as a whole, and how many files they had."""
-        return dict(self._all("SELECT path, gone FROM folders WHERE gone > 0 ORDER BY path"))
+        return dict(self.select("SELECT path, gone FROM folders WHERE gone > 0 ORDER BY path"))
 
     def add_folder(self, path: bytes) -> int:
         """Return the number of a folder, which is there."""
         sql = "INSERT INTO folders (path, gone) VALUES (?, 0) ON CONFLICT DO UPDATE SET gone = 0"
-        self._run(sql, path)
-        return self._value("SELECT id FROM folders WHERE path = ?", path)
+        self.execute(sql, path)
+        return self.number("SELECT id FROM folders WHERE path = ?", path)
 
     def drop_folder(self, number: int, count: int) -> None:
         """Forget the files of a folder that has vanished; 0: and the folder."""
-        self._run("DELETE FROM files WHERE folder = ?", number)
-        self._run("DELETE FROM problems WHERE folder = ?", number)
-        self._run("DELETE FROM metadata WHERE folder = ?", number)
-        self._run("UPDATE folders SET gone = ? WHERE id = ?", count, number)
+        self.execute("DELETE FROM files WHERE folder = ?", number)
+        self.execute("DELETE FROM problems WHERE folder = ?", number)
+        self.execute("DELETE FROM metadata WHERE folder = ?", number)
+        self.execute("UPDATE folders SET gone = ? WHERE id = ?", count, number)
         if not count:
-            self._run("DELETE FROM folders WHERE id = ?", number)
+            self.execute("DELETE FROM folders WHERE id = ?", number)
 
     def forget_gone(self) -> None:
         """Take it that folders which have vanished were removed on purpose."""
         with self.write():
-            self._run("DELETE FROM folders WHERE gone > 0")
+            self.execute("DELETE FROM folders WHERE gone > 0")
 
     def files(self, folder: int) -> dict[bytes, bytes]:
         """Return what is remembered of the files of a folder, in order of their names."""
         sql = "SELECT name, memo FROM files WHERE folder = ? ORDER BY name"
-        return dict(self._all(sql, folder))
+        return dict(self.select(sql, folder))
 
     def file(self, folder: int, name: bytes) -> bytes:
         """Return what is remembered of a file."""
-        row = self._one("SELECT memo FROM files WHERE folder = ? AND name = ?", folder, name)
+        row = self.select_one("SELECT memo FROM files WHERE folder = ? AND name = ?", folder, name)
         return ABSENT if row is None else bytes(row[0])
 
     def shrink(self) -> None:
         """Give the memory of pages back: all of them were looked at."""
-        self._run("PRAGMA shrink_memory")
+        self.execute("PRAGMA shrink_memory")
 
     def add_files(self, rows: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Remember files."""
-        self._run_many("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", rows)
+        self.execute_many("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", rows)
 
     def drop_files(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Forget files."""
         for name in ("files", "problems", "metadata"):
-            self._run_many(f"DELETE FROM {name} WHERE folder = ? AND name = ?", rows)  # noqa: S608
+            self.execute_many(f"DELETE FROM {name} WHERE folder = ? AND name = ?", rows)  # noqa: S608
 
     def problems(self) -> dict[tuple[int, bytes], str]:
         """Return why files cannot be read."""
-        rows = self._all("SELECT folder, name, reason FROM problems")
+        rows = self.select("SELECT folder, name, reason FROM problems")
         return {(folder, name): reason for folder, name, reason in rows}
 
     def set_problems(self, rows: Mapping[tuple[int, bytes], str]) -> None:
         """Note why files cannot be read; "": they can."""
         keys = list(rows)
-        self._run_many("DELETE FROM problems WHERE folder = ? AND name = ?", keys)
+        self.execute_many("DELETE FROM problems WHERE folder = ? AND name = ?", keys)
         bad = [(*key, reason) for key, reason in rows.items() if reason]
-        self._run_many("INSERT INTO problems VALUES (?, ?, ?)", bad)
+        self.execute_many("INSERT INTO problems VALUES (?, ?, ?)", bad)
 
     def add_texts(self, texts: Mapping[bytes, str]) -> None:
         """Keep texts by their digests."""
-        self._run_many("INSERT OR IGNORE INTO texts VALUES (?, ?)", list(texts.items()))
+        self.execute_many("INSERT OR IGNORE INTO texts VALUES (?, ?)", list(texts.items()))
 
     def drop_texts(self) -> None:
         """Forget texts that no file has any more."""
         with self.write():
-            self._run(
+            self.execute(
                 "DELETE FROM texts WHERE digest NOT IN (SELECT substr(memo, 33, 32) FROM files)"
             )
 
     def text(self, digest: bytes) -> str | None:
         """Return a text by its digest."""
-        row = self._one("SELECT text FROM texts WHERE digest = ?", digest)
+        row = self.select_one("SELECT text FROM texts WHERE digest = ?", digest)
         return None if row is None else str(row[0])
 
     def rows(self, part: int) -> list[str]:
         """Return the rows of a list, block by block: a line of JSON each."""
-        found = self._all("SELECT data FROM rows WHERE part = ? ORDER BY block", part)
+        found = self.select("SELECT data FROM rows WHERE part = ? ORDER BY block", part)
         return [data for (data,) in found]
 
     def stamp(self, part: int) -> str | None:
@@ -180,37 +179,37 @@ class SourceTable(Database):
 
     def set_rows(self, part: int, blocks: Sequence[str], stamp: str | None) -> None:
         """Keep the rows of a list; what is there already is not written again."""
-        known = dict(self._all("SELECT block, data FROM rows WHERE part = ?", part))
+        known = dict(self.select("SELECT block, data FROM rows WHERE part = ?", part))
         changed = [
             (part, number, data) for number, data in enumerate(blocks) if known.get(number) != data
         ]
         if changed or len(known) > len(blocks) or self.stamp(part) != stamp:
             with self.write():
-                self._run_many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", changed)
-                self._run("DELETE FROM rows WHERE part = ? AND block >= ?", part, len(blocks))
+                self.execute_many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", changed)
+                self.execute("DELETE FROM rows WHERE part = ? AND block >= ?", part, len(blocks))
                 self.set_note(f"rows {part}", stamp)
 
     def drop_rows(self, lists: Iterable[int]) -> None:
         """Forget the rows of lists that are no sources any more."""
-        old = {row[0] for row in self._all("SELECT DISTINCT part FROM rows")} - set(lists)
+        old = {row[0] for row in self.select("SELECT DISTINCT part FROM rows")} - set(lists)
         if old:
             with self.write():
-                self._run_many("DELETE FROM rows WHERE part = ?", [(part,) for part in old])
+                self.execute_many("DELETE FROM rows WHERE part = ?", [(part,) for part in old])
                 for part in old:
                     self.set_note(f"rows {part}", None)
 
     def metadata(self, folder: int, part: int) -> dict[bytes, str]:
         """Return what a function said of the files of a folder, as JSON."""
         sql = "SELECT name, data FROM metadata WHERE folder = ? AND part = ?"
-        return dict(self._all(sql, folder, part))
+        return dict(self.select(sql, folder, part))
 
     def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
         """Return what a function said of a file; None: it was not asked."""
         sql = "SELECT data FROM metadata WHERE folder = ? AND name = ? AND part = ?"
-        row = self._one(sql, folder, name, part)
+        row = self.select_one(sql, folder, name, part)
         return None if row is None else json.loads(row[0])
 
     def add_metadata(self, rows: Sequence[tuple[int, bytes, int, str]]) -> None:
         """Keep what a function said of files."""
         with self.write():
-            self._run_many("INSERT OR REPLACE INTO metadata VALUES (?, ?, ?, ?)", rows)
+            self.execute_many("INSERT OR REPLACE INTO metadata VALUES (?, ?, ?, ?)", rows)

@@ -30,8 +30,7 @@ from smartcache.errors import (
     SourcesVanishedError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.store.locks import lock
-from smartcache.store.safety import make_own
+from smartcache.system import lock, make_own
 from smartcache.training.build import missing
 from smartcache.training.encoder import Keys
 from smartcache.training.look import Listing, look

@@ -22,6 +22,7 @@ from tests.api import (
     ArtifactSets,
     ConfigError,
     NoSpaceError,
+    SetFolder,
     artifacts_compact,
     check_key,
 )
@@ -33,6 +34,7 @@ from tests.artifacts.opening import (
     open_set,
     size_of,
 )
+from tests.store.files import row
 
 Advance = Callable[[float], None]
 SIZE = 10_000
@@ -62,15 +64,12 @@ class TestTimeToLive:
             latents["key"]
         with pytest.raises(ArtifactNotFoundError):
             latents.get_batch(["key"])
-
-    def test_it_is_not_there_for_who_opens_the_set_later(
-        self, sets: ArtifactSets, pass_time: Advance
-    ) -> None:
-        with open_set(sets) as opened:
-            opened.put("key", 1, ttl=timedelta(minutes=1))
-        pass_time(61)
-        with open_set(sets) as opened:
-            assert "key" not in opened
+        latents.flush()
+        with ArtifactSet(SetFolder.read(latents.path, read_only=True), read_only=True) as newcomer:
+            assert list(newcomer) == ["other"]
+        assert latents.evict().artifacts == 1
+        assert latents.stats().artifacts == 1
+        check_whole(latents)
 
     def test_it_never_ends_early(self, latents: ArtifactSet, pass_time: Advance) -> None:
         """Times are kept in whole seconds."""
@@ -93,32 +92,21 @@ class TestTimeToLive:
         pass_time(1000)
         assert latents.get("for ever") == 2
 
-    def test_nothing_outlives_the_bound_of_all_sets(
-        self, tmp_path: Path, pass_time: Callable[[float], None]
+    def test_the_set_and_all_sets_have_one_for_all_puts(
+        self, tmp_path: Path, pass_time: Advance
     ) -> None:
-        with open_set(ArtifactSets(tmp_path / "sets", ttl=60)) as opened:
+        """Nothing outlives that of all sets; a put may outlive that of its own."""
+        sets = ArtifactSets(tmp_path / "sets", ttl=60)
+        with open_set(sets) as opened, open_set(sets, "own", ttl=timedelta(seconds=20)) as own:
             opened.put("plain", 1)
             opened.put("longer", 1, ttl=600)
             opened.put("shorter", 1, ttl=30)
+            own.put("key", 1)
+            own.put("longer", 1, ttl=50)
             pass_time(45)
-            assert sorted(opened) == ["longer", "plain"]
+            assert (sorted(opened), sorted(own)) == (["longer", "plain"], ["longer"])
             pass_time(30)
-            assert sorted(opened) == []
-
-    def test_the_set_has_one_for_all_puts(self, sets: ArtifactSets, pass_time: Advance) -> None:
-        with open_set(sets, ttl=timedelta(minutes=1)) as opened:
-            opened.put("key", 1)
-            opened.put("own", 1, ttl=600)
-            pass_time(61)
-            assert list(opened) == ["own"]
-
-    def test_evict_removes_it(self, latents: ArtifactSet, pass_time: Advance) -> None:
-        latents.put("key", {"x": array(1)}, ttl=60)
-        latents.put("other", {"x": array(2)})
-        pass_time(61)
-        assert latents.evict().artifacts == 1
-        assert latents.stats().artifacts == 1
-        check_whole(latents)
+            assert sorted(opened) == sorted(own) == []
 
     def test_puts_remove_it_by_themselves(self, sets: ArtifactSets, pass_time: Advance) -> None:
         with open_set(sets, ttl=60, pack_bytes=50_000) as opened:
@@ -142,18 +130,16 @@ class TestTimeToLive:
         latents.unpin("key")
         assert "key" not in latents
 
-    @pytest.mark.parametrize("ttl", [0, -1, float("nan"), timedelta(0)])
-    def test_none_at_all_is_refused(self, latents: ArtifactSet, ttl: float | timedelta) -> None:
-        with pytest.raises(ConfigError):
-            latents.put("key", 1, ttl=ttl)
-
-    @pytest.mark.parametrize("ttl", [float("inf"), 1e30])
-    def test_one_without_end_never_ends(
-        self, latents: ArtifactSet, pass_time: Advance, ttl: float
+    def test_none_at_all_is_refused_and_one_without_end_never_ends(
+        self, latents: ArtifactSet, pass_time: Advance
     ) -> None:
-        latents.put("key", 1, ttl=ttl)
+        for ttl in (0, -1, float("nan"), timedelta(0)):
+            with row(ttl), pytest.raises(ConfigError):
+                latents.put("key", 1, ttl=ttl)
+        latents.put("inf", 1, ttl=float("inf"))
+        latents.put("long", 1, ttl=1e30)
         pass_time(1e9)
-        assert "key" in latents
+        assert sorted(latents) == ["inf", "long"]
 
 
 class TestMaxSize:
@@ -217,7 +203,7 @@ class TestMaxSize:
     def test_what_is_being_computed_stays(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened:
             put(opened, *"abcdefgh")
-            with engine_of(opened).leases.hold("a"):
+            with engine_of(opened).key_locks.hold("a"):
                 with open_set(sets, max_size=3 * SIZE) as bounded:
                     bounded.evict()
                 assert set(opened) == {"a", "h"}

@@ -15,7 +15,7 @@ import pytest
 from tests.api import (
     ArtifactSet,
     ArtifactSets,
-    LeaseTimeoutError,
+    LockTimeoutError,
     artifacts_compact,
     lock,
     store_faults,
@@ -310,7 +310,7 @@ def test_asked_for_it_says_what_keeps_it_from_being_done_and_changes_nothing(
         opened.delete_many(f"k{n}" for n in range(15))
         with lock(opened.path / "lock", exclusive=False), ThreadPoolExecutor(1) as pool:
             job = pool.submit(opened.compact)  # locks are those of threads
-            with pytest.raises(LeaseTimeoutError):
+            with pytest.raises(LockTimeoutError):
                 job.result()
         check(opened, set(range(15, 20)))
         assert opened.compact().packs

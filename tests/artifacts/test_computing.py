@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from tests.api import (
 )
 from tests.artifacts.opening import array, engine_of, open_set, packs_of
 from tests.processes.children import Child
+from tests.store.files import row
 
 Advance = Callable[[float], None]
 
@@ -56,22 +57,15 @@ def never(_: object = None) -> NoReturn:
 
 
 class TestOnce:
-    def test_what_is_there_is_not_computed(self, latents: ArtifactSet) -> None:
-        latents.put("key", {"x": 1})
-        assert latents.get_or_compute("key", never) == {"x": 1}
-
-    def test_what_was_computed_is_kept_with_its_metadata(self, latents: ArtifactSet) -> None:
-        value = latents.get_or_compute("key", lambda: {"x": array(1)}, metadata={"by": "me"})
-        assert np.array_equal(value["x"], array(1))
-        assert latents.metadata("key") == {"by": "me"}
-        assert np.array_equal(latents.get_or_compute("key", never)["x"], array(1))
-
-    def test_what_is_returned_is_what_was_kept(self, latents: ArtifactSet) -> None:
+    def test_what_was_computed_is_kept_with_its_metadata_and_not_computed_again(
+        self, latents: ArtifactSet
+    ) -> None:
+        """What is returned is what was kept: the caller's own."""
         made = np.zeros(5000)
-        value = latents.get_or_compute("key", lambda: {"x": made})
+        value = latents.get_or_compute("key", lambda: {"x": made}, metadata={"by": "me"})
         value["x"][:] = 1
-        assert made.max() == 0
-        assert latents.get("key")["x"].max() == 0
+        assert made.max() == latents.get_or_compute("key", never)["x"].max() == 0
+        assert latents.metadata("key") == {"by": "me"}
 
     def test_16_threads_compute_once(self, latents: ArtifactSet) -> None:
         work = Work({"x": array(1)}, seconds=0.1)
@@ -96,13 +90,13 @@ class TestOnce:
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(lambda k: latents.get_or_compute(k, compute), "ab")) == [1, 1]
 
-    def test_a_computation_may_ask_for_another(self, latents: ArtifactSet) -> None:
+    def test_a_computation_may_ask_for_another_and_is_told_if_that_is_itself(
+        self, latents: ArtifactSet
+    ) -> None:
         def outer() -> int:
             return 1 + int(latents.get_or_compute("inner", lambda: 2))
 
         assert latents.get_or_compute("outer", outer) == 3
-
-    def test_a_computation_that_asks_for_itself_is_told(self, latents: ArtifactSet) -> None:
         with pytest.raises(SmartcacheError, match="wait for itself"):
             latents.get_or_compute("key", lambda: latents.get_or_compute("key", never))
 
@@ -114,20 +108,16 @@ class TestOnce:
         pass_time(61)
         assert latents.get_or_compute("key", work, ttl=60) == 2
 
-    def test_a_ttl_below_a_second_is_long_enough_to_read_it(self, latents: ArtifactSet) -> None:
-        for n in range(5):
-            assert latents.get_or_compute(f"k{n}", lambda: 1, ttl=0.01) == 1
-
-    @pytest.mark.parametrize("memory", [None, "1MB"])
     def test_what_ends_before_it_is_read_is_returned_to_who_has_computed_it(
-        self, tmp_path: Path, memory: str | None
+        self, tmp_path: Path
     ) -> None:
         """The machine may be busy in between."""
         times = itertools.count(1000.0, 5)
         sets = ArtifactSets(tmp_path / "sets", clock=lambda: next(times))
-        with open_set(sets, memory=memory) as opened:
-            assert opened.get_or_compute("key", lambda: [1], ttl=0.01) == [1]
-            assert opened.get("key") is None
+        for name, memory in (("one", None), ("two", "1MB")):
+            with row(memory), open_set(sets, name, memory=memory) as opened:
+                assert opened.get_or_compute("key", lambda: [1], ttl=0.01) == [1]
+                assert opened.get("key") is None
 
     def test_what_is_larger_than_the_bound_is_returned_all_the_same(
         self, sets: ArtifactSets
@@ -138,11 +128,11 @@ class TestOnce:
 
 
 class TestFailure:
-    def test_reaches_the_caller_and_ends_the_lease(self, latents: ArtifactSet) -> None:
+    def test_reaches_the_caller_and_frees_the_key(self, latents: ArtifactSet) -> None:
         work = Work(ZeroDivisionError("by nought"), 5)
         with pytest.raises(ZeroDivisionError, match="by nought"):
             latents.get_or_compute("key", work)
-        assert engine_of(latents).leases.busy("key") is None
+        assert engine_of(latents).key_locks.busy("key") is None
         assert latents.failures() == []
         assert latents.get_or_compute("key", work) == 5
 
@@ -191,38 +181,39 @@ class TestRemembered:
             assert abs(failure.failed_at - time.time()) < 60
             assert opened.get_or_compute("good", lambda: 1, remember_failures=True) == 1
 
-    def test_it_can_be_forgotten(self, latents: ArtifactSet) -> None:
-        work = Work(ValueError(), 5)
-        with pytest.raises(ValueError):  # noqa: PT011
-            latents.get_or_compute("key", work, remember_failures=True)
-        assert latents.forget_failure("key")
-        assert not latents.forget_failure("key")
-        assert latents.get_or_compute("key", work, remember_failures=True) == 5
-
-    def test_who_does_not_ask_for_it_tries_again(self, latents: ArtifactSet) -> None:
-        work = Work(ValueError(), 5)
-        with pytest.raises(ValueError):  # noqa: PT011
-            latents.get_or_compute("key", work, remember_failures=True)
-        assert latents.get_or_compute("key", work) == 5
-        assert latents.failures() == []  # success ends it
-
-    @pytest.mark.parametrize("rule", [60, 60.0, Retry(after=60)])
-    def test_it_is_tried_again_after_a_time(
-        self, latents: ArtifactSet, pass_time: Advance, rule: float | Retry
+    def test_it_can_be_forgotten_and_who_does_not_ask_for_it_tries_again(
+        self, latents: ArtifactSet
     ) -> None:
+        for key in ("forgotten", "not asked"):
+            work = Work(ValueError(), 5)
+            with pytest.raises(ValueError):  # noqa: PT011
+                latents.get_or_compute(key, work, remember_failures=True)
+            if key == "forgotten":
+                assert latents.forget_failure(key)
+                assert not latents.forget_failure(key)
+            assert latents.get_or_compute(key, work, remember_failures=key == "forgotten") == 5
+            assert latents.failures() == []  # success ends it
+
+    def test_it_is_tried_again_after_a_time(self, latents: ArtifactSet, pass_time: Advance) -> None:
         work = Work(ValueError("first"), ValueError("second"), 5)
+        rules: list[float | Retry] = [60, 60.0, Retry(after=60)]
+
+        def ask(number: int) -> object:
+            return latents.get_or_compute("key", work, remember_failures=rules[number % 3])
+
         with pytest.raises(ValueError, match="first"):
-            latents.get_or_compute("key", work, remember_failures=rule)
-        pass_time(50)
-        with pytest.raises(RememberedFailureError):
-            latents.get_or_compute("key", work, remember_failures=rule)
-        pass_time(11)
+            ask(0)
+        for number in range(3):
+            pass_time(16)
+            with row(number), pytest.raises(RememberedFailureError):
+                ask(number)
+        pass_time(13)
         with pytest.raises(ValueError, match="second"):
-            latents.get_or_compute("key", work, remember_failures=rule)
+            ask(1)
         with pytest.raises(RememberedFailureError, match="2 times: ValueError: second"):
-            latents.get_or_compute("key", work, remember_failures=rule)
+            ask(2)
         pass_time(61)
-        assert latents.get_or_compute("key", work, remember_failures=rule) == 5
+        assert ask(2) == 5
 
     def test_it_is_tried_so_often_and_no_more(
         self, latents: ArtifactSet, pass_time: Advance
@@ -271,24 +262,26 @@ class TestValidate:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("at", ["the tensor", "the header", "the record"])
     def test_what_is_damaged_is_computed_again(
-        self, latents: ArtifactSet, caplog: pytest.LogCaptureFixture, at: str
+        self, sets: ArtifactSets, caplog: pytest.LogCaptureFixture
     ) -> None:
-        latents.put("key", {"x": array(1)})
-        place = engine_of(latents).catalog.find(check_key("key"))
-        assert place is not None
-        more = {"the tensor": place.meta + 200, "the header": 20, "the record": 70}
-        (pack,) = packs_of(latents)
-        data = bytearray(pack.read_bytes())
-        data[place.offset + more[at]] ^= 1
-        pack.write_bytes(data)
-        work = Work({"x": array(1)})
-        for _ in range(3):
-            assert np.array_equal(latents.get_or_compute("key", work)["x"], array(1))
-        assert work.count == 1
-        assert latents.stats().damaged == 1
-        assert "is damaged" in caplog.text
+        for at in ("the tensor", "the header", "the record"):
+            caplog.clear()
+            with row(at), open_set(sets, at.replace(" ", "-")) as opened:
+                opened.put("key", {"x": array(1)})
+                place = engine_of(opened).catalog.find(check_key("key"))
+                assert place is not None
+                more = {"the tensor": place.meta + 200, "the header": 20, "the record": 70}
+                (pack,) = packs_of(opened)
+                data = bytearray(pack.read_bytes())
+                data[place.offset + more[at]] ^= 1
+                pack.write_bytes(data)
+                work = Work({"x": array(1)})
+                for _ in range(3):
+                    assert np.array_equal(opened.get_or_compute("key", work)["x"], array(1))
+                assert work.count == 1
+                assert opened.stats().damaged == 1
+            assert "is damaged" in caplog.text
 
 
 class Many:
@@ -336,28 +329,24 @@ class TestMany:
         with pytest.raises(ZeroDivisionError):
             latents.compute_many(KEYS, compute, batch=2)
         assert sorted(latents) == KEYS[:4]
-        assert all(engine_of(latents).leases.busy(key) is None for key in KEYS)
+        assert all(engine_of(latents).key_locks.busy(key) is None for key in KEYS)
 
     def test_values_may_come_one_by_one(self, latents: ArtifactSet) -> None:
         latents.compute_many(["a", "b"], lambda keys: (key.upper() for key in keys))
         assert [latents.get("a"), latents.get("b")] == ["A", "B"]
 
-    @pytest.mark.parametrize("returned", [{"a": 1, "b": 2}, {1, 2}, "ab", b"ab", None])
     def test_what_has_no_values_in_the_order_of_the_keys_is_an_error(
-        self, latents: ArtifactSet, returned: object
+        self, latents: ArtifactSet
     ) -> None:
-        with pytest.raises(ArtifactError, match="not a list"):
-            latents.compute_many(["a", "b"], lambda _: returned)  # type: ignore[arg-type,return-value]
-        assert not len(latents)
-
-    def test_a_batch_has_at_least_one_key(self, latents: ArtifactSet) -> None:
-        with pytest.raises(ConfigError, match="batch must be at least 1, not 0"):
-            latents.compute_many(["a"], never, batch=0)
-
-    def test_another_number_of_values_is_an_error(self, latents: ArtifactSet) -> None:
+        wrong: list[Any] = [{"a": 1, "b": 2}, {1, 2}, "ab", b"ab", None]
+        for returned in wrong:
+            with row(returned), pytest.raises(ArtifactError, match="not a list"):
+                latents.compute_many(["a", "b"], lambda _, it=returned: it)  # type: ignore[misc]
         with pytest.raises(ArtifactError, match="9 values for 10 keys"):
             latents.compute_many(KEYS, lambda keys: [1] * (len(keys) - 1))
-        assert len(latents) == 0
+        with pytest.raises(ConfigError, match="batch must be at least 1, not 0"):
+            latents.compute_many(["a"], never, batch=0)
+        assert not len(latents)
 
     def test_failures_are_remembered_if_asked(
         self, latents: ArtifactSet, pass_time: Advance
@@ -392,7 +381,7 @@ class TestManyProcesses:
     def test_what_another_computes_is_waited_for_last(self, sets: ArtifactSets) -> None:
         """The other one ends when it sees our last key: who waits first waits for ever."""
         with open_set(sets) as opened, Child(lambda: _hold_until_there(sets, "k1", "k9")) as child:
-            while engine_of(opened).leases.busy("k1") is None:
+            while engine_of(opened).key_locks.busy("k1") is None:
                 time.sleep(0.005)
             left = opened.compute_many(KEYS[:2], Many(), wait=False)
             assert (left.computed, left.busy) == (["k0"], ["k1"])
@@ -406,7 +395,7 @@ class TestManyProcesses:
 
     def test_what_a_killed_one_has_begun_is_computed(self, sets: ArtifactSets) -> None:
         with open_set(sets) as opened, Child(lambda: _hold_until_there(sets, "k1", "k9")) as child:
-            while engine_of(opened).leases.busy("k1") is None:
+            while engine_of(opened).key_locks.busy("k1") is None:
                 time.sleep(0.005)
             with ThreadPoolExecutor(1) as pool:
                 job = pool.submit(opened.compute_many, KEYS[:3], Many())

@@ -6,6 +6,7 @@ there, nothing is loaded or run, and nothing outside of the set is touched.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from tests.api import ArtifactSets, Fingerprint, SetFolder, SmartcacheError, enc
 from tests.artifacts.crafting import NONCE, Crafted, contained, new_set, read_all, with_packs
 from tests.artifacts.opening import array, open_set
 from tests.artifacts.packreader import ARTIFACT, DELETE, END, FOOTER, INTAKE, LAYOUT, PIN, SKIP
+from tests.store.files import row
 
 KEY = b"\x02key"
 VALUE = {"t": array(1, 3000), "n": 5}
@@ -80,14 +82,14 @@ def is_value(found: object, value: dict[str, Any]) -> bool:
     return isinstance(found, dict) and np.array_equal(found["t"], value["t"])
 
 
-@pytest.mark.parametrize("is_sealed", [True, False])
-def test_a_crafted_pack_that_is_right_is_read(world: World, is_sealed: bool) -> None:
+def test_a_crafted_pack_that_is_right_is_read(world: World) -> None:
     """Else the tests below would pass for the wrong reason."""
-    pack = world.pack()
-    pack.artifact(KEY, VALUE)
-    if is_sealed:
-        pack.seal(pack.footer())
-    assert is_value(world.read(pack)["key"], VALUE)
+    for is_sealed in (True, False):
+        pack = world.pack()
+        pack.artifact(KEY, VALUE)
+        if is_sealed:
+            pack.seal(pack.footer())
+        assert is_value(world.read(pack)["key"], VALUE), is_sealed
 
 
 # records
@@ -117,12 +119,13 @@ HEADERS: dict[str, Callable[[Crafted], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HEADERS)
-def test_a_hostile_record_takes_nothing_along(world: World, kind: str) -> None:
-    pack = world.pack()
-    pack.artifact(KEY, VALUE)
-    HEADERS[kind](pack)
-    assert is_value(world.read(pack)["key"], VALUE)
+def test_a_hostile_record_takes_nothing_along(world: World) -> None:
+    for kind, add in HEADERS.items():
+        with row(kind):
+            pack = world.pack()
+            pack.artifact(KEY, VALUE)
+            add(pack)
+            assert is_value(world.read(pack)["key"], VALUE)
 
 
 def test_huge_records_of_a_sparse_pack_take_no_memory(world: World) -> None:
@@ -197,21 +200,21 @@ ARTIFACTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ARTIFACTS)
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_a_hostile_artifact_takes_nothing_along(world: World, kind: str, is_sealed: bool) -> None:
-    pack = world.pack()
-    pack.artifact(b"\x02other", OTHER)
-    hostile = ARTIFACTS[kind]
-    if "layout_at" in hostile:
-        pack.add(ARTIFACT, key=KEY, seq=2, layout=hostile["layout_at"])
-    else:
-        pack.artifact(KEY, VALUE, seq=2, **hostile)
-    if is_sealed:
-        pack.seal(pack.footer())
-    found = world.read(pack)
-    assert is_value(found["other"], OTHER)
-    assert "key" not in found or is_value(found["key"], VALUE)
+def test_a_hostile_artifact_takes_nothing_along(world: World, is_sealed: bool) -> None:
+    for kind, hostile in ARTIFACTS.items():
+        pack = world.pack()
+        pack.artifact(b"\x02other", OTHER)
+        if "layout_at" in hostile:
+            pack.add(ARTIFACT, key=KEY, seq=2, layout=hostile["layout_at"])
+        else:
+            pack.artifact(KEY, VALUE, seq=2, **hostile)
+        if is_sealed:
+            pack.seal(pack.footer())
+        with row(kind):
+            found = world.read(pack)
+            assert is_value(found["other"], OTHER)
+            assert "key" not in found or is_value(found["key"], VALUE)
 
 
 KEYS = (
@@ -220,46 +223,45 @@ KEYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("stored", KEYS, ids=lambda stored: repr(stored[:8]))
-@pytest.mark.parametrize("is_sealed", [True, False])
-def test_keys_that_are_no_keys_are_left_out(world: World, stored: bytes, is_sealed: bool) -> None:
-    pack = world.pack()
-    pack.artifact(KEY, VALUE)
-    pack.add(DELETE, key=stored, seq=2)
-    pack.artifact(stored, OTHER, seq=3)  # newer than its deletion: it would be there
-    pack.add(PIN, key=stored, seq=4)
-    if is_sealed:
-        pack.seal(pack.footer())
-    assert set(world.read(pack)) == {"key"}
-    with open_set(world.sets) as opened:
-        assert set(opened) == {"key", "a new one"}
-        assert is_sealed or len(opened) == 2, "nor are they counted"
+def test_keys_that_are_no_keys_are_left_out(world: World) -> None:
+    for stored, is_sealed in itertools.product(KEYS, (True, False)):
+        with row(stored[:8], is_sealed):
+            pack = world.pack()
+            pack.artifact(KEY, VALUE)
+            pack.add(DELETE, key=stored, seq=2)
+            pack.artifact(stored, OTHER, seq=3)  # newer than its deletion: it would be there
+            pack.add(PIN, key=stored, seq=4)
+            if is_sealed:
+                pack.seal(pack.footer())
+            assert set(world.read(pack)) == {"key"}
+            with open_set(world.sets) as opened:
+                assert set(opened) == {"key", "a new one"}
+                assert is_sealed or len(opened) == 2, "nor are they counted"
 
 
-@pytest.mark.parametrize("name", ["../../../escaped", "/etc/escaped", "a\0b", "..", "%2e", "a/b"])
-def test_keys_like_paths_lead_nowhere(world: World, tmp_path: Path, name: str) -> None:
-    pack = world.pack()
-    pack.artifact(b"\x02" + name.encode(), VALUE)
+def test_keys_like_paths_lead_nowhere(world: World, tmp_path: Path) -> None:
     before = {path for path in tmp_path.rglob("*") if "sets" not in path.parts}
-    assert is_value(world.read(pack)[name], VALUE)
-    with open_set(world.sets) as opened:
-        assert opened.get_or_compute(f"{name}x", lambda: 1) == 1
+    for name in ("../../../escaped", "/etc/escaped", "a\0b", "..", "%2e", "a/b"):
+        pack = world.pack()
+        pack.artifact(b"\x02" + name.encode(), VALUE)
+        with row(name):
+            assert is_value(world.read(pack)[name], VALUE)
+            with open_set(world.sets) as opened:
+                assert opened.get_or_compute(f"{name}x", lambda: 1) == 1
     assert before == {path for path in tmp_path.rglob("*") if "sets" not in path.parts}
 
 
-@pytest.mark.parametrize("same_pack", [True, False])
-@pytest.mark.parametrize("is_sealed", [True, False])
-def test_one_of_two_artifacts_with_one_key_and_number_is_taken(
-    world: World, same_pack: bool, is_sealed: bool
-) -> None:
-    first = world.pack()
-    second = first if same_pack else world.pack(2)
-    first.artifact(KEY, VALUE, seq=7)
-    second.artifact(KEY, OTHER, seq=7)
-    packs = [first] if same_pack else [first, second]
-    for pack in packs if is_sealed else ():
-        pack.seal(pack.footer())
-    assert "key" in world.read(*packs)
+def test_one_of_two_artifacts_with_one_key_and_number_is_taken(world: World) -> None:
+    for same_pack, is_sealed in itertools.product((True, False), repeat=2):
+        first = world.pack()
+        second = first if same_pack else world.pack(2)
+        first.artifact(KEY, VALUE, seq=7)
+        second.artifact(KEY, OTHER, seq=7)
+        packs = [first] if same_pack else [first, second]
+        for pack in packs if is_sealed else ():
+            pack.seal(pack.footer())
+        with row(same_pack, is_sealed):
+            assert "key" in world.read(*packs)
 
 
 def test_a_tensor_that_holds_a_pack_is_never_taken_for_its_records(tmp_path: Path) -> None:
@@ -365,11 +367,8 @@ def test_a_footer_that_lies_gives_no_wrong_value(world: World) -> None:
     for kind in lies(lying(world)):
         pack = lying(world)
         pack.seal(lies(pack)[kind]())
-        try:
+        with row(kind):
             found = world.read(pack)
-        except BaseException as error:
-            error.add_note(kind)
-            raise
         assert "key" not in found or is_value(found["key"], VALUE), kind
         assert "other" not in found or is_value(found["other"], OTHER), kind
         assert found.keys() <= {"key", "other"}, kind
@@ -472,16 +471,12 @@ DOCUMENTS: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_a_hostile_set_file_is_named_or_does_no_harm(tmp_path: Path, kind: str) -> None:
+def test_a_hostile_set_file_is_named_or_does_no_harm(tmp_path: Path) -> None:
     sets = ArtifactSets(tmp_path / "sets")
     with open_set(sets) as opened:
         opened.put("k", 1)
         path = opened.path
     good = json.loads((path / "set.json").read_text())
-    hostile = DOCUMENTS[kind]
-    document = {**good, **hostile} if isinstance(hostile, dict) and hostile else hostile
-    (path / "set.json").write_text(json.dumps(document))
 
     def work() -> None:
         for info in ArtifactSets(tmp_path / "sets").infos():
@@ -493,20 +488,24 @@ def test_a_hostile_set_file_is_named_or_does_no_harm(tmp_path: Path, kind: str) 
             SetFolder.read(path)
 
     before = sorted(file.name for file in tmp_path.iterdir())
-    contained(work)
-    assert before == sorted(file.name for file in tmp_path.iterdir())
+    for kind, hostile in DOCUMENTS.items():
+        document = {**good, **hostile} if isinstance(hostile, dict) and hostile else hostile
+        (path / "set.json").write_text(json.dumps(document))
+        with row(kind):
+            contained(work)
+            assert before == sorted(file.name for file in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 200_000, b'{"format": 1}' * 2])
-def test_a_set_file_that_is_no_document_is_named(tmp_path: Path, text: bytes) -> None:
+def test_a_set_file_that_is_no_document_is_named(tmp_path: Path) -> None:
     with open_set(ArtifactSets(tmp_path / "sets")) as opened:
         path = opened.path
-    (path / "set.json").write_bytes(text)
-    with pytest.raises(SmartcacheError):
-        open_set(ArtifactSets(tmp_path / "sets"))
-    (info,) = ArtifactSets(tmp_path / "sets").infos()
-    assert info.problem
-    assert Fingerprint.of({}).id("latents") != info.id
+    for text in (b"", b"{", b"\xff\xfe", b"[" * 200_000, b'{"format": 1}' * 2):
+        (path / "set.json").write_bytes(text)
+        with row(text[:20]), pytest.raises(SmartcacheError):
+            open_set(ArtifactSets(tmp_path / "sets"))
+        (info,) = ArtifactSets(tmp_path / "sets").infos()
+        assert info.problem
+        assert Fingerprint.of({}).id("latents") != info.id
 
 
 # anything
@@ -541,7 +540,7 @@ def test_mutated_packs_with_right_checksums(tmp_path: Path, soak: bool) -> None:
     world = World(tmp_path / "sets")
 
     def work() -> None:
-        for number in range(6000 if soak else 150):
+        for number in range(6000 if soak else 60):
             chance = random.Random(number)
             packs = [world.pack(), world.pack(5)]
             for pack in packs:
@@ -554,11 +553,7 @@ def test_mutated_packs_with_right_checksums(tmp_path: Path, soak: bool) -> None:
                     pack.seal(pack.footer())
                 mutated(pack, chance)
             with_packs(world.sets, *packs)
-            try:
-                with suppress(SmartcacheError), open_set(world.sets) as opened:
-                    read_all(opened)
-            except BaseException as error:
-                error.add_note(f"case {number}")
-                raise
+            with row(number), suppress(SmartcacheError), open_set(world.sets) as opened:
+                read_all(opened)
 
     contained(work)

@@ -13,6 +13,7 @@ import random
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from tests.artifacts.packreader import ARTIFACT, DELETE, LAYOUT, PackFile, newes
 from tests.processes.artifact_writers import change, in_fork, number_in, value_of
 from tests.processes.children import Child
 from tests.processes.killing import Moment, die_at
+from tests.store.files import raising, row
 
 SIZE = 1100
 """Of tensors: a little more than what is kept among the small values."""
@@ -265,16 +267,15 @@ def test_no_artifact_is_lost_with_the_index(tmp_path: Path, kind: str, is_open: 
 # while it is in use
 
 
-@pytest.mark.parametrize("keep", [0, 64, 5000])
-def test_a_pack_truncated_while_it_is_mapped_crashes_nobody(tmp_path: Path, keep: int) -> None:
+def test_a_pack_truncated_while_it_is_mapped_crashes_nobody(tmp_path: Path) -> None:
     """Every read looks at the size of the packs it has mapped before it touches them.
 
     The moment between that look and the copy cannot be closed: only a signal handler could. It is
     microseconds long, and nobody but a stranger to smartcache ever truncates a pack.
     """
 
-    def work() -> None:
-        with open_set(ArtifactSets(tmp_path / "sets")) as opened:
+    def work(keep: int) -> None:
+        with open_set(ArtifactSets(tmp_path / str(keep))) as opened:
             for number in range(20):
                 opened.put(f"k{number}", {"t": array(number, 50_000), "n": number})
             names = [f"k{number}" for number in range(20)]
@@ -299,8 +300,9 @@ def test_a_pack_truncated_while_it_is_mapped_crashes_nobody(tmp_path: Path, keep
                 with suppress(ArtifactNotFoundError, DamagedArtifactError):
                     chosen.read([0, 1])
 
-    with Child(work) as child:
-        child.result()
+    for keep in (0, 64, 5000):
+        with row(keep), Child(partial(work, keep)) as child:
+            child.result()
 
 
 def test_a_pack_truncated_while_batches_are_read_crashes_no_batch_that_begins_later(
@@ -357,16 +359,11 @@ def test_what_the_disk_refuses_for_a_moment_is_not_deleted(
     import errno
 
     latents.put("k", {"t": array(1, 5000)})
-    real = os.preadv
-
-    def refuse(*arguments: object) -> int:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(os, "preadv", refuse)
-    with pytest.raises(ArtifactError, match="cannot be read") as caught:
-        latents.get("k")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", raising(errno.ESTALE))
+        with pytest.raises(ArtifactError, match="cannot be read") as caught:
+            latents.get("k")
     assert not isinstance(caught.value, DamagedArtifactError)
-    monkeypatch.setattr(os, "preadv", real)
     assert np.array_equal(latents.get("k")["t"], array(1, 5000))
     assert engine_of(latents).damage == set()
 

@@ -25,6 +25,7 @@ from tests.api import (
 )
 from tests.artifacts.opening import array, check_whole, open_set, packs_of
 from tests.processes.children import Child
+from tests.store.files import raising, row
 from tests.store.small_disks import Disk, in_own_namespace
 
 
@@ -62,15 +63,11 @@ class TestSync:
     def test_a_disk_that_refuses_is_named_and_puts_go_on_when_it_does_not(
         self, latents: ArtifactSet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        real = os.fdatasync
-
-        def refuse(fd: int) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(os, "fdatasync", refuse)
-        with pytest.raises(ArtifactError, match=r"Cannot bring .* to the disk: Input/output error"):
-            latents.put("lost", array(2), durable=True)
-        monkeypatch.setattr(os, "fdatasync", real)
+        message = r"Cannot bring .* to the disk: Input/output error"
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", raising(errno.EIO))
+            with pytest.raises(ArtifactError, match=message):
+                latents.put("lost", array(2), durable=True)
         latents.put("after", array(3), durable=True)
         assert np.array_equal(latents.get("after"), array(3))
 
@@ -115,18 +112,17 @@ class TestSync:
             opened.put("not this one", 1, durable=False)
             assert synced == {}
 
-    @pytest.mark.parametrize("how", ["put_many", "sync"])
     def test_many_puts_share_one_sync_and_no_pack_is_left_out(
-        self, sets: ArtifactSets, synced: dict[str, int], how: str
+        self, sets: ArtifactSets, synced: dict[str, int]
     ) -> None:
-        with open_set(sets, pack_bytes=20_000) as opened:
-            opened.put_many(
-                ((f"k{n}", {"x": array(n)}) for n in range(20)), durable=how == "put_many"
-            )
-            if how == "sync":
-                opened.sync()
-            assert len(packs_of(opened)) > 4
-            assert survivors(opened, synced).keys() == {f"k{n}" for n in range(20)}
+        for how in ("put_many", "sync"):
+            with row(how), open_set(sets, how, pack_bytes=20_000) as opened:
+                values = ((f"k{n}", {"x": array(n)}) for n in range(20))
+                opened.put_many(values, durable=how == "put_many")
+                if how == "sync":
+                    opened.sync()
+                assert len(packs_of(opened)) > 4
+                assert survivors(opened, synced).keys() == {f"k{n}" for n in range(20)}
 
     def test_copies_are_synced_before_the_originals_go(
         self, sets: ArtifactSets, synced: dict[str, int], monkeypatch: pytest.MonkeyPatch

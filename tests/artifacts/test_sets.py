@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import FINGERPRINT, array, check_whole, open_set, packs_of, seal
 from tests.processes.artifact_writers import in_fork
 from tests.processes.children import Child
+from tests.store.files import row
 
 
 class TestOpen:
@@ -46,22 +48,19 @@ class TestOpen:
         assert other.fingerprint is not None
         assert [each.path for each in one.fingerprint.differences(other.fingerprint)]
 
-    def test_a_closed_set_says_so(self, sets: ArtifactSets) -> None:
-        opened = open_set(sets)
-        assert repr(opened).endswith(": 0 artifacts>")
-        opened.close()
-        assert repr(opened).endswith(": closed>")
-
-    def test_another_name_is_another_set(self, sets: ArtifactSets) -> None:
+    def test_another_name_is_another_set_and_a_closed_one_says_so(self, sets: ArtifactSets) -> None:
         with open_set(sets, "one") as first, open_set(sets, "two") as second:
             first.put("key", 1)
             assert "key" not in second
+            assert repr(second).endswith(": 0 artifacts>")
+        assert repr(second).endswith(": closed>")
 
-    @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 101, "ä", "a\n", None])
-    def test_a_bad_name_is_refused(self, sets: ArtifactSets, name: str) -> None:
-        with pytest.raises(BadSetNameError) as caught:
-            sets.open(name, FINGERPRINT)
-        assert "letters" in caught.value.hint
+    def test_a_bad_name_is_refused(self, sets: ArtifactSets) -> None:
+        names: list[Any] = ["", "..", "a/b", ".hidden", "a" * 101, "ä", "a\n", None]
+        for name in names:
+            with row(name), pytest.raises(BadSetNameError) as caught:
+                sets.open(name, FINGERPRINT)
+            assert "letters" in caught.value.hint
 
     def test_the_folder_may_move(self, sets: ArtifactSets, tmp_path: Path) -> None:
         with open_set(sets) as opened:
@@ -132,19 +131,16 @@ class TestOpen:
 
 
 class TestOptions:
-    def test_they_are_kept_with_the_set(self, sets: ArtifactSets) -> None:
-        with open_set(sets, max_size=10**6, ttl=timedelta(hours=1), evictable=False, durable=True):
-            pass
-        with open_set(sets) as opened:
-            expected = Options(max_size=10**6, ttl=3600, evictable=False, durable=True)
-            assert opened.describe().options == expected
-
-    def test_those_that_are_given_replace_those_that_were(self, sets: ArtifactSets) -> None:
-        with open_set(sets, max_size=10**6, ttl=60):
-            pass
-        with open_set(sets, ttl=120, evictable=False) as opened:
-            expected = Options(max_size=10**6, ttl=120, evictable=False)
-            assert opened.describe().options == expected
+    def test_they_are_kept_with_the_set_until_others_are_given(self, sets: ArtifactSets) -> None:
+        """Those hold at once, also for a set that is open."""
+        hour = timedelta(hours=1)
+        open_set(sets, max_size=10**6, ttl=hour, evictable=False, durable=True).close()
+        expected = Options(max_size=10**6, ttl=3600, evictable=False, durable=True)
+        with open_set(sets) as first:
+            assert first.describe().options == expected
+            with open_set(sets, ttl=120, max_size=1000) as second:
+                changed = replace(expected, ttl=120, max_size=1000)
+                assert first.describe().options == second.describe().options == changed
 
     def test_a_bound_can_be_taken_back(
         self, sets: ArtifactSets, pass_time: Callable[[float], None]
@@ -160,37 +156,24 @@ class TestOptions:
             assert opened.evict().artifacts == 0
             assert len(opened) == 12
 
-    def test_they_hold_at_once_for_a_set_that_is_open(self, sets: ArtifactSets) -> None:
-        with open_set(sets) as first, open_set(sets, max_size=1000, evictable=False) as second:
-            assert first.describe().options == second.describe().options
-            assert second.describe().options.max_size == 1000
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"max_size": 0},
-            {"max_size": -5},
-            {"max_size": "3GB"},
-            {"ttl": 0},
-            {"ttl": "30d"},
-            {"ttl": timedelta(0)},
-        ],
-    )
-    def test_what_makes_no_sense_is_refused(
-        self, sets: ArtifactSets, options: dict[str, Any]
-    ) -> None:
-        with pytest.raises(ConfigError):
-            open_set(sets, **options)
-
-    @pytest.mark.parametrize("ttl", [0, -1, "30d", timedelta(0)])
-    def test_a_put_refuses_it_too(self, latents: ArtifactSet, ttl: Any) -> None:  # noqa: ANN401
-        with pytest.raises(ConfigError, match="ttl must be a number above 0"):
-            latents.put("key", 1, ttl=ttl)
-        assert "key" not in latents
+    def test_what_makes_no_sense_is_refused(self, sets: ArtifactSets) -> None:
+        """By puts too."""
+        for size in (0, -5, "3GB"):
+            with row(size), pytest.raises(ConfigError):
+                open_set(sets, max_size=size)
+        ttls: list[Any] = [0, -1, "30d", timedelta(0)]
+        for ttl in ttls:
+            with row(ttl), pytest.raises(ConfigError):
+                open_set(sets, ttl=ttl)
+            with open_set(sets) as opened:
+                with row(ttl), pytest.raises(ConfigError, match="ttl must be a number above 0"):
+                    opened.put("key", 1, ttl=ttl)
+                assert "key" not in opened
 
 
 class TestListing:
     def test_sets_are_listed_in_order(self, sets: ArtifactSets) -> None:
+        assert sets.infos() == []
         for name in ("two", "one"):
             with open_set(sets, name) as opened:
                 opened.put("key", {"x": array(1)})
@@ -198,26 +181,22 @@ class TestListing:
         assert [info.name for info in infos] == ["one", "two"]
         assert all(info.artifacts == 1 and info.live > 4096 for info in infos)
 
-    def test_there_may_be_none(self, sets: ArtifactSets) -> None:
-        assert sets.infos() == []
-
-    @pytest.mark.parametrize("what", ["description", "no description"])
-    def test_a_set_that_cannot_be_read_is_listed_with_its_problem(
-        self, sets: ArtifactSets, what: str
-    ) -> None:
+    def test_a_set_that_cannot_be_read_is_listed_with_its_problem(self, sets: ArtifactSets) -> None:
         with open_set(sets, "bad") as bad, open_set(sets, "good"):
             bad.put("key", {"x": array(1)})
-            path = bad.path
-        if what == "description":
-            (path / "set.json").write_bytes(b"{")
-        else:
-            (path / "set.json").unlink()
-        problem, fine = sets.infos()
-        assert (problem.name, fine.name) == ("bad", "good")
-        assert problem.problem
-        assert problem.on_disk > 0
-        assert not fine.problem
-        assert [plan.info.name for plan in sets.plan_prune().victims] == []
+            description = bad.path / "set.json"
+        damages: tuple[Callable[[], object], ...] = (
+            lambda: description.write_bytes(b"{"),
+            description.unlink,
+        )
+        for damage in damages:
+            damage()
+            problem, fine = sets.infos()
+            assert (problem.name, fine.name) == ("bad", "good")
+            assert problem.problem
+            assert problem.on_disk > 0
+            assert not fine.problem
+            assert [plan.info.name for plan in sets.plan_prune().victims] == []
 
     def test_a_set_is_found_by_its_name_or_the_beginning_of_its_id(
         self, sets: ArtifactSets
@@ -403,25 +382,22 @@ class TestLostPacks:
             opened.put_many({f"k{n}": array(n) for n in range(5)})
         return opened
 
-    def test_verify_names_a_pack_that_is_gone(
-        self, sets: ArtifactSets, filled: ArtifactSet
+    @pytest.mark.parametrize("is_gone", [True, False])
+    def test_verify_names_a_pack_that_is_gone_or_was_cut_off(
+        self, sets: ArtifactSets, filled: ArtifactSet, is_gone: bool
     ) -> None:
         (pack,) = packs_of(filled)
-        pack.unlink()
-        for is_full in (True, False):
-            (report,) = sets.verify(full=is_full)
-            assert report.damage == [f"{pack.name} is gone; it had 5 records"]
+        if is_gone:
+            pack.unlink()
+        else:
+            os.truncate(pack, pack.stat().st_size // 2)
+        what = "is gone; it had 5 records" if is_gone else "was cut off"
+        (quick,) = sets.verify(full=False)
+        assert quick.damage == [f"{pack.name} {what}"]
+        if is_gone:
+            (report,) = sets.verify(full=True)
+            assert report.damage == quick.damage
             assert "--rebuild" in report.cure
-        sets.rebuild(sets.infos()[0])
-        assert not sets.verify()[0].damage
-
-    def test_verify_names_a_pack_that_was_cut_off(
-        self, sets: ArtifactSets, filled: ArtifactSet
-    ) -> None:
-        (pack,) = packs_of(filled)
-        os.truncate(pack, pack.stat().st_size // 2)
-        (report,) = sets.verify(full=False)
-        assert report.damage == [f"{pack.name} was cut off"]
         sets.rebuild(sets.infos()[0])
         assert not sets.verify()[0].damage
 

@@ -394,7 +394,7 @@ class SetMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(3600)  # what fails is shrunk for five minutes
 @pytest.mark.parametrize(
-    ("where", "examples"), [pytest.param("tmp_path", 5, marks=pytest.mark.soak), ("elsewhere", 20)]
+    ("where", "examples"), [pytest.param("tmp_path", 5, marks=pytest.mark.soak), ("elsewhere", 12)]
 )
 def test_a_set_agrees_with_a_plain_model(
     request: pytest.FixtureRequest,

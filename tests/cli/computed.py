@@ -1,7 +1,8 @@
-"""Sets of artifacts for tests of the commands: tensors small enough to be many, and known keys."""
+"""Sets of artifacts and datasets for tests of the commands: tensors small enough to be many."""
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smartcache.training import Dataset, Encoder, Item, Sources
 from tests.api import ArtifactSet, SmartCache
 
 SHAPE = (4, 16, 16)
@@ -64,3 +66,68 @@ def flip(home: Path, id_: str, position: float = 0.5) -> None:
     at = int(len(data) * position)
     data[at] ^= 0xFF
     pack.write_bytes(data)
+
+
+BUCKETS = "64x48 48x64"
+
+
+def image(path: Path, caption: str, size: tuple[int, int] = (64, 48)) -> None:
+    """Write the header of a PNG, with its name behind it, and a caption beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", *size)
+    path.write_bytes(header + path.name.encode())
+    path.with_suffix(".txt").write_text(caption)
+
+
+def encode_image(items: list[Item]) -> list[np.ndarray]:
+    return [
+        np.random.default_rng(item.seed).standard_normal((4, *(item.bucket or (8, 8))), np.float32)
+        for item in items
+    ]
+
+
+def encode_text(items: list[Item]) -> list[np.ndarray]:
+    return [np.frombuffer(item["caption"].encode(), np.uint8).copy() for item in items]
+
+
+class Made:
+    """Six images in two folders, one that is none, and the dataset "photos" of them."""
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        self.home = home
+        self.folder = folder
+        for number in range(6):
+            where = folder / ("cats" if number % 2 else "dogs")
+            image(where / f"{number}.png", f"photo {number}", ((64, 48), (48, 64))[number // 3])
+        image(folder / "dogs" / "none.png", "no photo")
+        (folder / "dogs" / "none.png").write_bytes(b"no image")
+
+    def open(
+        self,
+        cache: SmartCache,
+        name: str = "photos",
+        *,
+        version: int = 0,
+        shared: str | None = None,
+    ) -> Dataset:
+        return cache.dataset(
+            name,
+            Sources(self.folder, sidecars={"caption": (".txt", ".json:prompt")}, repeats=2.5),
+            latent=Encoder(
+                encode_image, reads="file", depends_on="a vae", buckets=BUCKETS, version=version,
+                statistic="mode", scale=0.18215, shared=shared,
+            ),
+            text=Encoder(encode_text, reads="caption", depends_on="an encoder", variations=2),
+        )  # fmt: skip
+
+    def build(self, name: str = "photos", *, version: int = 0, shared: str | None = None) -> None:
+        with (
+            SmartCache(self.home) as cache,
+            self.open(cache, name, version=version, shared=shared) as dataset,
+        ):
+            dataset.build()
+
+    def planned(self) -> str:
+        """The plan as a program sees it."""
+        with SmartCache(self.home) as cache, self.open(cache) as dataset:
+            return str(dataset.plan())

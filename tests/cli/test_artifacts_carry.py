@@ -25,6 +25,10 @@ class TestForms:
     def test_there_and_back(self, option: str, sc: Here, home: Path, tmp_path: Path) -> None:
         id_ = fill(home, size=512)
         out, other = FORMS[option], ("--home", tmp_path / "other")
+        planned = sc("artifacts", "export", "latents", option, out, "-n", "--json").json
+        assert (planned["artifacts"], planned["kept"]) == (10, 0)
+        assert 60_000 < planned["size"] < 80_000
+        assert planned["path"] == str(tmp_path / out)
         done = sc("artifacts", "export", "latents", option, out)
         assert done.stdout.startswith(f"Exported latents/{id_[:12]} to {out}: 10 artifacts (")
         done = sc(*other, "artifacts", "import", out)
@@ -38,31 +42,6 @@ class TestForms:
             assert there.metadata("key-3") == {"file": "3.png"}
         again = sc(*other, "artifacts", "import", out, "--json").json
         assert (again["artifacts"], again["kept"], again["problems"]) == (0, 10, [])
-
-    def test_a_dry_run_says_how_much_and_writes_nothing(
-        self, option: str, sc: Here, home: Path, tmp_path: Path
-    ) -> None:
-        fill(home)
-        out, other = FORMS[option], ("--home", tmp_path / "other")
-        planned = sc("artifacts", "export", "latents", option, out, "-n", "--json").json
-        assert (planned["dry_run"], planned["artifacts"], planned["kept"]) == (True, 10, 0)
-        assert 60_000 < planned["size"] < 80_000
-        assert planned["path"] == str(tmp_path / out)
-        assert [path.name for path in tmp_path.iterdir()] == ["store"]
-        sc("artifacts", "export", "latents", option, out)
-        done = sc(*other, "artifacts", "import", out, "-n")
-        assert "Would import" in done.stdout
-        assert ": 10 artifacts (" in done.stdout
-        assert not (tmp_path / "other").exists()
-
-    def test_quiet_prints_the_place_and_the_sets(
-        self, option: str, sc: Here, home: Path, tmp_path: Path
-    ) -> None:
-        id_ = fill(home)
-        out = FORMS[option]
-        assert sc("artifacts", "export", "latents", option, out, "-q").ids == [str(tmp_path / out)]
-        other = ("--home", tmp_path / "other")
-        assert sc(*other, "artifacts", "import", out, "-q").ids == [f"latents/{id_}"]
 
     def test_what_ctrl_c_has_interrupted_is_gone_on_with(
         self, option: str, program: Smartcache, sc: Here, home: Path, tmp_path: Path
@@ -102,8 +81,8 @@ class TestForms:
 
 
 class TestExport:
-    def test_one_form_is_to_be_said(self, sc: Here, home: Path) -> None:
-        fill(home)
+    def test_one_form_of_one_set_is_to_be_said(self, sc: Here, home: Path) -> None:
+        fill(home, size=1)
         for words in ((), ("--folder", "a", "--tar", "b")):
             done = sc("artifacts", "export", "latents", *words, code=2)
             assert "--safetensors DIR, --folder DIR and --tar FILE" in done.error
@@ -112,10 +91,6 @@ class TestExport:
         done = sc("artifacts", "export", "latents", "--tar", "x", "--shard-size", "1MB", code=2)
         assert "--shard-size is for --safetensors" in done.error
         sc("artifacts", "export", "latents", "--safetensors", "x", "--shard-size", "big", code=2)
-
-    def test_a_set_that_is_not_there_or_not_told(self, sc: Here, home: Path) -> None:
-        assert "no set 'x'" in sc("artifacts", "export", "x", "--tar", "x", code=1).error
-        fill(home, size=1)
         fill(home, size=2)
         done = sc("artifacts", "export", "latents", "--tar", "x", code=1)
         assert "stands for 2 sets" in done.error
@@ -176,22 +151,17 @@ class TestImport:
         assert len(document["problems"]) == 31
 
     @pytest.mark.usefixtures("files")
-    @pytest.mark.parametrize(
-        ("words", "said", "hint"),
-        [
-            (("files",), "does not say which set", "--set latents --fingerprint '{"),
-            (("files", "--set", "x"), "does not say which set", "--fingerprint"),
-            (("files", "--set", "x", "--fingerprint", "{x"), "no JSON object", "--fingerprint '{"),
-            (("files", "--set", "x", "--fingerprint", "3"), "no JSON object", "--fingerprint '{"),
-            (("files", *FINGERPRINT, "--key", "stm"), "no rule", "{parent}"),
-        ],
-    )
-    def test_what_is_not_told_is_asked_for(
-        self, words: tuple[str, ...], said: str, hint: str, sc: Here, home: Path
-    ) -> None:
-        done = sc("artifacts", "import", *words, code=2)
-        assert said in done.error
-        assert hint in done.hint
+    def test_what_is_not_told_is_asked_for(self, sc: Here, home: Path) -> None:
+        for words, said, hint in (
+            ((), "does not say which set", "--set latents --fingerprint '{"),
+            (("--set", "x"), "does not say which set", "--fingerprint"),
+            (("--set", "x", "--fingerprint", "{x"), "no JSON object", "--fingerprint '{"),
+            (("--set", "x", "--fingerprint", "3"), "no JSON object", "--fingerprint '{"),
+            ((*FINGERPRINT, "--key", "stm"), "no rule", "{parent}"),
+        ):
+            done = sc("artifacts", "import", "files", *words, code=2)
+            assert said in done.error
+            assert hint in done.hint
         assert not home.exists()
 
     def test_what_is_nothing_of_the_kind(self, sc: Here, home: Path, tmp_path: Path) -> None:
@@ -205,26 +175,23 @@ class TestImport:
         assert "Missing argument 'PATH'" in sc("artifacts", "import", code=2).error
         assert not home.exists()
 
-    def test_an_interrupted_export_is_told(self, sc: Here, home: Path, tmp_path: Path) -> None:
-        fill(home)
-        sc("artifacts", "export", "latents", "--safetensors", "out")
-        (tmp_path / "out/index.json").unlink()
-        done = sc("--home", tmp_path / "other", "artifacts", "import", "out")
-        assert "Warning: " in done.stderr
-        assert "the export was interrupted" in done.stderr
-
-    def test_a_lying_export_is_refused_in_one_line(
+    def test_an_interrupted_export_is_told_and_a_lying_one_refused_in_one_line(
         self, sc: Here, home: Path, tmp_path: Path
     ) -> None:
         fill(home)
         sc("artifacts", "export", "latents", "--safetensors", "out")
-        index = json.loads((tmp_path / "out/index.json").read_text())
+        path = tmp_path / "out/index.json"
+        index = json.loads(path.read_text())
         index["artifacts"]["key-0"] = "../../etc/passwd"
-        (tmp_path / "out/index.json").write_text(json.dumps(index))
+        path.write_text(json.dumps(index))
         done = sc("--home", tmp_path / "other", "artifacts", "import", "out", code=1)
         assert "names a shard that cannot be one" in done.error
         assert done.hint == "Export it again; nothing was imported."
         assert not (tmp_path / "other").exists()
+        path.unlink()
+        done = sc("--home", tmp_path / "other", "artifacts", "import", "out")
+        assert "Warning: " in done.stderr
+        assert "the export was interrupted" in done.stderr
 
 
 def test_tab_offers_sets_and_rules(program: Smartcache, home: Path) -> None:

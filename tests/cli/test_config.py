@@ -77,26 +77,18 @@ def test_unset_takes_a_setting_out(sc: Here, file: Path) -> None:
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_cannot_be_used_is_refused_and_the_file_stays(sc: Here, file: Path) -> None:
+    for words, message in (
         (["threads", "many"], "threads: not a number"),
         (["threads", "1", "2"], "threads: takes one value"),
         (["artifacts_max_size", "big"], "artifacts_max_size: "),
         (["shared_store_owners", "nobody-of-this-name"], "there is no user"),
         (["home", "a\nb"], "not a value for a file"),
         (["nonsense", "1"], "unknown setting 'nonsense'"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_and_the_file_stays(
-    words: list[str], message: str, sc: Here, file: Path
-) -> None:
-    assert message in sc("config", "set", *words, code=2).error
-    assert file.read_text() == OLD
+    ):
+        assert message in sc("config", "set", *words, code=2).error
+        assert file.read_text() == OLD, words
     assert os.listdir(file.parent) == [file.name]
-
-
-def test_a_file_that_is_not_toml_is_not_touched(sc: Here, file: Path) -> None:
     file.write_text("threads = = 4\n")
     assert "not TOML" in sc("config", "set", "threads", "2", code=2).error
     assert file.read_text() == "threads = = 4\n"

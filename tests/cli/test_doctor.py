@@ -8,18 +8,16 @@ from tests.cli.running import Here
 from tests.store.files import snapshot, write
 
 
-def test_says_what_works_where_the_store_will_be(sc: Here, home: Path) -> None:
-    done = sc("doctor")
+def test_says_what_works_where_the_store_will_be_without_leaving_a_trace(
+    sc: Here, home: Path, models: Path
+) -> None:
+    before = snapshot(models)
+    done = sc("doctor", models)
     assert f"{home} (store, does not exist)" in done.stdout
     assert "works: " in done.stdout
     assert "smartcache " in done.stdout
-    assert not home.exists()
-
-
-def test_tries_without_leaving_a_trace(sc: Here, models: Path) -> None:
-    before = snapshot(models)
-    sc("doctor", models)
     assert snapshot(models) == before
+    assert sc("doctor", "-q").stdout == ""
 
 
 def test_the_document_has_versions_places_abilities_and_findings(
@@ -36,11 +34,8 @@ def test_the_document_has_versions_places_abilities_and_findings(
     assert document["level"] != "problem"
 
 
-def test_a_folder_on_another_filesystem_is_told(sc: Here, elsewhere: Path) -> None:
-    assert "another filesystem" in sc("doctor", elsewhere).stdout
-
-
 def test_every_volume_is_looked_at_as_a_store(sc: Here, home: Path, elsewhere: Path) -> None:
+    assert "another filesystem" in sc("doctor", elsewhere).stdout
     with Store(home) as store:
         store.add_volume(elsewhere / ".smartcache")
     places = sc("doctor", "--json").json["places"]
@@ -66,7 +61,3 @@ def test_an_unreadable_index_is_a_problem_with_its_cure(sc: Here, home: Path) ->
     for file in home.glob("index.sqlite3*"):
         file.write_bytes(b"no database" * 1000)
     assert "verify --rebuild" in sc("doctor", code=1).stdout
-
-
-def test_a_healthy_place_is_quiet(sc: Here) -> None:
-    assert sc("doctor", "-q").stdout == ""

@@ -41,25 +41,19 @@ class TestAdd:
         (tmp_path / "way").symlink_to(extra)
         assert sc("folders", "add", "way", "-q").ids == [str(extra)]
 
-    @pytest.mark.parametrize("word", ["nowhere", "extra/a.safetensors"])
-    def test_must_be_a_folder_and_none_is_added_before(
-        self, word: str, sc: Here, extra: Path, home: Path
+    def test_must_be_a_folder_but_neither_the_root_nor_the_home_unless_insisted_on(
+        self, sc: Here, extra: Path, home: Path
     ) -> None:
-        done = sc("folders", "add", extra, word, code=1)
-        assert word in done.error
-        assert done.hint
-        assert not home.exists()
-
-    def test_neither_the_root_nor_the_home(self, sc: Here, home: Path) -> None:
+        for word in ("nowhere", "extra/a.safetensors"):
+            done = sc("folders", "add", extra, word, code=1)
+            assert word in done.error
+            assert done.hint
         Path.home().mkdir()
         for folder in (Path("/"), Path.home(), Path.home().parent):
             done = sc("folders", "add", folder, code=1)
             assert str(folder) in done.error
             assert "--force" in done.hint
         assert not home.exists()
-
-    def test_unless_insisted_on(self, sc: Here) -> None:
-        Path.home().mkdir()
         sc("folders", "add", Path.home(), "--force")
         assert sc("folders", "ls", "-q").ids == [str(Path.home())]
 
@@ -96,12 +90,6 @@ class TestLs:
         assert {str(path) for path in machine.folder.values()} <= set(paths)
         assert not home.exists()
 
-    def test_none(self, sc: Here) -> None:
-        done = sc("folders", "ls")
-        assert done.stdout == "No folder is known, and no program's was found.\n"
-        assert "'smartcache folders add PATH'" in done.stderr
-        assert sc("folders", "ls", "--json").json == {"folders": [], "ignored": []}
-
     def test_names_are_printed_byte_by_byte(self, program: Smartcache, tmp_path: Path) -> None:
         name = os.fsencode(tmp_path) + b"/m\n\xff"
         os.mkdir(name)
@@ -121,17 +109,11 @@ class TestRm:
         (tmp_path / "gone").mkdir()
         sc("folders", "add", "gone")
         (tmp_path / "gone").rmdir()
-        assert sc("folders", "rm", "gone", "-q").ids == [str(tmp_path / "gone")]
-
-    def test_an_unknown_one_is_an_error_and_none_is_forgotten(self, sc: Here, extra: Path) -> None:
-        sc("folders", "add", extra)
-        done = sc("folders", "rm", extra, "other", code=1)
+        done = sc("folders", "rm", "gone", "other", code=1)
         assert done.error == "other is not remembered"
         assert "folders ls" in done.hint
-        assert sc("folders", "ls", "-q").ids == [str(extra)]
-
-    def test_without_a_store_the_hint_names_scan(self, sc: Here, extra: Path) -> None:
-        assert "'smartcache scan' makes one" in sc("folders", "rm", extra, code=1).hint
+        assert sc("folders", "rm", "gone", "-q").ids == [str(tmp_path / "gone")]
+        assert "'smartcache folders add PATH'" in sc("folders", "ls").stderr
 
 
 class TestIgnore:

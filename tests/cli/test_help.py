@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import click
-import pytest
 
 import smartcache
 from tests.api import Command, main
@@ -82,20 +81,20 @@ def test_the_version_is_the_one_of_the_package(sc: Here) -> None:
     assert sc("--version").stdout == f"smartcache {smartcache.__version__}\n"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_list_says_what_the_command_says(name: str, sc: Here) -> None:
+def test_the_list_says_what_the_commands_say(sc: Here) -> None:
     """The list is written down twice, so that the help text need not load the commands."""
-    (line,) = [line for line in sc("--help").stdout.splitlines() if line.split()[:1] == [name]]
-    assert line.split(maxsplit=1)[1] == (load(name).help or "").splitlines()[0]
+    lines = [line.split(maxsplit=1) for line in sc("--help").stdout.splitlines() if line.strip()]
+    listed = {words[0]: words[-1] for words in lines if words[0] in NAMES}
+    assert listed == {name: (load(name).help or "").splitlines()[0] for name in NAMES}
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_every_command_has_help_with_examples_and_the_common_options(name: str, sc: Here) -> None:
-    text = sc(*name.split(), "-h").stdout
-    assert text == sc(*name.split(), "--help").stdout
-    assert text.startswith(f"Usage: smartcache {name} ")
-    for part in ("Examples:", "--json", "-q, --quiet"):
-        assert part in text
+def test_every_command_has_help_with_examples_and_the_common_options(sc: Here) -> None:
+    for name in LEAVES:
+        text = sc(*name.split(), "-h").stdout
+        assert text == sc(*name.split(), "--help").stdout
+        assert text.startswith(f"Usage: smartcache {name} ")
+        for part in ("Examples:", "--json", "-q, --quiet"):
+            assert part in text, name
 
 
 def test_a_command_with_commands_below_lists_them_with_examples(sc: Here) -> None:
@@ -107,23 +106,17 @@ def test_a_command_with_commands_below_lists_them_with_examples(sc: Here) -> Non
     assert "Examples:" in text
 
 
-@pytest.mark.parametrize("name", [*LEAVES, "folders"])
-def test_every_example_can_be_typed(name: str) -> None:
-    for line, _ in load(name).examples:
+def test_every_example_can_be_typed() -> None:
+    lines = [line for name in (*LEAVES, "folders") for line, _ in load(name).examples]
+    assert len(lines) > len(LEAVES)
+    for line in lines:
         inner = line.partition("$(")[2].partition(")")[0]
         outer = line.replace(f"$({inner})", "ID") if inner else line
         for text in filter(None, (inner, outer)):
             words = shlex.split(text)
-            if words[0] != "smartcache":
-                continue
-            command, rest = find(words[1:])
-            command.make_context(command.name, rest, resilient_parsing=False, obj=None)
-
-
-@pytest.mark.parametrize("name", ["add", "link", "pin", "unpin", "rm", "prune", "undo", "dedup"])
-@pytest.mark.parametrize("option", ["--dry-run", "--yes", "-n", "-y"])
-def test_what_changes_files_can_be_tried_and_scripted(name: str, option: str) -> None:
-    assert option in {text for parameter in load(name).params for text in parameter.opts}
+            if words[0] == "smartcache":
+                command, rest = find(words[1:])
+                command.make_context(command.name, rest, resilient_parsing=False, obj=None)
 
 
 def test_gc_is_another_name_of_prune(sc: Here) -> None:
@@ -131,75 +124,56 @@ def test_gc_is_another_name_of_prune(sc: Here) -> None:
     assert "gc" not in NAMES
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        (["prun"], "No such command 'prun'. Did you mean 'prune'?", "'smartcache -h' shows"),
-        (["--nonsense"], "No such option", "'smartcache -h' shows"),
-        (["ls", "--nonsense"], "No such option", "'smartcache ls -h' shows"),
-        (["folders", "ad"], "No such command 'ad'. Did you mean 'add'?", "'smartcache folders -h'"),
-        (["folders", "add"], "Missing argument 'PATH...'", "'smartcache folders add -h'"),
-        (["scan", "--only", "x"], "no program is called 'x'", "The programs are Hugging Face"),
-        (["scan", "--min-size", "x"], "not a size: 'x'", "500MB"),
-        (["dedup", "--allow", "all"], "Invalid value for '--allow'", "'smartcache dedup -h'"),
-        (["ls", "word"], "Got unexpected extra argument", "'smartcache ls -h' shows"),
-        (["add"], "Missing argument 'FILE...'", "'smartcache add -h' shows"),
-        (["ls", "--json", "-q"], "--json excludes --quiet and --null", "'smartcache ls -h'"),
-        (["ls", "-0", "--json"], "--json excludes --quiet and --null", "'smartcache ls -h'"),
-        (["ls", "--limit", "many"], "Invalid value for '--limit'", "'smartcache ls -h'"),
-    ],
-)
-def test_bad_usage_is_one_line_and_a_hint(
-    words: list[str], message: str, hint: str, sc: Here
-) -> None:
-    done = sc(*words, code=2)
-    assert done.stdout == ""
-    assert message in done.error
-    assert hint in done.hint
+def test_bad_usage_is_one_line_and_a_hint(sc: Here) -> None:
+    for line, message, hint in (
+        ("prun", "No such command 'prun'. Did you mean 'prune'?", "'smartcache -h' shows"),
+        ("--nonsense", "No such option", "'smartcache -h' shows"),
+        ("ls --nonsense", "No such option", "'smartcache ls -h' shows"),
+        ("folders ad", "No such command 'ad'. Did you mean 'add'?", "'smartcache folders -h'"),
+        ("folders add", "Missing argument 'PATH...'", "'smartcache folders add -h'"),
+        ("scan --only x", "no program is called 'x'", "The programs are Hugging Face"),
+        ("scan --min-size x", "not a size: 'x'", "500MB"),
+        ("dedup --allow all", "Invalid value for '--allow'", "'smartcache dedup -h'"),
+        ("ls word", "Got unexpected extra argument", "'smartcache ls -h' shows"),
+        ("add", "Missing argument 'FILE...'", "'smartcache add -h' shows"),
+        ("ls --json -q", "--json excludes --quiet and --null", "'smartcache ls -h'"),
+        ("ls -0 --json", "--json excludes --quiet and --null", "'smartcache ls -h'"),
+        ("ls --limit many", "Invalid value for '--limit'", "'smartcache ls -h'"),
+    ):
+        done = sc(*line.split(), code=2)
+        assert done.stdout == ""
+        assert message in done.error
+        assert hint in done.hint
 
 
-def test_the_help_text_loads_no_command_and_no_store() -> None:
-    code = (
-        "import sys; from smartcache.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: print(*sys.modules)"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {name for name in done.stdout.splitlines()[-1].split() if "smartcache" in name}
-    assert loaded == {"smartcache", "smartcache.cli", "smartcache.cli._session"}
+def run_python(code: str) -> list[str]:
+    """Run code; return the words of the last line that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()[-1].split()
 
 
-def test_the_help_text_loads_little_besides_click() -> None:
+def test_the_help_text_loads_no_command_no_store_and_little_besides_click() -> None:
     """Counted in modules, because time cannot be asserted: a few more than click alone."""
-
-    def count(code: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import sys\n{code}\nprint(len(sys.modules))"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(done.stdout.split()[-1])
-
-    help_text = "from smartcache.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
-    assert count(help_text) <= count("import click") + 15
+    code = "from smartcache.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    loaded = run_python(f"{code}\nprint(*sys.modules)")
+    ours = {name for name in loaded if "smartcache" in name}
+    assert ours == {"smartcache", "smartcache.cli", "smartcache.cli._session"}
+    assert len(loaded) <= len(run_python("import click; print(*sys.modules)")) + 15
 
 
 def test_the_help_of_no_command_loads_what_only_its_work_needs() -> None:
     """What costs time at the start: `scripts/bench/startup.py` measures it."""
     code = (
-        "import sys\nfrom smartcache.cli import main\n"
+        "from smartcache.cli import main\n"
         f"for name in {LEAVES!r}:\n"
         "    try: main([*name.split(), '-h'])\n"
         "    except SystemExit: pass\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    loaded = done.stdout.splitlines()[-1].split()
+    loaded = run_python(code)
     layers = ("store", "folders", "hub", "artifacts", "report", "training", "pretrained")
     below = (*(f"{layer}." for layer in layers), "cache", "config")
     ours = tuple(f"smartcache.{name}" for name in below)

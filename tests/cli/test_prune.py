@@ -1,3 +1,5 @@
+"""What goes and what stays is shown by tests/store/test_prune.py; here, what is said and asked."""
+
 from __future__ import annotations
 
 import os
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.api import Owner, Store
-from tests.cli.running import Here, Smartcache, age
+from tests.cli.running import PATIENCE, Here, Smartcache, age
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, write
 
 LARGE, SMALL = digest_of(WEIGHTS), digest_of(OTHER)
@@ -20,65 +22,44 @@ def filled(sc: Here, models: Path) -> Here:
     return sc
 
 
-def test_removes_what_nobody_holds_and_says_what_came_back(
-    filled: Here, models: Path, home: Path
-) -> None:
+def test_what_was_planned_goes_and_what_came_back_is_said(filled: Here, models: Path) -> None:
     freed = allocated(models / "a.safetensors") + allocated(models / "sub/c.gguf")
-    document = filled("prune", "-y", "--json").json
-    assert document["removed"] == 2
-    assert document["freed_size"] == document["planned_size"] == freed
+    done = filled("prune", "-n")
+    assert LARGE[:12] in done.stdout
+    assert "Would remove 2 blobs and free" in done.stdout
+    planned = filled("gc", "--dry-run", "--json").json
+    assert (planned["removed"], planned["freed_size"]) == (0, 0)
+    document = filled("gc", "-y", "--json").json
+    assert document["victims"] == planned["victims"]
     assert {each["digest"] for each in document["victims"]} == {LARGE, SMALL}
+    assert (document["removed"], document["freed_size"]) == (2, freed)
+    assert document["planned_size"] == freed
     assert filled.digests() == []
     assert "Removed" not in filled("prune", "-y").stdout
 
 
-def test_a_dry_run_shows_the_same_and_removes_nothing(filled: Here) -> None:
-    planned = filled("prune", "--dry-run", "--json").json
-    assert planned["removed"] == planned["freed_size"] == 0
-    assert len(filled.digests()) == 2
-    done = filled("prune", "-n")
-    assert LARGE[:12] in done.stdout
-    assert "Would remove 2 blobs and free" in done.stdout
-    assert filled("prune", "-y", "--json").json["victims"] == planned["victims"]
-
-
-def test_gc_does_the_same(filled: Here) -> None:
-    assert set(filled("gc", "-y", "-q").ids) == {LARGE, SMALL}
-    assert filled.digests() == []
-
-
-def test_unused_for_keeps_the_younger(filled: Here, home: Path) -> None:
+def test_age_and_size_limit_it(filled: Here, home: Path) -> None:
     age(home, SMALL, days=40)
-    assert filled("prune", "-y", "-q", "--unused-for", "30d").ids == [SMALL]
-    assert filled.digests() == [LARGE]
-
-
-def test_max_size_removes_the_least_recently_used(filled: Here, home: Path) -> None:
-    age(home, LARGE, days=1)
+    assert filled("prune", "-n", "-q", "--unused-for", "30d").ids == [SMALL]
+    age(home, LARGE, days=50)
     assert filled("prune", "-y", "-q", "--max-size", "80KB").ids == [LARGE]
+    filled("pin", SMALL)
+    assert "Warning: " in filled("prune", "-y", "--max-size", "1KB").stderr
+    for option, value in (("--max-size", "big"), ("--max-size", "-1"), ("--unused-for", "5 eons")):
+        done = filled("prune", "-y", f"{option}={value}", code=2)
+        assert f"Invalid value for '{option}'" in done.error
+        assert done.hint.startswith("Write ")
     assert filled.digests() == [SMALL]
 
 
-def test_max_size_says_what_it_could_not_reach(filled: Here) -> None:
-    filled("pin", LARGE)
-    assert "Warning: " in filled("prune", "-y", "--max-size", "1KB").stderr
-
-
-def test_empties_the_trash(filled: Here, home: Path) -> None:
+def test_the_trash_goes_with_its_history_but_bad_files_only_when_asked(
+    filled: Here, home: Path
+) -> None:
+    (home / "bad" / f"{LARGE}.1").write_bytes(b"damaged")
     filled("rm", "-y", LARGE)
     assert LARGE in filled("prune", "-y", "-q").ids
     assert os.listdir(home / "trash") == []
-
-
-def test_what_was_in_the_trash_cannot_be_undone_any_more(filled: Here) -> None:
-    filled("rm", "-y", LARGE)
-    filled("prune", "-y")
     assert filled("undo", "--list", "-q").ids == []
-
-
-def test_bad_files_go_only_when_asked(filled: Here, home: Path) -> None:
-    (home / "bad" / f"{LARGE}.1").write_bytes(b"damaged")
-    filled("prune", "-y")
     assert os.listdir(home / "bad")
     filled("prune", "-y", "--bad")
     assert os.listdir(home / "bad") == []
@@ -108,18 +89,6 @@ def test_refuses_after_a_rebuild_unless_allowed(filled: Here) -> None:
     assert filled("prune", "-y", "--after-rebuild", "--json").json["removed"] == 2
 
 
-def test_refuses_where_it_cannot_ask(filled: Here) -> None:
-    assert "not a terminal" in filled("prune", code=1).error
-    assert len(filled.digests()) == 2
-
-
-def test_asks_with_the_plan_at_a_terminal(filled: Here, program: Smartcache) -> None:
-    done = program.at_terminal("prune", answer="y\n")
-    assert LARGE[:12] in done.stdout
-    assert "Remove 2 blobs for good and free" in done.stdout
-    assert filled.digests() == []
-
-
 def test_a_long_plan_is_cut_unless_verbose(sc: Here, tmp_path: Path) -> None:
     files = [write(tmp_path / f"{n}.bin", f"{n}".encode() * 1000) for n in range(30)]
     sc("add", "--no-pin", *files)
@@ -128,44 +97,23 @@ def test_a_long_plan_is_cut_unless_verbose(sc: Here, tmp_path: Path) -> None:
     assert len(whole.stdout.splitlines()) == 1 + 30 + 1
 
 
-def test_without_a_store_there_is_nothing_to_prune(sc: Here, home: Path) -> None:
-    assert sc("prune", "-y").stdout == "Nothing to prune.\n"
-    assert sc("prune", "--json").json["victims"] == []
-    assert not home.exists()
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--max-size", "big"), ("--max-size", "-1"), ("--unused-for", "5 parsecs")],
-)
-def test_a_bad_size_or_age_is_explained(option: str, value: str, filled: Here) -> None:
-    done = filled("prune", "-y", f"{option}={value}", code=2)
-    assert f"Invalid value for '{option}'" in done.error
-    assert done.hint.startswith("Write ")
-    assert len(filled.digests()) == 2
-
-
 def test_every_volume_is_pruned(filled: Here, home: Path, elsewhere: Path) -> None:
     with Store(home) as store:
         neighbour = store.add_volume(elsewhere / ".smartcache")
         neighbour.put_stream([b"z" * 5000])
     document = filled("prune", "-y", "--json").json
     assert document["removed"] == 3
-    assert {each["root"] for each in document["victims"]} == {
-        str(home),
-        str(elsewhere / ".smartcache"),
-    }
+    roots = {str(home), str(elsewhere / ".smartcache")}
+    assert {each["root"] for each in document["victims"]} == roots
 
 
-def test_waits_for_another_process_and_says_for_what(
-    filled: Here, program: Smartcache, home: Path
-) -> None:
+@pytest.mark.usefixtures("filled")
+def test_waits_for_another_process_and_says_for_what(program: Smartcache, home: Path) -> None:
     with Store(home) as store, store.volume.guard("test"):
         waiting = program.start("prune", "-y", "--json")
         assert waiting.stderr is not None
-        line = waiting.stderr.readline()
-        assert line.startswith("Waiting: ")
+        assert waiting.stderr.readline().startswith("Waiting: ")
         assert waiting.poll() is None
-    stdout, _ = waiting.communicate(timeout=60)
+    stdout, _ = waiting.communicate(timeout=PATIENCE)
     assert waiting.returncode == 0
     assert '"removed": 2' in stdout

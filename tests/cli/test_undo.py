@@ -1,3 +1,5 @@
+"""What is restored is shown by tests/store/test_undo.py; here, how it is said what to undo."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,23 +20,20 @@ def changed(sc: Here, models: Path) -> Here:
     return sc
 
 
-def test_without_an_argument_it_lists_and_says_how_to_go_on(changed: Here, models: Path) -> None:
+def test_the_list_has_ids_times_and_sizes_and_says_how_to_go_on(
+    changed: Here, models: Path
+) -> None:
+    first, second = changed("undo", "--list", "--json").json["history"]
+    assert (first["ops"], first["size"]) == (["adopt"], 70_000)
+    assert second["at"].endswith("Z")
     done = changed("undo")
     assert done.stdout == changed("undo", "--list").stdout
     assert f"add --adopt {models}/sub/c.gguf" in done.stdout
     assert "--last or --all" in done.stderr
-    assert (models / "l.pt").exists()
-
-
-def test_the_list_has_ids_times_and_sizes(changed: Here) -> None:
-    first, second = changed("undo", "--list", "--json").json["history"]
-    assert first["ops"] == ["adopt"]
-    assert first["size"] == 70_000
-    assert second["at"].endswith("Z")
-    assert changed("undo", "--list", "-q").ids == [first["id"], second["id"]]
-    lines = changed("undo", "--list").stdout.splitlines()
+    lines = done.stdout.splitlines()
     assert lines[0].split() == ["ID", "WHEN", "FILES", "SIZE", "WHAT"]
     assert lines[2].startswith(second["id"])
+    assert changed("undo", "--list", "-q").ids == [first["id"], second["id"]]
 
 
 def test_the_last_entry(changed: Here, models: Path) -> None:
@@ -43,22 +42,15 @@ def test_the_last_entry(changed: Here, models: Path) -> None:
     assert len(changed("undo", "--list", "-q").ids) == 1
 
 
-def test_an_entry_by_its_id(changed: Here, models: Path) -> None:
+def test_an_entry_by_its_id_or_the_beginning_of_it(changed: Here, models: Path) -> None:
     first, second = changed("undo", "--list", "-q").ids
     assert changed("undo", first, "-y", "-q").ids == [first]
-    assert changed("undo", "--list", "-q").ids == [second]
     assert (models / "sub/c.gguf").stat().st_mode & 0o200
-
-
-def test_an_entry_by_the_beginning_of_its_id(changed: Here, models: Path) -> None:
-    first, second = changed("undo", "-q").ids
+    assert changed("undo", "-q").ids == [second]
     assert changed("undo", second[:7], "-y", "-q").ids == [second]
-    assert changed("undo", "-q").ids == [first]
 
 
-def test_a_beginning_of_several_ids_is_an_error_that_names_them(
-    changed: Here, home: Path, models: Path
-) -> None:
+def test_a_beginning_of_several_ids_is_an_error_that_names_them(changed: Here, home: Path) -> None:
     first, second = changed("undo", "-q").ids
     journal = home / "journal.jsonl"
     text = journal.read_text().replace(first, f"aa{first[2:]}").replace(second, f"aa{second[2:]}")
@@ -68,6 +60,9 @@ def test_a_beginning_of_several_ids_is_an_error_that_names_them(
     assert f"aa{first[2:]}" in done.hint
     assert f"aa{second[2:]}" in done.hint
     assert changed("undo", "", "-y", code=1).error == "There is no change  to undo"
+    done = changed("undo", f"aa{first[2:]}", "00000000", "-y", code=1)
+    assert done.error == "There is no change 00000000 to undo"
+    assert "--list" in done.hint
     assert len(changed("undo", "-q").ids) == 2
 
 
@@ -75,17 +70,11 @@ def test_all(sc: Here, models: Path) -> None:
     before = snapshot(models)
     sc("add", "--adopt", "-r", models)
     sc("link", digest_of(WEIGHTS), models / "x.pt")
+    done = sc("undo", "--all", "--dry-run")
+    assert f"{models}/sub/c.gguf" in done.stdout
+    assert "Would undo 3 changes" in done.stdout
     document = sc("undo", "--all", "-y", "--json").json
     assert document["undone"] == len(document["changes"]) == 3
-    assert snapshot(models) == before
-
-
-def test_a_dry_run_shows_each_file_and_changes_none(changed: Here, models: Path) -> None:
-    before = snapshot(models)
-    done = changed("undo", "--all", "--dry-run")
-    assert f"{models}/sub/c.gguf" in done.stdout
-    assert "Would undo 2 changes" in done.stdout
-    assert changed("undo", "--all", "-n", "--json").json["undone"] == 0
     assert snapshot(models) == before
 
 
@@ -98,42 +87,19 @@ def test_a_file_changed_since_is_left_alone_and_named(changed: Here, models: Pat
     assert (models / "l.pt").read_bytes() == b"mine now"
 
 
-def test_refuses_where_it_cannot_ask(changed: Here, models: Path) -> None:
-    assert "not a terminal" in changed("undo", "--all", code=1).error
-    assert (models / "l.pt").exists()
-
-
-def test_asks_at_a_terminal(changed: Here, program: Smartcache, models: Path) -> None:
+@pytest.mark.usefixtures("changed")
+def test_the_plan_is_shown_before_the_question(program: Smartcache, models: Path) -> None:
     done = program.at_terminal("undo", "--last", answer="yes\n")
     assert "remove the link" in done.stdout
-    assert "Undo 1 change? [y/N]" in done.stdout
     assert not (models / "l.pt").exists()
 
 
-@pytest.mark.parametrize("words", [["--last"], ["--all"], ["9f3a61c2"]])
-def test_nothing_to_undo_is_an_error(words: list[str], sc: Here, home: Path) -> None:
-    assert sc("undo", *words, code=1).error == "There is nothing to undo"
+def test_nothing_to_undo_is_an_error_and_so_are_two_ways_to_say_it(sc: Here, home: Path) -> None:
     Store(home).close()
-    sc("undo", *words, code=1)
-
-
-def test_an_unknown_id_is_an_error_and_nothing_is_undone(changed: Here, models: Path) -> None:
-    (known, _) = changed("undo", "--list", "-q").ids
-    done = changed("undo", known, "00000000", "-y", code=1)
-    assert done.error == "There is no change 00000000 to undo"
-    assert "--list" in done.hint
-    assert len(changed("undo", "--list", "-q").ids) == 2
-
-
-@pytest.mark.parametrize("words", [["--last", "--all"], ["abc", "--last"], ["--list", "--all"]])
-def test_one_way_to_say_it_at_a_time(words: list[str], sc: Here) -> None:
-    assert "exclude each other" in sc("undo", *words, code=2).error
-
-
-def test_an_empty_history_is_no_error(sc: Here, home: Path) -> None:
-    assert sc("undo").stdout == "There is nothing to undo.\n"
-    assert sc("undo", "--list", "--json").json == {"history": []}
-    assert not home.exists()
+    for words in (["--last"], ["--all"], ["9f3a61c2"]):
+        assert sc("undo", *words, code=1).error == "There is nothing to undo", words
+    for words in (["--last", "--all"], ["abc", "--last"], ["--list", "--all"]):
+        assert "exclude each other" in sc("undo", *words, code=2).error, words
 
 
 def test_entries_of_all_volumes_are_one_history(changed: Here, home: Path, elsewhere: Path) -> None:

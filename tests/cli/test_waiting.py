@@ -20,7 +20,7 @@ Hold = Callable[[Store], AbstractContextManager[None]]
 HOLDS: dict[str, Hold] = {
     "store": lambda store: store.volume.guard("prune", exclusive=True),
     "index": lambda store: store.volume.index.write(),
-    "undo": lambda store: store.leases.hold("undo", what="undo"),
+    "undo": lambda store: store.key_locks.hold("undo", what="undo"),
 }
 
 

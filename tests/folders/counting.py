@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from tests.api import (
+    Checks,
     Copy,
     Figures,
     Job,
@@ -20,7 +22,6 @@ from tests.api import (
     Skip,
     Unit,
     Verdict,
-    gain,
     is_write_once,
 )
 from tests.api import records_Group as Group
@@ -130,10 +131,16 @@ class Counted:
         self.elsewhere += sum(each.allocated for each in list(survivors.values())[1:])
 
 
-class Unhindered:
-    """A judge of copies to whom every file may be linked but those that programs edit in place."""
+class Unhindered(Checks):
+    """Checks that let every file be linked but those that programs edit in place."""
+
+    def __init__(self) -> None:
+        """Take no store: nothing is asked of the disk."""
 
     def __call__(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
+        return self.verdicts(copies)
+
+    def verdicts(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
         found = []
         for filesystem in dict.fromkeys(copy.filesystem for copy in copies):
             same = [copy for copy in copies if copy.filesystem == filesystem]
@@ -142,7 +149,7 @@ class Unhindered:
             replaced = [copy for copy in may if not copy.outside_names and not copy.shares_with]
             freed = [copy.allocated for copy in replaced]
             skips = [
-                Skip(path=copy.path, reason="edited", option="any-file", size=gain(copy))
+                Skip(path=copy.path, reason="edited", option="any-file", size=copy.gain)
                 for copy in same
                 if not copy.is_linkable
             ]
@@ -157,11 +164,15 @@ class Unhindered:
             )  # fmt: skip
         return tuple(found)
 
-    def ordinary(self, filesystem: str, path: bytes) -> bool:
+    def is_ordinary(self, filesystem: str, path: bytes) -> bool:
         del filesystem, path
         return True
 
-    def allowing(self, more: Iterable[Option]) -> Unhindered:
+    def may_share(self, filesystem: str, path: bytes | Path) -> bool:
+        del filesystem, path
+        return False
+
+    def allowing(self, more: Iterable[Option]) -> Self:
         del more
         return self
 

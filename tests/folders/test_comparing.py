@@ -12,8 +12,7 @@ from tests.api import (
     HEAD_SIZE,
     SAMPLE_MIN_SIZE,
     TAIL_SIZE,
-    Compared,
-    Problem,
+    Learned,
     Progress,
     Scope,
     StatKey,
@@ -23,7 +22,7 @@ from tests.api import (
     scan,
     silent,
 )
-from tests.api import folders_comparing as comparing
+from tests.api import folders_scan as scanning
 from tests.folders.counting import Recorded, bytes_read, files_opened, groups_of, plain
 from tests.folders.trees import content, write
 from tests.store.files import digest_of
@@ -45,7 +44,7 @@ def compared(
     is_quick: bool = False,
     sizes: Iterable[int] | None = None,
     progress: Progress = silent,
-) -> Compared:
+) -> Learned:
     _, scope = look(store, plain(folder), min_size=1)
     wanted = None if sizes is None else set(sizes)
     return compare(store, scope, sizes=wanted, is_quick=is_quick, progress=progress)
@@ -61,60 +60,46 @@ class TestWhatIsRead:
         for number in range(5):
             write(folder / f"{number}.gguf", content(1, 5000 + number))
         with files_opened(folder) as opened:
-            assert compared(store, folder).hashed == 0
+            assert compared(store, folder).size == 0
         assert opened == []
 
-    def test_names_of_one_inode_are_not_read(self, store: Store, folder: Path) -> None:
-        path = write(folder / "a.gguf", content(1, SIZE))
-        os.link(path, folder / "b.gguf")
-        with files_opened(folder) as opened:
-            compared(store, folder)
-        assert opened == []
-
-    def test_each_inode_is_read_once(self, store: Store, folder: Path) -> None:
-        for name in ("a.gguf", "b.gguf"):
+    def test_names_of_one_inode_are_not_read_and_of_several_each_once(
+        self, store: Store, folder: Path
+    ) -> None:
+        for name, count in (("a.gguf", 0), ("b.gguf", 2)):
             path = write(folder / name, content(1, 5000))
             os.link(path, folder / f"link-{name}")
-        with files_opened(folder) as opened:
-            assert compared(store, folder).hashed == 2 * 5000
-        assert len(opened) == 2
+            with files_opened(folder) as opened:
+                assert compared(store, folder).size == count * 5000
+            assert len(opened) == count
 
-    @pytest.mark.parametrize("end", [0, SIZE - 1, SIZE - TAIL_SIZE, HEAD_SIZE - 1])
-    def test_large_files_with_different_ends_are_not_read_in_full(
-        self, store: Store, folder: Path, end: int
+    def test_large_files_are_read_in_full_only_if_their_ends_are_equal(
+        self, store: Store, folder: Path
     ) -> None:
-        data = bytearray(content(1, SIZE))
-        for number in range(4):
-            data[end] = number
-            write(folder / f"{number}.gguf", bytes(data))
+        ends, insides = (0, SIZE - 1, SIZE - TAIL_SIZE, HEAD_SIZE - 1), (HEAD_SIZE, SIZE // 2)
+        data = content(1, SIZE)
+        for at in ends:
+            write(folder / f"{at}.gguf", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        write(folder / "other.gguf", content(2, SIZE))
         _, scope = look(store, plain(folder), min_size=1)
         before = bytes_read()
-        assert compare(store, scope, is_quick=False, progress=silent).hashed == 0
-        assert bytes_read() - before < 4 * (HEAD_SIZE + TAIL_SIZE) + 400_000
+        assert compare(store, scope, is_quick=False, progress=silent).size == 0
+        assert bytes_read() - before < 5 * (HEAD_SIZE + TAIL_SIZE) + 400_000
         assert known(store, folder) == {}
-
-    @pytest.mark.parametrize("inside", [HEAD_SIZE, SIZE // 2, SIZE - TAIL_SIZE - 1])
-    def test_with_equal_ends_they_are(self, store: Store, folder: Path, inside: int) -> None:
-        data = bytearray(content(1, SIZE))
-        for number in range(2):
-            data[inside] = number
-            write(folder / f"{number}.gguf", bytes(data))
-        assert compared(store, folder).hashed == 2 * SIZE
-        assert len(set(known(store, folder).values())) == 2
-
-    def test_only_those_with_equal_ends_are(self, store: Store, folder: Path) -> None:
-        for name, seed in (("a", 1), ("b", 1), ("c", 2), ("d", 3), ("e", 3)):
-            write(folder / f"{name}.gguf", content(seed, SIZE))
-        assert compared(store, folder).hashed == 4 * SIZE
-        assert set(known(store, folder)) == {"a.gguf", "b.gguf", "d.gguf", "e.gguf"}
-        assert known(store, folder)["a.gguf"] == digest_of(content(1, SIZE))
+        for at in (*insides, SIZE - TAIL_SIZE - 1):
+            write(folder / f"{at}.gguf", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert compared(store, folder).size == 3 * SIZE, "what is inside is not sampled"
+        assert len(set(known(store, folder).values())) == 3
+        write(folder / "copy.gguf", content(2, SIZE))
+        assert compared(store, folder).size == 2 * SIZE
+        assert known(store, folder)["copy.gguf"] == digest_of(content(2, SIZE))
 
     def test_small_files_are_hashed_at_once(self, store: Store, folder: Path) -> None:
         size = SAMPLE_MIN_SIZE - 1
         for number in range(3):
             write(folder / f"{number}.gguf", content(number, size))
         with files_opened(folder) as opened:
-            assert compared(store, folder).hashed == 3 * size
+            assert compared(store, folder).size == 3 * size
         assert len(opened) == 3
 
     def test_with_a_blob_of_that_size_a_single_file_is_read(
@@ -122,8 +107,8 @@ class TestWhatIsRead:
     ) -> None:
         write(folder / "a.gguf", content(1, SIZE))
         store.put_stream([content(2, SIZE)])
-        assert compared(store, folder).hashed == SIZE
-        assert compared(store, folder).hashed == 0
+        assert compared(store, folder).size == SIZE
+        assert compared(store, folder).size == 0
 
     def test_a_file_that_is_the_only_blob_of_its_size_is_not(
         self, store: Store, folder: Path
@@ -131,9 +116,9 @@ class TestWhatIsRead:
         path = write(folder / "a.gguf", content(1, SIZE))
         store.adopt(path)
         with files_opened(folder) as opened:
-            assert compared(store, folder).hashed == 0
+            assert compared(store, folder).size == 0
             os.link(path, folder / "b.gguf")  # its row is not proof any more
-            assert compared(store, folder).hashed == 0
+            assert compared(store, folder).size == 0
         assert opened == []
 
     def test_what_the_store_knows_of_its_blobs_is_not_read(
@@ -151,7 +136,7 @@ class TestWhatIsRead:
         for name in ("a.gguf", "b.gguf"):
             store.digest_of(write(folder / name, content(1, 5000)))
         with files_opened(folder) as opened:
-            assert compared(store, folder).hashed == 0
+            assert compared(store, folder).size == 0
         assert opened == []
         assert len(set(known(store, folder).values())) == 1
 
@@ -160,7 +145,7 @@ class TestWhatIsRead:
             write(folder / f"{name}.gguf", content(1, SIZE))
         _, scope = look(store, plain(folder), min_size=1)
         before = bytes_read()
-        assert compare(store, scope, is_quick=True, progress=silent).hashed == 0
+        assert compare(store, scope, is_quick=True, progress=silent).size == 0
         assert bytes_read() - before < 2 * (HEAD_SIZE + TAIL_SIZE) + 400_000
         with files_opened(folder) as opened:
             compare(store, scope, is_quick=True, progress=silent)
@@ -170,14 +155,14 @@ class TestWhatIsRead:
         for size in (5000, 6000):
             for name in ("a", "b"):
                 write(folder / f"{name}-{size}.gguf", content(1, size))
-        assert compared(store, folder, sizes=[6000]).hashed == 2 * 6000
-        assert compared(store, folder, sizes=[]).hashed == 0
-        assert compared(store, folder).hashed == 2 * 5000
+        assert compared(store, folder, sizes=[6000]).size == 2 * 6000
+        assert compared(store, folder, sizes=[]).size == 0
+        assert compared(store, folder).size == 2 * 5000
 
     def test_many_sizes_are_compared_in_portions(
         self, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(comparing, "_CHUNK_FILES", 4)
+        monkeypatch.setattr(scanning, "_CHUNK_FILES", 4)
         expected = []
         for number in range(15):
             data = content(number, 5000 + number)
@@ -194,9 +179,9 @@ class TestMemory:
         _, scope = look(store, plain(folder), min_size=1)
         compare(store, scope, is_quick=True, progress=silent)
         st = young.stat()
-        row = (store.volume.filesystem, st.st_ino, *StatKey.of(st), 1, b"a racy sample...")
-        with store.volume.index.write():
-            store.volume.index.learn("sample", [row])
+        row = (store.volume.filesystem, st.st_ino, *StatKey.of(st), 1, None, b"a racy sample...")
+        with store.catalog.write():
+            store.catalog.learn([row])
         found = scan(store, plain(folder), min_size=1)
         assert groups_of(found) == [[[old[1]], [young]]]
 
@@ -226,9 +211,12 @@ class TestMemory:
         store.digest_of(paths[0], ["sha256"])
         paths[0].write_bytes(content(2, 5000))
         compared(store, folder)
-        memo = store.volume.index.memo(store.volume.filesystem, paths[0].stat().st_ino)
+        memo = store.catalog.memos(store.volume.filesystem, [paths[0].stat().st_ino]).get(
+            paths[0].stat().st_ino
+        )
         assert memo is not None
-        assert memo.values == {"blake3": digest_of(content(2, 5000))}
+        assert memo.digest == digest_of(content(2, 5000))
+        assert set(store.known_hashes([paths[0]])[paths[0]]) == {"blake3"}
 
 
 class TestProgress:
@@ -264,10 +252,10 @@ def test_what_could_not_be_read_is_named(store: Store, folder: Path) -> None:
     paths[0].unlink()
     with open(paths[1], "r+b"):
         found = compare(store, scope, is_quick=False, progress=silent)
-    assert found.busy == [paths[1]]
-    assert found.problems == [Problem(path=paths[0], reason="No such file or directory")]
+    assert found.busy == [os.fsencode(paths[1])]
+    assert found.problems == [(os.fsencode(paths[0]), "No such file or directory")]
 
 
 def test_a_scope_without_files(store: Store) -> None:
     scope = Scope(home="f", boot="b", folders=())
-    assert compare(store, scope, is_quick=False, progress=silent) == Compared()
+    assert compare(store, scope, is_quick=False, progress=silent) == Learned()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.api import KEPT, MemberRow, ModelFolder, Tally, World, gain, group_from, groups
+from tests.api import KEPT, Grouping, MemberRow, ModelFolder, Tally
 from tests.api import records_Group as Group
 from tests.folders.counting import Unhindered
 
@@ -34,13 +34,13 @@ def is_blob_elsewhere(filesystem: str, inode: int) -> bool:
     return filesystem == OTHER and inode % 7 == 0
 
 
-def world(*, any_file: bool = False, is_proven: bool = True) -> World:
-    return World(
+def world(*, any_file: bool = False, is_proven: bool = True) -> Grouping:
+    return Grouping(
         folders=FOLDERS,
         store=STORE,
         blob_path=lambda digest: STORE.path / digest,
         is_blob=is_blob_elsewhere,
-        judge=Unhindered(),
+        checks=Unhindered(),
         any_file=any_file,
         is_proven=is_proven,
     )
@@ -68,7 +68,7 @@ def blob(inode: int, *, links: int = 1, size: int = 100, digest: bytes = DIGEST)
 
 
 def made(*rows: MemberRow, any_file: bool = False) -> Group:
-    group = group_from(list(rows), world(any_file=any_file))
+    group = world(any_file=any_file).group(list(rows))
     assert group is not None
     return group
 
@@ -77,86 +77,70 @@ def left_of(group: Group) -> int:
     return sum(skip.size for skip in group.skipped)
 
 
-def order(group: Group) -> list[int]:
-    return [copy.inode for copy in group.copies]
-
-
 class TestGroups:
     def test_names_of_one_inode_are_one_copy(self) -> None:
         rows = [row(1, name="a.gguf", links=2), row(1, name="b.gguf", links=2)]
-        assert group_from(rows, world()) is None
+        assert world().group(rows) is None
         group = made(*rows, row(2))
         assert [len(copy.names) for copy in group.copies] == [2, 1]
 
     def test_inodes_of_two_filesystems_with_one_number_are_two(self) -> None:
         assert len(made(row(1), row(1, filesystem=OTHER)).copies) == 2
 
-    def test_a_blob_alone_is_no_group(self) -> None:
-        assert group_from([blob(1)], world()) is None
-
-    def test_a_file_that_is_the_blob_is_one_copy(self) -> None:
-        assert group_from([blob(1, links=2), row(1, links=2)], world()) is None
+    def test_a_blob_alone_or_with_its_own_file_is_no_group(self) -> None:
+        assert world().group([blob(1)]) is None
+        assert world().group([blob(1, links=2), row(1, links=2)]) is None
 
     def test_a_blob_that_no_folder_has_is_a_copy_in_the_store(self) -> None:
         group = made(blob(1), row(2))
         first = group.copies[0]
         assert (first.path, first.names[0].folder) == (STORE.path / DIGEST.hex(), STORE)
         assert (first.is_blob, group.freeable) == (True, 4096)
-
-    @pytest.mark.parametrize(("links", "outside"), [(1, 0), (2, 1), (3, 2)])
-    def test_its_other_names_lie_outside(self, links: int, outside: int) -> None:
-        assert made(blob(1, links=links), row(2)).copies[0].outside_names == outside
+        for links, outside in ((1, 0), (2, 1), (3, 2)):
+            assert made(blob(1, links=links), row(2)).copies[0].outside_names == outside
 
     def test_likely_groups_have_no_digest(self) -> None:
-        group = group_from([row(1), row(2)], world(is_proven=False))
+        group = world(is_proven=False).group([row(1), row(2)])
         assert group is not None
         assert group.digest == ""
         assert made(row(1), row(2)).digest == DIGEST.hex()
 
     def test_unknown_bytes_make_no_group(self) -> None:
         rows = [row(1, digest=None), row(2, digest=None), row(3), row(4)]
-        (group,) = groups(rows, world())
-        assert sorted(order(group)) == [3, 4]
+        (group,) = world().groups(rows)
+        assert sorted(copy.inode for copy in group.copies) == [3, 4]
 
     def test_equal_digests_of_different_sizes_make_no_group(self) -> None:
         """Samples may be equal by chance of their sizes; members follow each other by size."""
-        assert list(groups([row(1, size=10), row(2, size=9)], world())) == []
+        assert list(world().groups([row(1, size=10), row(2, size=9)])) == []
 
 
-class TestSurvivors:
-    def test_a_blob_before_all(self) -> None:
-        rows = (row(1, mtime=1), row(2, folder=3), row(3, links=2), row(4, links=2, mtime=9))
-        assert order(made(*rows, blob(4, links=2)))[0] == 4
-
-    def test_a_blob_of_a_volume_elsewhere(self) -> None:
-        assert order(made(row(7, filesystem=OTHER, mtime=9), row(8, filesystem=OTHER)))[0] == 7
-
-    @pytest.mark.parametrize("folder", [3, 4])
-    def test_then_the_file_of_a_program_that_keys_on_its_time(self, folder: int) -> None:
-        rows = (row(1, mtime=1), row(2, links=2, mtime=1), row(3, folder=folder, mtime=9))
-        assert order(made(*rows))[0] == 3
-
-    def test_of_two_such_files_the_oldest(self) -> None:
-        assert order(made(row(1, folder=3, mtime=9), row(2, folder=4, mtime=8)))[0] == 2
-
-    def test_any_of_its_names_may_be_that_program_s(self) -> None:
-        rows = (row(1, mtime=1), row(2, links=2, mtime=9), row(2, links=2, folder=3, mtime=9))
-        assert order(made(*rows))[0] == 2
-
-    def test_then_one_with_names_outside(self) -> None:
-        group = made(row(1, mtime=1), row(2, links=3, mtime=9))
-        assert order(group)[0] == 2
-        assert group.freeable == 4096
-
-    def test_then_the_oldest(self) -> None:
-        assert order(made(row(1, mtime=3), row(2, mtime=1), row(3, mtime=2))) == [2, 3, 1]
-
-    def test_then_the_first_by_the_bytes_of_its_path(self) -> None:
-        assert order(made(row(1), row(2, folder=2))) == [2, 1]
-
-    def test_not_one_that_programs_edit(self) -> None:
-        group = made(row(1, name="a.db", mtime=1), row(2, mtime=2), row(3, mtime=3))
-        assert (group.freeable, left_of(group)) == (4096, 4096)
+def test_which_copy_survives() -> None:
+    edited = row(1, name="a.db", mtime=1)
+    keyed = row(3, folder=3, mtime=9)
+    outside = row(2, links=3, mtime=9)
+    cases: dict[str, tuple[list[MemberRow], int]] = {
+        "a blob before all": (
+            [row(1, mtime=1), row(2, folder=3), row(3, links=2), row(4, links=2, mtime=9),
+             blob(4, links=2)], 4,
+        ),
+        "a blob of a volume elsewhere": (
+            [row(7, filesystem=OTHER, mtime=9), row(8, filesystem=OTHER)], 7,
+        ),
+        "then the file of a program that keys on its time": ([row(1, mtime=1), outside, keyed], 3),
+        "as Forge does": ([row(1, mtime=1), outside, row(3, folder=4, mtime=9)], 3),
+        "of two such files the oldest": ([keyed, row(2, folder=4, mtime=8)], 2),
+        "any of its names may be that program's": (
+            [row(1, mtime=1), row(2, links=2, mtime=9), row(2, links=2, folder=3, mtime=9)], 2,
+        ),
+        "then one with names outside": ([row(1, mtime=1), outside], 2),
+        "then the oldest": ([row(1, mtime=3), row(2, mtime=1), row(3, mtime=2)], 2),
+        "then the first by the bytes of its path": ([row(1), row(2, folder=2)], 2),
+        "not one that programs edit": ([edited, row(2, mtime=2), row(3, mtime=3)], 2),
+    }  # fmt: skip
+    for what, (rows, survivor) in cases.items():
+        assert made(*rows).copies[0].inode == survivor, what
+    assert made(row(1, mtime=1), outside).freeable == 4096
 
 
 class TestGains:
@@ -169,23 +153,20 @@ class TestGains:
     def test_copies_with_names_outside_give_nothing_back(self) -> None:
         group = made(row(1, links=2), row(2, links=2), row(3))
         assert group.freeable == 4096
-        assert sorted(map(gain, group.copies)) == [0, 0, 4096]
+        assert sorted(copy.gain for copy in group.copies) == [0, 0, 4096]
 
     def test_disk_blocks_count(self) -> None:
         """A sparse file gives back what it takes."""
         sparse = row(1, allocated=0, mtime=9, size=1 << 30)
         assert made(sparse, row(2, size=1 << 30)).freeable == 0
 
-    @pytest.mark.parametrize(("any_file", "expected"), [(False, (0, 2 * 4096)), (True, (4096, 0))])
-    def test_what_programs_edit_is_left_out_unless_asked_for(
-        self, any_file: bool, expected: tuple[int, int]
-    ) -> None:
-        group = made(row(1, name="a.db"), row(2, name="b.db"), any_file=any_file)
-        assert (group.freeable, left_of(group)) == expected
-
-    def test_one_name_of_a_kind_that_is_edited_is_enough(self) -> None:
-        rows = (row(1, name="a.db", links=2), row(1, links=2), row(2, mtime=1))
-        group = made(*rows)
+    def test_what_programs_edit_is_left_out_unless_asked_for(self) -> None:
+        rows = (row(1, name="a.db"), row(2, name="b.db"))
+        for any_file, expected in ((False, (0, 2 * 4096)), (True, (4096, 0))):
+            group = made(*rows, any_file=any_file)
+            assert (group.freeable, left_of(group)) == expected
+        # One name of such a kind is enough.
+        group = made(row(1, name="a.db", links=2), row(1, links=2), row(2, mtime=1))
         assert (group.freeable, left_of(group)) == (0, 4096)
 
 
@@ -241,12 +222,11 @@ all_rows = st.builds(some_rows, st.integers(0, 1 << 32), st.integers(1, 4))
 @hypothesis_settings(max_examples=hypothesis_settings().max_examples * 3)
 def test_sums_are_those_of_the_groups(rows: list[MemberRow], any_file: bool) -> None:
     where = world(any_file=any_file)
-    found = list(groups(rows, where))
-    tally = Tally(where)
-    tally.add_all(rows)
+    found = list(where.groups(rows))
+    tally = Tally(where, rows)
     assert tally.freeable == sum(group.freeable for group in found)
     assert tally.elsewhere == sum(group.elsewhere for group in found)
-    every_kind = sum(group.freeable for group in groups(rows, world(any_file=True)))
+    every_kind = sum(group.freeable for group in world(any_file=True).groups(rows))
     assert sum(each.size for each in tally.left() if each.options) == every_kind - tally.freeable
     assert tally.groups == sum(group.freeable > 0 for group in found)
     by_folder: dict[int, int] = defaultdict(int)
@@ -256,7 +236,7 @@ def test_sums_are_those_of_the_groups(rows: list[MemberRow], any_file: bool) -> 
         for copy in group.copies:
             first = firsts[copy.filesystem]
             if copy is not first and copy.is_linkable and first.is_linkable:
-                by_folder[numbers.get(copy.names[0].folder.path, 0)] += gain(copy)
+                by_folder[numbers.get(copy.names[0].folder.path, 0)] += copy.gain
     assert {n: size for n, size in tally.by_folder.items() if size} == {
         n: size for n, size in by_folder.items() if size
     }
@@ -265,12 +245,11 @@ def test_sums_are_those_of_the_groups(rows: list[MemberRow], any_file: bool) -> 
 
 @given(rows=all_rows)
 def test_the_best_groups_are_those_with_the_most_to_free(rows: list[MemberRow]) -> None:
-    tally = Tally(world())
-    tally.add_all(rows)
-    every_kind = {(each.size, each.digest): each for each in groups(rows, world(any_file=True))}
+    tally = Tally(world(), rows)
+    every_kind = {(each.size, each.digest): each for each in world(any_file=True).groups(rows)}
     found = [
         each
-        for each in groups(rows, world())
+        for each in world().groups(rows)
         if each.freeable or each.elsewhere or every_kind[each.size, each.digest].freeable
     ]
     best = list(tally.best(len(rows)))
@@ -290,8 +269,7 @@ def test_of_many_groups_the_best_are_kept(count: int) -> None:
     for number, each in enumerate(gains):
         digest = number.to_bytes(32, "big")
         rows += [row(2 * number + side, digest=digest, allocated=each) for side in (1, 2)]
-    tally = Tally(world())
-    tally.add_all(rows)
+    tally = Tally(world(), rows)
     found = [group.freeable for group in tally.best(KEPT)]
     assert found == sorted(gains, reverse=True)[:KEPT]
     assert tally.has_all == (count <= KEPT)
@@ -300,8 +278,7 @@ def test_of_many_groups_the_best_are_kept(count: int) -> None:
 @given(rows=all_rows)
 def test_sizes_that_may_hold_unknown_duplicates_are_named(rows: list[MemberRow]) -> None:
     """Every pair of files of one size must be known to be equal or not, or be compared."""
-    tally = Tally(world())
-    tally.add_all(rows)
+    tally = Tally(world(), rows)
     unknown = {
         a[0]
         for a, b in itertools.combinations(rows, 2)

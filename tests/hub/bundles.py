@@ -153,3 +153,34 @@ def bring(
     with plan_import(store, bundle, cache, update_refs=update_refs, force=force) as plan:
         plan.execute()
     return plan
+
+
+class Way:
+    """From an HF cache with three repos that share contents to that of another machine."""
+
+    def __init__(self, root: Path, store: Store) -> None:
+        self.root = root
+        self.store = store
+        self.cache = root / "from"
+        self.there = root / "to"
+
+    def export(self, form: str = "bundle", *words: str) -> Path:
+        return export(self.cache, self.root / form, *words)
+
+    def bring(self, bundle: Path, *, update_refs: bool = False, force: bool = False) -> ImportPlan:
+        return bring(self.store, bundle, self.there, update_refs=update_refs, force=force)
+
+    def snapshot(self, name: str = "org/first") -> Path:
+        """Where the files of a repo arrive."""
+        folder = f"models--{name.replace('/', '--')}"
+        commit = (self.cache / folder / "refs" / "main").read_text()
+        return self.there / folder / "snapshots" / commit
+
+    def assert_arrived(self) -> None:
+        assert everything(self.there) == everything(self.cache)
+
+    def assert_nothing_arrived(self) -> None:
+        """Perhaps some blobs, but they are right, and nothing points at them."""
+        assert faults_of(self.there) == []
+        assert list(self.there.glob("*/refs/*")) == []
+        assert list(self.there.glob("*/snapshots/*")) == []

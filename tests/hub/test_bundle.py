@@ -50,13 +50,13 @@ from tests.hub.bundles import (
     UNET,
     VAE,
     Files,
+    Way,
     add_repo,
     bring,
     commit_for,
     everything,
     export,
     planned,
-    two_repos,
 )
 from tests.hub_server import Hub, etag_of
 from tests.hub_server.pipelines import SHARED_WEIGHTS, Models
@@ -64,74 +64,44 @@ from tests.hub_server.pipelines import SHARED_WEIGHTS, Models
 FORMS = ("bundle", "bundle.tar")
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """An HF cache with three repos that share contents."""
-    path = tmp_path / "from"
-    two_repos(path)
-    return path
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Path:
-    """The HF cache of the machine without network."""
-    return tmp_path / "to"
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_what_arrives_is_what_was_exported(
-    form: str, cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    bring(store, export(cache, tmp_path / form), there)
-    assert everything(there) == everything(cache)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_become_blobs_once_and_small_files_stay_writable(
-    form: str, cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    bring(store, export(cache, tmp_path / form), there)
-    assert sorted(blob.size for blob in store.blobs()) == sorted(map(len, (ENCODER, VAE, UNET)))
+def test_what_arrives_is_what_was_exported(form: str, way: Way) -> None:
+    """Weights become blobs once, and small files stay writable."""
+    way.bring(way.export(form))
+    way.assert_arrived()
+    sizes = sorted(blob.size for blob in way.store.blobs())
+    assert sizes == sorted(map(len, (ENCODER, VAE, UNET)))
     paths = [
-        there / f"models--org--{name}" / "blobs" / etag_of("x.bin", ENCODER)
+        way.there / f"models--org--{name}" / "blobs" / etag_of("x.bin", ENCODER)
         for name in ("first", "second")
     ]
     assert os.path.samefile(*paths)
     assert paths[0].stat().st_mode & 0o777 == 0o444
-    small = there / "models--org--first" / "blobs" / etag_of("x.json", FIRST["model_index.json"])
+    small = (way.snapshot() / "model_index.json").resolve()
     assert small.stat().st_mode & 0o200
     assert small.stat().st_nlink == 1
 
 
-def test_a_folder_has_each_content_once_and_says_when_it_is_whole(
-    cache: Path, tmp_path: Path
-) -> None:
-    bundle = export(cache, tmp_path / "bundle")
+def test_a_bundle_has_each_content_once_and_says_when_it_is_whole(way: Way) -> None:
+    """A tar has what the folder has, in the documented order; no inode is shared: some edit it."""
+    plan = planned(way.cache, "org/first", "org/second")
+    bundle = way.root / "bundle"
+    plan.write_folder(bundle)
     manifest = (bundle / MANIFEST).read_bytes()
-    contents = [path.read_bytes() for path in (bundle / "blobs").iterdir()]
+    blobs = sorted((bundle / "blobs").iterdir())
+    contents = [path.read_bytes() for path in blobs]
+    assert {path.stat().st_nlink for path in blobs} == {1}
     assert sorted(os.listdir(bundle)) == ["blobs", COMPLETE, MANIFEST]
     assert len(set(contents)) == len(contents)
     assert contents.count(ENCODER) == 1
     assert (bundle / COMPLETE).read_bytes() == checksum(manifest)
     assert decode(manifest).size == sum(map(len, contents))
-
-
-def test_a_tar_has_what_the_folder_has_in_the_documented_order(cache: Path, tmp_path: Path) -> None:
-    plan = planned(cache, "org/first", "org/second")
-    plan.write_folder(tmp_path / "bundle")
-    plan.write_tar(tmp_path / "bundle.tar")
-    with tarfile.open(tmp_path / "bundle.tar", "r:") as tar:
+    plan.write_tar(way.root / "bundle.tar")
+    with tarfile.open(way.root / "bundle.tar", "r:") as tar:
         names = tar.getnames()
-        tar.extractall(tmp_path / "unpacked", filter="data")
-    blobs = sorted(f"blobs/{path.name}" for path in (tmp_path / "bundle" / "blobs").iterdir())
-    assert names == [MANIFEST, *blobs, COMPLETE]
-    assert everything(tmp_path / "unpacked") == everything(tmp_path / "bundle")
-
-
-def test_a_bundle_shares_no_inode_with_the_cache(cache: Path, tmp_path: Path) -> None:
-    """Somebody may edit it."""
-    bundle = export(cache, tmp_path / "bundle")
-    assert {path.stat().st_nlink for path in (bundle / "blobs").iterdir()} == {1}
+        tar.extractall(way.root / "unpacked", filter="data")
+    assert names == [MANIFEST, *(f"blobs/{path.name}" for path in blobs), COMPLETE]
+    assert everything(way.root / "unpacked") == everything(bundle)
 
 
 def test_one_revision_is_exported_with_the_names_it_has(tmp_path: Path) -> None:
@@ -149,19 +119,16 @@ def test_one_revision_is_exported_with_the_names_it_has(tmp_path: Path) -> None:
     assert again == both
 
 
-@pytest.mark.parametrize("word", ["org/nothing", "org/first@nothing", "datasets/org/first"])
-def test_what_is_not_cached_is_not_exported(word: str, cache: Path) -> None:
-    with pytest.raises(RepoNotCachedError):
-        planned(cache, word)
-
-
-def test_the_beginning_of_two_commits_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "models--org--name" / "snapshots"
+def test_what_is_not_cached_is_not_exported(way: Way) -> None:
+    for word in ("org/nothing", "org/first@nothing", "datasets/org/first"):
+        with pytest.raises(RepoNotCachedError):
+            planned(way.cache, word)
+    folder = way.cache / "models--org--name" / "snapshots"
     for end in "ab":
         (folder / ("1234" + end * 36)).mkdir(parents=True)
     with pytest.raises(RepoNotCachedError, match="several"):
-        planned(tmp_path, "org/name@1234")
-    assert len(planned(tmp_path, "org/name@1234a").manifest.repos[0].revisions) == 1
+        planned(way.cache, "org/name@1234")
+    assert len(planned(way.cache, "org/name@1234a").manifest.repos[0].revisions) == 1
 
 
 def test_a_repo_in_two_caches_is_exported_with_the_revisions_of_both(tmp_path: Path) -> None:
@@ -173,79 +140,60 @@ def test_a_repo_in_two_caches_is_exported_with_the_revisions_of_both(tmp_path: P
     assert repo.refs == {"main": one, "v2": two}
 
 
-def test_a_partial_snapshot_is_exported_as_it_is_and_said_so(
-    tmp_path: Path, there: Path, store: Store
-) -> None:
-    cache = tmp_path / "from"
-    commit = add_repo(cache, "org/first", FIRST)
-    folder = cache / "models--org--first"
+def test_a_partial_snapshot_is_exported_as_it_is_and_said_so(way: Way) -> None:
+    commit = way.snapshot().name
+    folder = way.cache / "models--org--first"
     (folder / "snapshots" / commit / "unet" / "model.safetensors").unlink()
     (folder / "blobs" / etag_of("x.bin", VAE)).unlink()
-    plan = planned(cache, "org/first")
+    plan = planned(way.cache, "org/first")
     assert plan.partial == {f"model/org/first@{commit}": 2}
-    plan.write_folder(tmp_path / "bundle")
-    bring(store, tmp_path / "bundle", there)
-    names = {name.split(commit)[1] for name in everything(there) if f"{commit}/" in name}
+    plan.write_folder(way.root / "bundle")
+    way.bring(way.root / "bundle")
+    names = {name.split(commit)[1] for name in everything(way.there) if f"{commit}/" in name}
     kept = FIRST.keys() - {"unet/model.safetensors", "vae/model.safetensors"}
     assert names == {f"/{name}" for name in kept}
 
 
-def test_blobs_in_the_shared_store_of_the_client_are_exported(
-    tmp_path: Path, there: Path, store: Store
-) -> None:
+def test_blobs_in_the_shared_store_of_the_client_are_exported(way: Way) -> None:
     """There `blobs/<etag>` is a symlink itself."""
-    cache = tmp_path / "from"
-    add_repo(cache, "org/first", FIRST)
-    before = everything(cache)
-    blob = cache / "models--org--first" / "blobs" / etag_of("x.bin", ENCODER)
-    shared = cache / "blobs" / "ab" / ("ab" * 32)
+    before = everything(way.cache)
+    blob = way.cache / "models--org--first" / "blobs" / etag_of("x.bin", ENCODER)
+    shared = way.cache / "blobs" / "ab" / ("ab" * 32)
     shared.parent.mkdir(parents=True)
     blob.rename(shared)
     blob.symlink_to(os.path.relpath(shared, blob.parent))
-    bring(store, export(cache, tmp_path / "bundle", "org/first"), there)
-    assert everything(there) == before
+    way.bring(way.export())
+    assert everything(way.there) == before
 
 
 @pytest.mark.parametrize("listing", [True, False])
-def test_a_cache_without_symlinks_is_exported(
-    listing: bool, tmp_path: Path, there: Path, store: Store
-) -> None:
-    cache = tmp_path / "from"
-    commit = add_repo(cache, "org/first", FIRST, listing=listing)
-    before = everything(cache)
-    folder = cache / "models--org--first"
+def test_a_cache_without_symlinks_is_exported(listing: bool, tmp_path: Path, store: Store) -> None:
+    way = Way(tmp_path, store)
+    commit = add_repo(way.cache, "org/first", FIRST, listing=listing)
+    before = everything(way.cache)
+    folder = way.cache / "models--org--first"
     for name in FIRST:
         os.replace((folder / "snapshots" / commit / name).resolve(), tmp_path / "file")
         os.replace(tmp_path / "file", folder / "snapshots" / commit / name)
     assert os.listdir(folder / "blobs") == []
-    bring(store, export(cache, tmp_path / "bundle"), there)
-    assert everything(there) == before
+    way.bring(way.export())
+    assert everything(way.there) == before
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_where_there_are_no_symlinks_snapshots_have_copies(
-    form: str,
-    cache: Path,
-    there: Path,
-    tmp_path: Path,
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
+    form: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = export(cache, tmp_path / form)
+    bundle = way.export(form)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "symlink", refuse)
-    bring(store, bundle, there)
-    bring(store, bundle, there)
-    snapshot = there / "models--org--first" / "snapshots" / commit_of(cache, "org/first")
-    assert {name: (snapshot / name).read_bytes() for name in FIRST} == FIRST
-    assert not any(path.is_symlink() for path in there.rglob("*"))
-
-
-def commit_of(cache: Path, name: str) -> str:
-    return (cache / f"models--{name.replace('/', '--')}" / "refs" / "main").read_text()
+    way.bring(bundle)
+    way.bring(bundle)
+    assert {name: (way.snapshot() / name).read_bytes() for name in FIRST} == FIRST
+    assert not any(path.is_symlink() for path in way.there.rglob("*"))
 
 
 # what is there already
@@ -257,191 +205,147 @@ def spoil(bundle: Path) -> None:
         path.write_bytes(b"\0" * path.stat().st_size)
 
 
-def test_what_the_cache_has_is_not_read_again(
-    cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    bundle = export(cache, tmp_path / "bundle")
-    first = bring(store, bundle, there)
-    assert first.present_size == 0
-    before = everything(there)
-    inodes = {path: path.lstat().st_ino for path in there.rglob("*")}
+def test_what_the_cache_has_is_not_read_again(way: Way) -> None:
+    bundle = way.export()
+    assert way.bring(bundle).present_size == 0
+    before = everything(way.there)
+    inodes = {path: path.lstat().st_ino for path in way.there.rglob("*")}
     spoil(bundle)
-    again = bring(store, bundle, there)
+    again = way.bring(bundle)
     assert (again.new_size, again.known_size) == (0, 0)
-    assert everything(there) == before
-    assert {path: path.lstat().st_ino for path in there.rglob("*")} == inodes
+    assert everything(way.there) == before
+    assert {path: path.lstat().st_ino for path in way.there.rglob("*")} == inodes
 
 
 def test_what_the_store_has_is_not_read_from_the_bundle(
-    tmp_path: Path, there: Path, store: Store
+    tmp_path: Path, elsewhere: Path, store: Store
 ) -> None:
-    cache = tmp_path / "from"
-    add_repo(cache, "org/name", {"model.safetensors": ENCODER}, listing=False)
-    bundle = export(cache, tmp_path / "bundle")
+    """On its filesystem it is linked, elsewhere copied."""
+    way = Way(tmp_path, store)
+    add_repo(way.cache, "org/name", {"model.safetensors": ENCODER}, listing=False)
+    bundle = way.export()
     digest = store.put_stream([ENCODER], algorithms=("sha256",)).digest
     spoil(bundle)
-    plan = bring(store, bundle, there)
+    plan = way.bring(bundle)
     assert (plan.new_size, plan.known_size) == (0, len(ENCODER))
-    blob = there / "models--org--name" / "blobs" / etag_of("x.bin", ENCODER)
+    blob = way.there / "models--org--name" / "blobs" / etag_of("x.bin", ENCODER)
     assert os.path.samefile(blob, store.path_of(digest))
+    assert bring(store, bundle, elsewhere / "hub").known_size == len(ENCODER)
+    assert everything(elsewhere / "hub") == everything(way.cache)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_blob_that_the_store_has_lost_comes_from_the_bundle(
-    form: str, cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    digest = store.put_stream([ENCODER], algorithms=("sha256",)).digest
-    path = store.path_of(digest)
+def test_a_blob_that_the_store_has_lost_comes_from_the_bundle(form: str, way: Way) -> None:
+    digest = way.store.put_stream([ENCODER], algorithms=("sha256",)).digest
+    path = way.store.path_of(digest)
     os.chmod(path, 0o644)
     path.write_bytes(b"\0" * len(ENCODER))
-    bring(store, export(cache, tmp_path / form), there)
-    assert everything(there) == everything(cache)
+    way.bring(way.export(form))
+    way.assert_arrived()
 
 
-def test_a_new_revision_is_added_to_a_repo_that_is_there(
-    tmp_path: Path, there: Path, store: Store
-) -> None:
-    cache = tmp_path / "from"
-    add_repo(cache, "org/name", FIRST, refs=("v1",))
-    bring(store, export(cache, tmp_path / "one"), there)
-    add_repo(cache, "org/name", SECOND, refs=("main",))
-    plan = bring(store, export(cache, tmp_path / "two.tar"), there)
-    assert plan.present_size >= len(ENCODER) + len(VAE)
-    assert everything(there) == everything(cache)
+def test_a_repo_that_is_there_gets_what_it_lacks(tmp_path: Path, store: Store) -> None:
+    """A new revision, and files that a partial snapshot has not."""
+    way = Way(tmp_path, store)
+    add_repo(way.cache, "org/name", FIRST, refs=("v1",))
+    way.bring(way.export("one"))
+    add_repo(way.cache, "org/name", SECOND, refs=("main",))
+    assert way.bring(way.export("two.tar")).present_size >= len(ENCODER) + len(VAE)
+    way.assert_arrived()
+    shutil.rmtree(way.snapshot("org/name") / "text_encoder")
+    (way.snapshot("org/name") / "model_index.json").unlink()
+    way.bring(tmp_path / "two.tar")
+    way.assert_arrived()
 
 
-def test_a_partial_snapshot_that_is_there_is_completed(
-    cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    bundle = export(cache, tmp_path / "bundle")
-    bring(store, bundle, there)
-    snapshot = there / "models--org--first" / "snapshots" / commit_of(cache, "org/first")
-    shutil.rmtree(snapshot / "unet")
-    (snapshot / "model_index.json").unlink()
-    bring(store, bundle, there)
-    assert everything(there) == everything(cache)
-
-
-def test_a_ref_that_is_there_is_kept_unless_it_is_to_be_moved(
-    tmp_path: Path, there: Path, store: Store
-) -> None:
-    cache = tmp_path / "from"
-    new = add_repo(cache, "org/name", {"a.json": b"2"}, refs=("main", "v2"))
-    bundle = export(cache, tmp_path / "bundle")
-    old = add_repo(there, "org/name", {"a.json": b"1"})
-    refs = there / "models--org--name" / "refs"
-    plan = bring(store, bundle, there)
-    assert [(each.ref, each.former, each.commit) for each in plan.kept_refs] == [("main", old, new)]
+def test_a_ref_that_is_there_is_kept_unless_it_is_to_be_moved(tmp_path: Path, store: Store) -> None:
+    way = Way(tmp_path, store)
+    new = add_repo(way.cache, "org/name", {"a.json": b"2"}, refs=("main", "v2"))
+    bundle = way.export()
+    old = add_repo(way.there, "org/name", {"a.json": b"1"})
+    refs = way.there / "models--org--name" / "refs"
+    kept = way.bring(bundle).kept_refs
+    assert [(each.ref, each.former, each.commit) for each in kept] == [("main", old, new)]
     assert ((refs / "main").read_text(), (refs / "v2").read_text()) == (old, new)
-    assert bring(store, bundle, there, update_refs=True).kept_refs == []
+    assert way.bring(bundle, update_refs=True).kept_refs == []
     assert (refs / "main").read_text() == new
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_edited_file_is_not_replaced_unasked(
-    form: str, cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
+def test_an_edited_file_or_another_pointer_is_not_replaced_unasked(form: str, way: Way) -> None:
     """Programs write their config through the symlinks of a snapshot."""
-    bundle = export(cache, tmp_path / form)
-    bring(store, bundle, there)
-    snapshot = there / "models--org--first" / "snapshots" / commit_of(cache, "org/first")
-    (snapshot / "model_index.json").write_bytes(b"mine")
+    bundle = way.export(form)
+    way.bring(bundle)
+    edited, pointer = way.snapshot() / "model_index.json", way.snapshot() / "empty.txt"
+    edited.write_bytes(b"mine")
     with pytest.raises(DestinationExistsError, match="other bytes"):
-        bring(store, bundle, there)
-    assert (snapshot / "model_index.json").read_bytes() == b"mine"
-    plan = bring(store, bundle, there, force=True)
-    assert plan.replaced == [(snapshot / "model_index.json").resolve()]
-    assert everything(there) == everything(cache)
-
-
-def test_a_pointer_to_another_blob_is_not_replaced_unasked(
-    cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    bundle = export(cache, tmp_path / "bundle")
-    bring(store, bundle, there)
-    snapshot = there / "models--org--first" / "snapshots" / commit_of(cache, "org/first")
-    pointer = snapshot / "empty.txt"
+        way.bring(bundle)
+    assert edited.read_bytes() == b"mine"
+    assert way.bring(bundle, force=True).replaced == [edited.resolve()]
     pointer.unlink()
-    pointer.symlink_to(os.readlink(snapshot / "model_index.json"))
+    pointer.symlink_to(os.readlink(edited))
     with pytest.raises(DestinationExistsError):
-        bring(store, bundle, there)
-    bring(store, bundle, there, force=True)
-    assert everything(there) == everything(cache)
+        way.bring(bundle)
+    way.bring(bundle, force=True)
+    way.assert_arrived()
 
 
 # the store
 
 
-def test_a_store_on_another_filesystem_gets_no_blobs(
-    cache: Path, tmp_path: Path, elsewhere: Path
-) -> None:
-    bundle = export(cache, tmp_path / "bundle.tar")
+def test_a_store_on_another_filesystem_gets_no_blobs(way: Way, elsewhere: Path) -> None:
     there = elsewhere / "hub"
-    with Store(tmp_path / "store") as store:
-        bring(store, bundle, there)
-        assert list(store.blobs()) == []
-    assert everything(there) == everything(cache)
-    modes = {path.stat().st_mode & 0o777 for path in there.glob("*/blobs/*")}
-    assert modes == {0o644 & ~current_umask()}
+    bring(way.store, way.export("bundle.tar"), there)
+    assert list(way.store.blobs()) == []
+    assert everything(there) == everything(way.cache)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in there.glob("*/blobs/*")} == {0o644 & ~umask}
 
 
-def current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_a_blob_of_a_store_elsewhere_is_copied(
-    tmp_path: Path, elsewhere: Path, store: Store
-) -> None:
-    cache = tmp_path / "from"
-    add_repo(cache, "org/name", {"model.safetensors": ENCODER}, listing=False)
-    bundle = export(cache, tmp_path / "bundle")
-    store.put_stream([ENCODER], algorithms=("sha256",))
-    spoil(bundle)
-    assert bring(store, bundle, elsewhere / "hub").known_size == len(ENCODER)
-    assert everything(elsewhere / "hub") == everything(cache)
-
-
-def test_the_blobs_live_as_long_as_the_repo(
-    cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
-    bring(store, export(cache, tmp_path / "bundle"), there)
-    owners = {owner.name for owner, state in store.owners() if state == "live"}
-    commit = commit_of(cache, "org/first")
+def test_the_blobs_live_as_long_as_the_repo(way: Way) -> None:
+    way.bring(way.export())
+    owners = {owner.name for owner, state in way.store.owners() if state == "live"}
+    commit = way.snapshot().name
     assert any(name.startswith(f"model/org/first@{commit} in ") for name in owners)
-    blob = store.find("sha256", etag_of("x.bin", ENCODER))
+    blob = way.store.find("sha256", etag_of("x.bin", ENCODER))
     assert blob is not None
-    assert len(store.holders_of(blob)) == 2
-    shutil.rmtree(there / "models--org--first")
-    assert len(store.holders_of(blob)) == 1
+    assert len(way.store.holders_of(blob)) == 2
+    shutil.rmtree(way.there / "models--org--first")
+    assert len(way.store.holders_of(blob)) == 1
 
 
 # where to
 
 
-def test_an_existing_destination_is_refused(cache: Path, tmp_path: Path) -> None:
-    plan = planned(cache, "org/first")
+def test_an_existing_destination_is_refused(way: Way) -> None:
+    plan = planned(way.cache, "org/first")
+    (way.root / "bundle").mkdir()  # an empty folder is filled
     for name in FORMS:
         write = plan.write_tar if name.endswith("tar") else plan.write_folder
-        write(tmp_path / name)
-        before = everything(tmp_path)
+        write(way.root / name)
+        before = everything(way.root)
         with pytest.raises(DestinationExistsError):
-            write(tmp_path / name)
-        assert everything(tmp_path) == before
+            write(way.root / name)
+        assert everything(way.root) == before
+    with pytest.raises(HubError, match="There is no folder"):
+        way.export("a/b/bundle")
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_force_replaces_a_bundle(
-    can_exchange: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    can_exchange: bool, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also one that has lost its blobs."""
     if not can_exchange:
         monkeypatch.setattr(bundle_writing, "exchange", lambda *_: False)
-    where = tmp_path / "there"
+    where = way.root / "there"
     where.mkdir()
-    planned(cache, "org/second").write_folder(where / "bundle")
-    planned(cache, "org/second").write_tar(where / "bundle.tar")
-    plan = planned(cache, "org/first")
+    planned(way.cache, "org/second").write_folder(where / "bundle")
+    planned(way.cache, "org/second").write_tar(where / "bundle.tar")
+    plan = planned(way.cache, "org/first")
+    plan.write_folder(where / "bundle", force=True)
+    shutil.rmtree(where / "bundle" / "blobs")
     plan.write_folder(where / "bundle", force=True)
     plan.write_tar(where / "bundle.tar", force=True)
     assert sorted(os.listdir(where)) == ["bundle", "bundle.tar"]
@@ -450,70 +354,44 @@ def test_force_replaces_a_bundle(
             assert source.manifest == plan.manifest
 
 
-def test_force_replaces_a_bundle_that_has_lost_its_blobs(cache: Path, tmp_path: Path) -> None:
-    plan = planned(cache, "org/first")
-    plan.write_folder(tmp_path / "bundle")
-    shutil.rmtree(tmp_path / "bundle" / "blobs")
-    plan.write_folder(tmp_path / "bundle", force=True)
-    with opened(tmp_path / "bundle") as source:
-        assert source.manifest == plan.manifest
-    shutil.rmtree(tmp_path / "bundle" / "blobs")
-    (tmp_path / "bundle" / "blobs").write_text("mine")
-    with pytest.raises(DestinationExistsError, match="not replaced"):
-        plan.write_folder(tmp_path / "bundle", force=True)
-    assert (tmp_path / "bundle" / "blobs").read_text() == "mine"
-
-
-def test_force_replaces_nothing_but_a_bundle(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "thesis"
-    folder.mkdir()
-    (folder / "chapter.txt").write_text("all my work")
-    plan = planned(cache, "org/first")
-    for write in (plan.write_folder, plan.write_tar):
+def test_force_replaces_nothing_but_a_bundle(way: Way) -> None:
+    plan = planned(way.cache, "org/first")
+    for name in ("bundle", "spoilt"):
+        plan.write_folder(way.root / name)
+    shutil.rmtree(way.root / "spoilt" / "blobs")
+    mine = [
+        way.root / name
+        for name in ("thesis/chapter.txt", "mine.tar", "bundle/notes.txt", "spoilt/blobs")
+    ]
+    mine[0].parent.mkdir()
+    for path in mine:
+        path.write_text("all my work")
+    for write, path in (
+        (plan.write_folder, way.root / "thesis"),
+        (plan.write_tar, way.root / "thesis"),
+        (plan.write_tar, way.root / "mine.tar"),
+        (plan.write_folder, way.root / "bundle"),
+        (plan.write_folder, way.root / "spoilt"),
+    ):
         with pytest.raises(DestinationExistsError, match="not replaced"):
-            write(folder, force=True)
-    (tmp_path / "mine.tar").write_text("all my other work")
-    with pytest.raises(DestinationExistsError, match="not replaced"):
-        plan.write_tar(tmp_path / "mine.tar", force=True)
-    assert (tmp_path / "mine.tar").read_text() == "all my other work"
-    plan.write_folder(tmp_path / "bundle")
-    (tmp_path / "bundle" / "notes.txt").write_text("mine")
-    with pytest.raises(DestinationExistsError, match="not replaced"):
-        plan.write_folder(tmp_path / "bundle", force=True)
-    assert (folder / "chapter.txt").exists()
-    assert (tmp_path / "bundle" / "notes.txt").exists()
-
-
-def test_an_empty_folder_is_filled(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "bundle").mkdir()
-    export(cache, tmp_path / "bundle")
-    assert (tmp_path / "bundle" / COMPLETE).exists()
-
-
-def test_a_missing_folder_is_said(cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(HubError, match="There is no folder"):
-        export(cache, tmp_path / "a" / "b" / "bundle")
+            write(path, force=True)
+    assert {path.read_text() for path in mine} == {"all my work"}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_disk_that_is_too_small_is_known_before_anything_is_written(
-    form: str,
-    cache: Path,
-    there: Path,
-    tmp_path: Path,
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
+    form: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = export(cache, tmp_path / form)
+    bundle = way.export(form)
     needed = len(ENCODER) + len(VAE) + len(UNET)
     monkeypatch.setattr(store_room, "free_bytes", lambda _: needed)
-    before = set(os.listdir(tmp_path))
-    with pytest.raises(NoSpaceError), plan_import(store, bundle, there):
+    before = set(os.listdir(way.root))
+    with pytest.raises(NoSpaceError), plan_import(way.store, bundle, way.there):
         pass
     monkeypatch.setattr(bundle_writing, "clone", lambda *_: False)
     with pytest.raises(NoSpaceError):
-        export(cache, tmp_path / f"second {form}")
-    assert set(os.listdir(tmp_path)) == before
+        way.export(f"second {form}")
+    assert set(os.listdir(way.root)) == before
 
 
 # large files
@@ -551,36 +429,26 @@ def test_a_content_above_8_gb_is_passed_over_in_a_tar(tmp_path: Path) -> None:
 
 
 def large_manifest(sha256: str, size: int) -> Manifest:
+    revision = {"files": {"a.bin": {"etag": sha256, "size": size}}, "tree": None}
     document = {
-        "format": "smartcache-bundle",
-        "format_version": 1,
-        "created_at": "2026-11-16T16:00:00Z",
+        "format": "smartcache-bundle", "format_version": 1, "created_at": "2026-11-16T16:00:00Z",
         "repos": [
-            {
-                "type": "model",
-                "id": "org/huge",
-                "refs": {},
-                "revisions": {
-                    "1" * 40: {"files": {"a.bin": {"etag": sha256, "size": size}}, "tree": None}
-                },
-            }
+            {"type": "model", "id": "org/huge", "refs": {}, "revisions": {"1" * 40: revision}},
         ],
         "blobs": {sha256: {"size": size, "sha256": sha256}},
-    }
+    }  # fmt: skip
     manifest = decode(json.dumps(document).encode())
     assert manifest.blobs == {sha256: Content(size=size, sha256=sha256)}
     return manifest
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_memory_does_not_grow_with_the_files(
-    form: str, there: Path, tmp_path: Path, store: Store
-) -> None:
-    cache = tmp_path / "from"
-    add_repo(cache, "org/name", {"model.safetensors": os.urandom(1 << 20) * 48})
+def test_memory_does_not_grow_with_the_files(form: str, tmp_path: Path, store: Store) -> None:
+    way = Way(tmp_path, store)
+    add_repo(way.cache, "org/name", {"model.safetensors": os.urandom(1 << 20) * 48})
     tracemalloc.start()
     try:
-        bring(store, export(cache, tmp_path / form), there)
+        way.bring(way.export(form))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -683,20 +551,20 @@ print(AutoModel.from_pretrained("org/language").config.model_type)
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_real_client_works_offline_with_what_arrived(
-    form: str, tmp_path: Path, there: Path, store: Store
+    form: str, tmp_path: Path, store: Store
 ) -> None:
-    cache, repos = tmp_path / "from", ("org/first", "org/second")
+    way, repos = Way(tmp_path, store), ("org/first", "org/second")
     with Hub() as hub:
         hub.add("org/first", FIRST)
         hub.add("org/second", SECOND)
-        before = run_python(DOWNLOAD, {**hub.environment, "HF_HUB_CACHE": str(cache)}, *repos)
-        bring(store, export(cache, tmp_path / form), there)
+        before = run_python(DOWNLOAD, {**hub.environment, "HF_HUB_CACHE": str(way.cache)}, *repos)
+        expected = before.replace(str(way.cache), str(way.there))
+        way.bring(way.export(form))
         hub.clear()
-        online = {**hub.environment, "HF_HUB_CACHE": str(there)}
-        offline = {**online, "HF_HUB_OFFLINE": "1"}
-        assert run_python(DOWNLOAD, offline, *repos) == before.replace(str(cache), str(there))
+        online = {**hub.environment, "HF_HUB_CACHE": str(way.there)}
+        assert run_python(DOWNLOAD, {**online, "HF_HUB_OFFLINE": "1"}, *repos) == expected
         assert not hub.requests
-        assert run_python(DOWNLOAD, online, *repos) == before.replace(str(cache), str(there))
+        assert run_python(DOWNLOAD, online, *repos) == expected
         assert hub.gets("/resolve/") == []
         hf = Path(sys.executable).with_name("hf")
         for repo in repos:
@@ -709,36 +577,32 @@ def test_the_real_client_works_offline_with_what_arrived(
 @pytest.mark.torch
 @pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
 @pytest.mark.soak
-def test_pipelines_and_models_load_offline(
-    models: Models, tmp_path: Path, there: Path, store: Store
-) -> None:
-    cache, repos = tmp_path / "from", ("org/first", "org/second", "org/language")
+def test_pipelines_and_models_load_offline(models: Models, tmp_path: Path, store: Store) -> None:
+    way, repos = Way(tmp_path, store), ("org/first", "org/second", "org/language")
     with Hub() as hub:
         for repo, folder in zip(repos, (models.first, models.second, models.language), strict=True):
             hub.add_folder(repo, folder)
-        run_python(DOWNLOAD, {**hub.environment, "HF_HUB_CACHE": str(cache)}, *repos)
-        bring(store, export(cache, tmp_path / "bundle"), there)
+        run_python(DOWNLOAD, {**hub.environment, "HF_HUB_CACHE": str(way.cache)}, *repos)
+        way.bring(way.export())
         hub.clear()
-        offline = {**hub.environment, "HF_HUB_CACHE": str(there), "HF_HUB_OFFLINE": "1"}
+        offline = {**hub.environment, "HF_HUB_CACHE": str(way.there), "HF_HUB_OFFLINE": "1"}
         assert run_python(LOAD, offline).split() == ["1", "1", "bert"]
         assert not hub.requests
     for name in SHARED_WEIGHTS:
         first, second = (
-            next(there.glob(f"{folder}/snapshots/*/{name}"))
+            next(way.there.glob(f"{folder}/snapshots/*/{name}"))
             for folder in ("models--org--first", "models--org--second")
         )
         assert os.path.samefile(first, second)
 
 
-def test_the_client_sees_no_damage_in_a_cache_that_is_half_imported(
-    cache: Path, there: Path, tmp_path: Path, store: Store
-) -> None:
+def test_the_client_sees_no_damage_in_a_cache_that_is_half_imported(way: Way) -> None:
     from huggingface_hub import scan_cache_dir
 
-    bundle = export(cache, tmp_path / "bundle.tar")
+    bundle = way.export("bundle.tar")
     os.truncate(bundle, bundle.stat().st_size - 200_000)
     with pytest.raises(HubError, match="ends early"):
-        bring(store, bundle, there)
-    found = scan_cache_dir(there)
+        way.bring(bundle)
+    found = scan_cache_dir(way.there)
     assert found.warnings == []
     assert {len(repo.revisions) for repo in found.repos} <= {0}

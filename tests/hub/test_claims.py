@@ -125,11 +125,11 @@ def test_a_file_of_a_folder_that_was_only_found_is_copied_and_stays_as_it_is(
 
 
 @pytest.mark.parametrize("place", OURS)
-def test_a_file_of_an_hf_cache_or_of_a_given_folder_becomes_a_link(
+def test_a_file_of_an_hf_cache_or_of_a_given_folder_becomes_a_link_until_it_is_undone(
     client: Client, hub: Hub, tmp_path: Path, place: Place
 ) -> None:
     found = place(client, tmp_path)
-    inode = inode_of(found)
+    inode, mode = inode_of(found), mode_of(found)
     hub.add("org/name", {NAME: WANTED, "config.json": b"{}"})
     hub.clear()
     path = client.snapshot()
@@ -138,16 +138,6 @@ def test_a_file_of_an_hf_cache_or_of_a_given_folder_becomes_a_link(
     assert os.path.samefile(found, client.blob_of(WANTED))
     assert (link_count(found), mode_of(found)) == (3, 0o444)
     assert_sound(client)
-
-
-@pytest.mark.parametrize("place", OURS)
-def test_undo_gives_an_adopted_file_back(
-    client: Client, hub: Hub, tmp_path: Path, place: Place
-) -> None:
-    found = place(client, tmp_path)
-    mode = mode_of(found)
-    hub.add("org/name", {NAME: WANTED})
-    path = client.snapshot()
     client.store.plan_undo(last=True).execute()
     assert (found.read_bytes(), mode_of(found)) == (WANTED, mode)
     edit(found)  # it is the user's own again: nothing else may change with it
@@ -291,8 +281,9 @@ def test_a_blob_of_another_cache_is_not_believed_by_its_name(
 # texts
 
 
-@pytest.mark.parametrize("is_lfs", [False, True])
-@pytest.mark.parametrize("place", [in_other_cache, in_given_folder, in_comfyui])
+@pytest.mark.parametrize(
+    ("place", "is_lfs"), [(in_other_cache, False), (in_given_folder, True), (in_comfyui, False)]
+)
 def test_large_texts_are_copied_and_never_linked(
     client: Client, hub: Hub, tmp_path: Path, place: Place, is_lfs: bool
 ) -> None:
@@ -338,41 +329,32 @@ def test_a_text_of_a_known_blob_is_copied_from_the_store(client: Client, hub: Hu
 # between plan and execution
 
 
-def vanish(path: Path) -> None:
-    path.unlink()
-
-
-def change(path: Path) -> None:
-    edit(path, b"OTHER", offset=500)
-
-
-def shrink(path: Path) -> None:
-    os.truncate(path, 70_000)
-
-
-def become_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def become_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def become_other_link(path: Path) -> None:
-    other = write(path.with_name("elsewhere.bin"), weights(9))
     path.unlink()
-    path.symlink_to(other)
+    path.symlink_to(write(path.with_name("elsewhere.bin"), weights(9)))
 
 
-@pytest.mark.parametrize("place", [in_comfyui, in_given_folder, in_other_cache])
-@pytest.mark.parametrize(
-    "happens", [vanish, change, shrink, become_folder, become_pipe, become_other_link]
-)
+def become(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+HAPPENS: dict[str, tuple[Place, Callable[[Path], object]]] = {
+    "vanishes": (in_comfyui, Path.unlink),
+    "changes": (in_given_folder, lambda path: edit(path, b"OTHER", offset=500)),
+    "changes in a cache": (in_other_cache, lambda path: edit(path, b"OTHER", offset=500)),
+    "shrinks": (in_comfyui, lambda path: os.truncate(path, 70_000)),
+    "becomes a folder": (in_given_folder, lambda path: become(path, Path.mkdir)),
+    "becomes a pipe": (in_other_cache, lambda path: become(path, os.mkfifo)),
+    "becomes another link": (in_given_folder, become_other_link),
+}
+
+
+@pytest.mark.parametrize("what", HAPPENS)
 def test_what_changes_after_the_plan_is_fetched_instead(
-    client: Client, hub: Hub, tmp_path: Path, place: Place, happens: Callable[[Path], None]
+    client: Client, hub: Hub, tmp_path: Path, what: str
 ) -> None:
+    place, happens = HAPPENS[what]
     found = place(client, tmp_path)
     hub.add("org/name", {NAME: WANTED})
     plan = client.plan()
@@ -385,8 +367,10 @@ def test_what_changes_after_the_plan_is_fetched_instead(
     assert_store_sound(client)
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("place", [in_comfyui, in_given_folder, in_other_cache])
+@pytest.mark.parametrize(
+    ("place", "is_known"),
+    [(in_comfyui, True), (in_given_folder, False), (in_given_folder, True), (in_other_cache, True)],
+)
 def test_a_file_that_somebody_has_open_for_writing_is_never_shared(
     client: Client, hub: Hub, tmp_path: Path, place: Place, is_known: bool
 ) -> None:
@@ -490,30 +474,21 @@ def test_a_file_that_may_become_a_link_is_preferred_to_one_that_is_copied(
     assert (path / foreign.name).read_bytes() == WANTED
 
 
-def test_a_near_file_is_preferred_to_a_blob_on_another_volume(
+def test_a_blob_on_another_volume_is_copied_unless_there_is_a_near_file(
     client: Client, hub: Hub, tmp_path: Path, elsewhere: Path
 ) -> None:
-    """A copy would be a second one on this filesystem."""
+    """A copy is a second one on this filesystem."""
     volume = client.store.add_volume(elsewhere / "volume")
-    volume.put_stream([WANTED], algorithms=("sha256",))
+    for number, data in enumerate((weights(7), WANTED)):
+        blob = volume.put_stream([data], algorithms=("sha256",))
+        hub.add(f"org/{number}", {NAME: data})
+    assert client.sources("org/0") == {NAME: "copy"}
+    assert (client.snapshot("org/0") / NAME).read_bytes() == weights(7)
     near = in_other_cache(client, tmp_path)
-    hub.add("org/name", {NAME: WANTED})
     hub.clear()
-    assert client.sources() == {NAME: "reuse"}
-    assert os.path.samefile(client.snapshot() / NAME, near)
+    assert client.sources("org/1") == {NAME: "reuse"}
+    assert os.path.samefile(client.snapshot("org/1") / NAME, near)
     assert hub.gets() == []
-
-
-def test_a_blob_on_another_volume_is_copied(
-    client: Client, hub: Hub, tmp_path: Path, elsewhere: Path
-) -> None:
-    volume = client.store.add_volume(elsewhere / "volume")
-    blob = volume.put_stream([WANTED], algorithms=("sha256",))
-    hub.add("org/name", {NAME: WANTED})
-    assert client.sources() == {NAME: "copy"}
-    path = client.snapshot()
-    assert hub.gets() == []
-    assert (path / NAME).read_bytes() == WANTED
     assert link_count(volume.path_of(blob.digest)) == 1
     assert_sound(client)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,7 +62,8 @@ Publish = Callable[[Hub], list[dict[str, object]]]
 
 def plain_model(hub: Hub) -> list[dict[str, object]]:
     hub.add("org/name", MODEL)
-    return [{}]
+    hub.add("gpt2", MODEL)  # of no organisation
+    return [{}, {"name": "gpt2"}]
 
 
 def odd_names(hub: Hub) -> list[dict[str, object]]:
@@ -71,20 +71,10 @@ def odd_names(hub: Hub) -> list[dict[str, object]]:
     return [{}]
 
 
-def dataset(hub: Hub) -> list[dict[str, object]]:
+def other_types(hub: Hub) -> list[dict[str, object]]:
     hub.add("org/name", {"data/train.parquet": weights(1), "README.md": b"#"}, repo_type="dataset")
-    return [{"repo_type": "dataset"}]
-
-
-def space(hub: Hub) -> list[dict[str, object]]:
     hub.add("org/name", {"app.py": b"print()", "m.gguf": weights(1)}, repo_type="space")
-    return [{"repo_type": "space"}]
-
-
-def no_organisation(hub: Hub) -> list[dict[str, object]]:
-    hub.add("org/name", MODEL)
-    hub.add("gpt2", MODEL)
-    return [{"name": "gpt2"}]
+    return [{"repo_type": "dataset"}, {"repo_type": "space"}]
 
 
 def revisions(hub: Hub) -> list[dict[str, object]]:
@@ -98,35 +88,19 @@ def revisions(hub: Hub) -> list[dict[str, object]]:
 
 def patterns(hub: Hub) -> list[dict[str, object]]:
     hub.add("org/name", MODEL)
+    hub.add("org/none", {})
     return [
+        {"allow_patterns": "*.gguf"},
+        {"allow_patterns": []},
         {"allow_patterns": "*.json"},
         {"allow_patterns": ["unet/"], "ignore_patterns": ["*.json"]},
         {"ignore_patterns": "*.safetensors"},
+        {"ignore_patterns": []},
+        {"name": "org/none"},
     ]
 
 
-def nothing_matches(hub: Hub) -> list[dict[str, object]]:
-    hub.add("org/name", MODEL)
-    return [{"allow_patterns": "*.gguf"}]
-
-
-def no_files(hub: Hub) -> list[dict[str, object]]:
-    hub.add("org/name", {})
-    return [{}]
-
-
-def empty_pattern_list(hub: Hub) -> list[dict[str, object]]:
-    hub.add("org/name", MODEL)
-    return [{"allow_patterns": []}, {"ignore_patterns": []}]
-
-
-@pytest.mark.parametrize(
-    "publish",
-    [
-        plain_model, odd_names, dataset, space, no_organisation, revisions, patterns,
-        nothing_matches, no_files, empty_pattern_list,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("publish", [plain_model, odd_names, other_types, revisions, patterns])
 def test_the_cache_is_what_huggingface_hub_makes(
     client: Client, hub: Hub, tmp_path: Path, publish: Publish
 ) -> None:
@@ -139,8 +113,10 @@ def test_the_cache_is_what_huggingface_hub_makes(
     assert_sound(client)
 
 
-@pytest.mark.parametrize("filename", ["model.safetensors", "unet/config.json", "tokenizer.json"])
-@pytest.mark.parametrize("by", ["main", "commit", "tag"])
+@pytest.mark.parametrize(
+    ("filename", "by"),
+    [("model.safetensors", "main"), ("unet/config.json", "commit"), ("tokenizer.json", "tag")],
+)
 def test_one_file_is_cached_as_huggingface_hub_does(
     client: Client, hub: Hub, tmp_path: Path, filename: str, by: str
 ) -> None:
@@ -169,17 +145,16 @@ def test_weights_become_blobs_and_the_rest_stays_huggingface_hubs_own(
 
 
 def test_every_byte_is_fetched_once(client: Client, hub: Hub) -> None:
-    hub.add("org/name", MODEL)
-    client.snapshot()
-    assert len(hub.gets()) == len(MODEL)
-    assert hub.fetched_bytes() == sum(map(len, MODEL.values()))
-
-
-def test_a_file_that_is_twice_in_a_repo_is_fetched_once(client: Client, hub: Hub) -> None:
-    hub.add("org/name", {"a.bin": weights(1), "b/c.bin": weights(1)})
+    """Also if a file is twice in a repo, and behind a redirect."""
+    hub.add("org/name", {**MODEL, "copy.safetensors": MODEL["model.safetensors"]})
     snapshot = client.snapshot()
-    assert hub.fetched_bytes() == len(weights(1))
-    assert os.path.samefile(snapshot / "a.bin", snapshot / "b" / "c.bin")
+    assert hub.fetched_bytes() == sum(map(len, MODEL.values()))
+    assert os.path.samefile(snapshot / "model.safetensors", snapshot / "copy.safetensors")
+    hub.cdn = True
+    hub.clear()
+    hub.add("org/other", {"a.bin": weights(50), "b.json": b"[]"})
+    assert (client.snapshot("org/other") / "a.bin").read_bytes() == weights(50)
+    assert hub.fetched_bytes() == len(weights(50)) + 2
 
 
 def changes_of(index: Path) -> Callable[[], int]:
@@ -268,12 +243,12 @@ def test_a_cache_made_without_smartcache_is_proven_and_shared_by_the_first_call(
     assert_sound(client)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "unet/diffusion.safetensors"])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_damaged_blob_of_the_cache_is_set_aside_and_fetched_again(
-    client: Client, hub: Hub, name: str, is_known: bool
+    client: Client, hub: Hub, is_known: bool
 ) -> None:
     hub.add("org/name", MODEL)
+    name = "unet/diffusion.safetensors"
     path = client.snapshot() if is_known else plain_snapshot(hub, client.cache)
     expected = contents(client.cache)
     blob = Path(os.path.realpath(path / name))
@@ -288,20 +263,21 @@ def test_a_damaged_blob_of_the_cache_is_set_aside_and_fetched_again(
     assert_sound(client)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_an_edited_text_is_left_to_its_owner(client: Client, hub: Hub, name: str) -> None:
+def test_an_edited_text_is_left_to_its_owner(client: Client, hub: Hub) -> None:
     """People edit texts in their caches; huggingface_hub keeps such edits too."""
     hub.add("org/name", MODEL)
     path = client.snapshot()
-    edit(os.path.realpath(path / name), b"[")
-    edited = (path / name).read_bytes()
+    names = ("config.json", "tokenizer.json")
+    for name in names:
+        edit(os.path.realpath(path / name), b"[")
+    edited = [(path / name).read_bytes() for name in names]
     hub.clear()
     client.snapshot()
-    assert (path / name).read_bytes() == edited != MODEL[name]
+    assert [(path / name).read_bytes() for name in names] == edited
     assert hub.gets() == []
 
 
-def test_a_pointer_to_another_blob_is_set_right(client: Client, hub: Hub) -> None:
+def test_a_pointer_to_another_blob_or_to_nothing_is_set_right(client: Client, hub: Hub) -> None:
     hub.add("org/name", MODEL)
     path = client.snapshot()
     expected = contents(client.cache)
@@ -311,19 +287,11 @@ def test_a_pointer_to_another_blob_is_set_right(client: Client, hub: Hub) -> Non
     hub.clear()
     assert client.snapshot() == path
     assert contents(client.cache) == expected
-    assert hub.gets() == []
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_pointer_to_nothing_is_set_right(client: Client, hub: Hub, name: str) -> None:
-    hub.add("org/name", MODEL)
-    path = client.snapshot()
-    expected = contents(client.cache)
-    Path(os.path.realpath(path / name)).unlink()
-    hub.clear()
-    assert client.snapshot() == path
-    assert contents(client.cache) == expected
-    assert len(hub.gets()) == (1 if name == "config.json" else 0)
+    for name, fetched in (("model.safetensors", 0), ("config.json", 1)):
+        Path(os.path.realpath(path / name)).unlink()
+        assert client.snapshot() == path
+        assert contents(client.cache) == expected
+        assert len(hub.gets()) == fetched
 
 
 def test_a_snapshot_without_symlinks_is_taken_as_it_is(client: Client, hub: Hub) -> None:
@@ -448,22 +416,22 @@ def test_a_branch_that_moves_while_its_files_are_fetched_is_followed(
     assert_sound(client)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_wrong_bytes_are_refused_and_nothing_points_at_them(
-    client: Client, hub: Hub, name: str
-) -> None:
+def test_wrong_bytes_are_refused_and_nothing_points_at_them(client: Client, hub: Hub) -> None:
     hub.add("org/name", MODEL)
-    hub.faults.wrong_bytes(f"org/name/{name}")
-    with pytest.raises(DigestMismatchError, match=name) as caught:
-        client.snapshot()
-    assert "bad" in str(caught.value)
-    assert list(client.cache.glob(f"*/snapshots/*/{name}")) == []
-    pointers = [path for path in client.cache.rglob("*") if path.is_symlink()]
-    assert [path for path in pointers if not path.exists()] == []
-    assert wrong_blobs(client.store, client.cache) == []
-    path = client.snapshot()
-    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
-    assert_sound(client)
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        hub.faults.wrong_bytes(f"org/name/{name}")
+        with pytest.raises(DigestMismatchError, match=name) as caught:
+            client.snapshot(max_workers=1)
+        assert "bad" in str(caught.value)
+        assert list(client.cache.glob(f"*/snapshots/*/{name}")) == []
+        pointers = [path for path in client.cache.rglob("*") if path.is_symlink()]
+        assert [path for path in pointers if not path.exists()] == []
+        assert wrong_blobs(client.store, client.cache) == []
+        path = client.snapshot(max_workers=1)
+        assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+        assert_sound(client)
+        shutil.rmtree(client.cache / "models--org--name")
+        client.store.plan_prune().execute()
 
 
 def test_a_cut_connection_is_resumed(client: Client, hub: Hub) -> None:
@@ -474,18 +442,16 @@ def test_a_cut_connection_is_resumed(client: Client, hub: Hub) -> None:
     assert_sound(client)
 
 
-@pytest.mark.parametrize("by", [1, -1, 100])
-def test_a_server_that_lies_about_a_size_leaves_nothing_wrong(
-    client: Client, hub: Hub, by: int
-) -> None:
+def test_a_server_that_lies_about_a_size_leaves_nothing_wrong(client: Client, hub: Hub) -> None:
     hub.add("org/name", {"model.safetensors": weights(1)})
-    hub.faults.wrong_size("model.safetensors", by=by)
-    with pytest.raises(Exception, match=r"(?i)size|consist|bytes"):
-        client.snapshot()
-    assert wrong_blobs(client.store, client.cache) == []
-    hub.faults.clear()
-    for tree in client.cache.glob("*/trees/*"):
-        tree.unlink()
+    for by in (1, -1, 100):
+        hub.faults.wrong_size("model.safetensors", by=by)
+        with pytest.raises(Exception, match=r"(?i)size|consist|bytes"):
+            client.snapshot()
+        assert wrong_blobs(client.store, client.cache) == []
+        hub.faults.clear()
+        for tree in client.cache.glob("*/trees/*"):
+            tree.unlink()
     path = client.snapshot()
     assert (path / "model.safetensors").read_bytes() == weights(1)
     assert_sound(client)
@@ -509,20 +475,13 @@ FAILING = ["/api/models/org/name/revision", "/api/models/org/name/tree", "org/na
 @pytest.mark.parametrize("part", FAILING)
 @pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.usefixtures("quick_retries")
 def test_a_hub_that_fails_on_the_way_never_leaves_half_a_repo_as_the_result(
-    client: Client,
-    hub: Hub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
-    is_begun: bool,
-    is_local: bool,
+    client: Client, hub: Hub, part: str, is_begun: bool, is_local: bool
 ) -> None:
     """huggingface_hub then returns what it has; with our weights there it has a snapshot."""
-    sleep = time.sleep  # it waits seconds between attempts
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
     hub.add("org/name", MODEL)
-    more = {"local_dir": tmp_path / "local"} if is_local else {}
+    more = {"local_dir": client.cache.with_name("local")} if is_local else {}
     if is_begun:
         client.snapshot(allow_patterns=["unet/config.json"], **more)
     plan = client.plan(**more)
@@ -612,36 +571,23 @@ def test_threads_that_want_the_same_bytes_fetch_them_once(client: Client, hub: H
     assert_sound(client)
 
 
-def test_one_worker_is_enough(client: Client, hub: Hub) -> None:
-    hub.add("org/name", MODEL)
-    path = client.snapshot(max_workers=1)
-    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
-
-
 # what others do to the cache and the store between two calls
 
 
-def test_what_is_left_in_the_store_is_not_fetched_again(client: Client, hub: Hub) -> None:
+def test_what_is_left_in_the_store_is_not_fetched_again_but_what_was_pruned_is(
+    client: Client, hub: Hub
+) -> None:
     hub.add("org/name", MODEL)
     client.snapshot()
-    shutil.rmtree(client.cache)
-    hub.clear()
-    path = client.snapshot()
-    assert hub.gets("safetensors") == []
-    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
-    assert_sound(client)
-
-
-def test_what_was_pruned_is_fetched_again(client: Client, hub: Hub) -> None:
-    hub.add("org/name", MODEL)
-    client.snapshot()
-    shutil.rmtree(client.cache / "models--org--name")
-    client.store.plan_prune().execute()
-    hub.clear()
-    path = client.snapshot()
-    assert len(hub.gets()) == len(MODEL)
-    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
-    assert_sound(client)
+    for is_pruned in (False, True):
+        shutil.rmtree(client.cache / "models--org--name")
+        if is_pruned:
+            client.store.plan_prune().execute()
+        hub.clear()
+        path = client.snapshot()
+        assert len(hub.gets("safetensors")) == (2 if is_pruned else 0)
+        assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
+        assert_sound(client)
 
 
 def test_a_lost_index_costs_no_download(tmp_path: Path, hub: Hub) -> None:
@@ -731,14 +677,6 @@ def test_a_cache_that_may_only_be_read_is_used_as_it_is(hub: Hub) -> None:
         assert as_ordinary_user(work) == [path, path]
         assert hub.gets() == []
         assert files_of(folder / "theirs") == before
-
-
-def test_bytes_behind_a_redirect_are_fetched_once(client: Client, hub: Hub) -> None:
-    hub.cdn = True
-    hub.add("org/name", MODEL)
-    path = client.snapshot()
-    assert {each: (path / each).read_bytes() for each in MODEL} == MODEL
-    assert hub.fetched_bytes() == sum(map(len, MODEL.values()))
 
 
 def test_undo_of_everything_leaves_no_wrong_file(client: Client, hub: Hub, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -121,13 +120,6 @@ def both(hub: Hub, tmp_path: Path) -> Both:
     return Both(hub, tmp_path)
 
 
-@pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub waits seconds between attempts; how long is not what is tested."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
-
-
 CALLS: list[tuple[tuple[str, ...], dict[str, object]]] = [
     (("org/name",), {}),
     (("org/name",), {"revision": "v1", "max_workers": 2}),
@@ -157,12 +149,10 @@ def test_results_are_huggingface_hubs(
     assert kind == "str"
 
 
-@pytest.mark.parametrize("words", [("dataset/foo",), ("model/foo", "x.bin"), ("kernel/foo",)])
-def test_an_organisation_may_be_called_like_a_type_of_repos(
-    both: Both, hub: Hub, words: tuple[str, ...]
-) -> None:
-    hub.add(words[0], {"x.bin": weights(1)})
-    assert both.check(*words)[0] == "str"
+def test_an_organisation_may_be_called_like_a_type_of_repos(both: Both, hub: Hub) -> None:
+    for words in (("dataset/foo",), ("model/foo", "x.bin"), ("kernel/foo",)):
+        hub.add(words[0], {"x.bin": weights(1)})
+        assert both.check(*words)[0] == "str"
 
 
 def test_a_symlinked_cache_dir_is_named_as_huggingface_hub_names_it(
@@ -217,16 +207,14 @@ def test_errors_are_huggingface_hubs(
     assert ours[0] not in ("str", "list")
 
 
-@pytest.mark.parametrize("name", ["org/gated", "org/private"])
-@pytest.mark.parametrize("token", ["hf_good", "hf_other", "hf_bad", True, False, None])
 @pytest.mark.parametrize("words", [(), ("model.safetensors",)])
-def test_tokens_open_what_they_open(
-    both: Both, hub: Hub, name: str, token: object, words: tuple[str, ...]
-) -> None:
+def test_tokens_open_what_they_open(both: Both, hub: Hub, words: tuple[str, ...]) -> None:
     hub.tokens = {"hf_good": {"org/gated", "org/private"}, "hf_other": set()}
-    ours, plain = both.ask(name, *words, token=token)
-    assert ours == plain
-    assert (ours[0] == "str") is (token == "hf_good")  # noqa: S105
+    for name in ("org/gated", "org/private"):
+        for token in ("hf_other", "hf_bad", True, False, None, "hf_good"):
+            ours, plain = both.ask(name, *words, token=token)
+            assert ours == plain, (name, token)
+            assert (ours[0] == "str") is (token == "hf_good"), (name, token)  # noqa: S105
 
 
 @pytest.mark.parametrize("words", [("org/name",), ("org/name", "unet/model.safetensors")])
@@ -236,15 +224,11 @@ def test_a_dry_run_says_what_huggingface_hub_says(
 ) -> None:
     ours, plain = both.ask(*words, dry_run=True, **local)
     assert ours == plain
+    for bad in (("org/missing",), ("org/gated", "model.safetensors")):
+        assert len(set(both.ask(*bad, dry_run=True))) == 1, bad
     assert both.files(smartcache) == {}
     both.ask("org/name", **local)
     ours, plain = both.ask(*words, dry_run=True, **local)
-    assert ours == plain
-
-
-@pytest.mark.parametrize("words", [("org/missing",), ("org/gated", "model.safetensors")])
-def test_a_dry_run_has_huggingface_hubs_errors(both: Both, words: tuple[str, ...]) -> None:
-    ours, plain = both.ask(*words, dry_run=True)
     assert ours == plain
 
 
@@ -263,25 +247,23 @@ def test_a_dry_run_counts_what_this_machine_has_as_not_to_be_downloaded(
 class TestArguments:
     """What huggingface_hub takes, we take; what only it knows goes through to it."""
 
-    @pytest.mark.parametrize(
-        "more",
-        [
+    @pytest.mark.parametrize("words", [("org/name",), ("org/name", "model.safetensors")])
+    def test_those_of_old_are_taken_and_warned_of_once(
+        self, both: Both, words: tuple[str, ...]
+    ) -> None:
+        both.check(*words)
+        both.check(*words, local_dir="local")
+        old: list[dict[str, object]] = [
             {"resume_download": True},
             {"resume_download": None},
             {"proxies": {"https": "http://127.0.0.1:9"}},
             {"local_dir_use_symlinks": "auto", "local_dir": "local"},
             {"force_filename": "x.json"},
-        ],
-        ids=lambda more: next(iter(more)),
-    )
-    @pytest.mark.parametrize("words", [("org/name",), ("org/name", "model.safetensors")])
-    def test_those_of_old_are_taken_and_warned_of_once(
-        self, both: Both, words: tuple[str, ...], more: dict[str, object]
-    ) -> None:
-        both.check(*words, **{k: v for k, v in more.items() if k == "local_dir"})
-        said = {package: warnings_of(both, package, words, more) for package in both.roots}
-        assert said[smartcache] == said[huggingface_hub]
-        assert len(said[smartcache]) == (None not in more.values())
+        ]
+        for more in old:
+            said = [warnings_of(both, package, words, more) for package in both.roots]
+            assert said[0] == said[1], more
+            assert len(said[0]) == (None not in more.values()), more
 
     def test_those_of_old_do_not_keep_the_store_from_being_used(
         self, both: Both, hub: Hub, tmp_path: Path
@@ -313,25 +295,21 @@ class TestArguments:
             ("org/name", 2, {"dry_run": True}),
         ]
 
-    @pytest.mark.parametrize(
-        ("words", "more"),
-        [
+    def test_nonsense_is_refused_in_huggingface_hubs_words(self, both: Both, hub: Hub) -> None:
+        calls: list[tuple[tuple[str, ...], dict[str, object]]] = [
             (("org/name",), {"nonsense": 1}),
             (("org/name",), {"nonsense": 1, "dry_run": True}),
             (("org/name",), {"subfolder": "x"}),
             (("org/name", "x"), {"allow_patterns": "*"}),
             (("org/name", "x"), {"nonsense": 1, "resume_download": None}),
-        ],
-    )
-    def test_nonsense_is_refused_in_huggingface_hubs_words(
-        self, both: Both, hub: Hub, words: tuple[str, ...], more: dict[str, object]
-    ) -> None:
-        errors = []
-        for package in both.roots:
-            with pytest.raises(TypeError) as raised:
-                functions(package)[len(words) - 1](*words, **more)
-            errors.append(str(raised.value))
-        assert errors[0] == errors[1]
+        ]
+        for words, more in calls:
+            errors = []
+            for package in both.roots:
+                with pytest.raises(TypeError) as raised:
+                    functions(package)[len(words) - 1](*words, **more)
+                errors.append(str(raised.value))
+            assert errors[0] == errors[1]
         assert list(hub.requests) == []
 
     def test_a_plan_takes_only_what_it_knows(self) -> None:
@@ -365,45 +343,33 @@ def warnings_of(
 class TestNames:
     """Names of files that the caller gives."""
 
-    @pytest.mark.parametrize("local", [{}, {"local_dir": "local"}, {"dry_run": True}])
-    @pytest.mark.parametrize(
-        ("name", "more"),
-        [
-            ("../x", {}), ("/etc/passwd", {}), ("a/../../x", {}), ("a\0b", {}), ("..\\x", {}),
-            ("C:/x", {}), ("..", {}), ("passwd", {"subfolder": "../.."}),
-            ("passwd", {"subfolder": "/etc"}),
-        ],
-    )  # fmt: skip
-    def test_one_that_leads_elsewhere_is_the_callers_mistake(
-        self, both: Both, hub: Hub, name: str, more: dict[str, object], local: dict[str, object]
-    ) -> None:
-        with pytest.raises(ValueError, match="is not the name of a file in a repo") as raised:
-            both.call("org/name", name, **more, **local)(smartcache)
-        assert "org/name" not in str(raised.value)
-        assert "Hub shows it" in raised.value.hint  # type: ignore[attr-defined]
+    def test_one_that_leads_elsewhere_is_the_callers_mistake(self, both: Both, hub: Hub) -> None:
+        for name, subfolder in (
+            ("../x", ""), ("/etc/passwd", ""), ("a/../../x", ""), ("a\0b", ""), ("..\\x", ""),
+            ("C:/x", ""), ("..", ""), ("passwd", "../.."), ("passwd", "/etc"),
+        ):  # fmt: skip
+            for more in ({}, {"local_dir": "local"}, {"dry_run": True}):
+                call = both.call("org/name", name, subfolder=subfolder or None, **more)
+                with pytest.raises(ValueError, match="is not the name of a file in a repo") as it:
+                    call(smartcache)
+                assert "org/name" not in str(it.value)
+                assert "Hub shows it" in it.value.hint  # type: ignore[attr-defined]
         assert list(hub.requests) == []
         assert both.files(smartcache) == {}
 
-    @pytest.mark.parametrize(
-        ("name", "more"),
-        [
-            ("", {}), (".", {}), ("a\\x", {}), ("./config.json", {}), ("unet//x", {}),
-            ("unet/", {}), ("\udc80", {}), ("x" * 300, {}),
-            ("model.safetensors", {"subfolder": "./unet"}),
-        ],
-    )  # fmt: skip
-    def test_an_odd_one_means_what_it_means_to_huggingface_hub(
-        self, both: Both, name: str, more: dict[str, object]
-    ) -> None:
-        ours, plain = both.ask("org/name", name, **more)
+    def test_an_odd_one_means_what_it_means_to_huggingface_hub(self, both: Both) -> None:
+        for name in (
+            "", ".", "a\\x", "./config.json", "unet//x", "unet/", "\udc80", "x" * 300,
+        ):  # fmt: skip
+            ours, plain = both.ask("org/name", name)
+            assert ours == plain, name
+        ours, plain = both.ask("org/name", "model.safetensors", subfolder="./unet")
         assert ours == plain
 
-    @pytest.mark.parametrize("name", [None, 5, b"config.json", Path("config.json")])
-    def test_what_is_no_text_is_a_mistake_and_not_the_whole_repo(
-        self, hub: Hub, name: object
-    ) -> None:
-        with pytest.raises(TypeError, match="filename"):
-            smartcache.hf_hub_download("org/name", name)  # type: ignore[call-overload]
+    def test_what_is_no_text_is_a_mistake_and_not_the_whole_repo(self, hub: Hub) -> None:
+        for name in (None, 5, b"config.json", Path("config.json")):
+            with pytest.raises(TypeError, match="filename"):
+                smartcache.hf_hub_download("org/name", name)  # type: ignore[call-overload]
         assert list(hub.requests) == []
 
 
@@ -411,6 +377,15 @@ class TestNames:
 
 
 def test_what_is_cached_is_found_without_the_hub(both: Both, hub: Hub) -> None:
+    """Of an incomplete snapshot, what huggingface_hub finds."""
+    both.ask("org/name", allow_patterns="*.json")
+    for words, more in (
+        (("org/name",), {}),
+        (("org/name",), {"allow_patterns": "*.json"}),
+        (("org/name", "model.safetensors"), {}),
+    ):
+        ours, plain = both.ask(*words, local_files_only=True, **more)
+        assert ours == plain
     both.ask("org/name")
     hub.clear()
     for words in (("org/name",), ("org/name", "unet/model.safetensors")):
@@ -421,33 +396,17 @@ def test_what_is_cached_is_found_without_the_hub(both: Both, hub: Hub) -> None:
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_without_a_server_the_cache_answers(both: Both, hub: Hub) -> None:
+def test_without_a_server_or_with_one_that_fails_the_cache_answers(both: Both, hub: Hub) -> None:
     both.ask("org/name")
     for words in (("org/name",), ("org/name", "config.json"), ("org/name", "missing.bin")):
         ours, plain = both.ask(*words, endpoint="http://127.0.0.1:9")
         assert ours == plain
-
-
-@pytest.mark.usefixtures("quick_retries")
-def test_a_server_that_fails_is_answered_as_huggingface_hub_does(both: Both, hub: Hub) -> None:
-    both.ask("org/name")
     for words in (("org/name",), ("org/name", "config.json")):
         hub.faults.status("/api/models/org/name", 500, times=1 << 30, method="")
         hub.faults.status("org/name/config.json", 500, times=1 << 30, method="")
         ours, plain = both.ask(*words)
         assert ours == plain
         hub.faults.clear()
-
-
-def test_an_incomplete_snapshot_is_what_it_is_for_huggingface_hub(both: Both, hub: Hub) -> None:
-    both.ask("org/name", allow_patterns="*.json")
-    for words, more in (
-        (("org/name",), {}),
-        (("org/name",), {"allow_patterns": "*.json"}),
-        (("org/name", "model.safetensors"), {}),
-    ):
-        ours, plain = both.ask(*words, local_files_only=True, **more)
-        assert ours == plain
 
 
 def run(hub: Hub, text: str, **environment: str) -> str:

@@ -53,9 +53,15 @@ def notes_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize(
-    "more", [{}, {"revision": "v1"}, {"allow_patterns": "*.json"}, {"revision": "commit"}]
+    ("more", "is_known"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"revision": "v1"}, True),
+        ({"allow_patterns": "*.json"}, False),
+        ({"revision": "commit"}, False),
+    ],
 )
 def test_the_folder_is_what_huggingface_hub_makes(
     client: Client, hub: Hub, tmp_path: Path, more: dict[str, object], is_known: bool
@@ -88,7 +94,7 @@ def test_one_file_goes_where_huggingface_hub_puts_it(
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_huggingface_hub_finds_everything_up_to_date(
+def test_the_next_call_finds_everything_up_to_date_ours_and_huggingface_hubs(
     client: Client, hub: Hub, tmp_path: Path, is_known: bool
 ) -> None:
     """By its notes alone: it would write them anew if it had to hash a file."""
@@ -96,23 +102,14 @@ def test_huggingface_hub_finds_everything_up_to_date(
     if is_known:
         client.snapshot()
     path = client.snapshot(local_dir=tmp_path / "ours")
-    before = contents(path)
+    before, inodes = contents(path), {name: inode_of(path / name) for name in MODEL}
     hub.clear()
     plain_snapshot(hub, tmp_path / "x", local_dir=path)
     assert (hub.gets(), hub.heads()) == ([], [])
     assert contents(path) == before
-
-
-def test_a_repeated_call_fetches_nothing_and_changes_no_file(
-    client: Client, hub: Hub, tmp_path: Path
-) -> None:
-    hub.add("org/name", MODEL)
-    path = client.snapshot(local_dir=tmp_path / "ours")
-    before = {name: inode_of(path / name) for name in MODEL}
-    hub.clear()
     assert client.snapshot(local_dir=tmp_path / "ours") == path
     assert (hub.gets(), hub.heads()) == ([], [])
-    assert {name: inode_of(path / name) for name in MODEL} == before
+    assert {name: inode_of(path / name) for name in MODEL} == inodes
 
 
 def test_a_folder_filled_by_huggingface_hub_is_kept(
@@ -143,81 +140,57 @@ def test_a_local_dir_is_a_source_for_the_hf_cache(client: Client, hub: Hub, tmp_
 # what is there already
 
 
-def a_link_of_the_blob(client: Client, path: Path) -> None:
+def instead(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
-    os.link(client.blob_of(MODEL[NAME]), path)
+    make(path)
 
 
-def a_symlink_into_the_cache(client: Client, path: Path) -> None:
-    path.unlink()
-    path.symlink_to(client.cache / "models--org--name" / "blobs" / sha256(MODEL[NAME]))
+def somebody_elses(path: Path) -> Path:
+    return write(path.parent.with_name("mine.safetensors"), MODEL[NAME])
 
 
-def a_symlink_to_the_blob(client: Client, path: Path) -> None:
-    path.unlink()
-    path.symlink_to(client.blob_of(MODEL[NAME]))
-
-
-def a_link_of_somebody_elses_file(client: Client, path: Path) -> None:
-    path.unlink()
-    other = write(path.parent.with_name("mine.safetensors"), MODEL[NAME])
-    os.link(other, path)
-
-
-def a_symlink_to_nothing(client: Client, path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.parent.with_name("nothing"))
-
-
-def a_file_of_its_own(client: Client, path: Path) -> None:
-    pass
-
-
-def a_damaged_file(client: Client, path: Path) -> None:
+def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[500] ^= 1
-    path.unlink()
-    path.write_bytes(data)
+    instead(path, lambda path: path.write_bytes(data))
 
 
-def a_readonly_file(client: Client, path: Path) -> None:
-    path.chmod(0o444)
+def in_cache(client: Client) -> Path:
+    return client.cache / "models--org--name" / "blobs" / sha256(MODEL[NAME])
 
 
-def a_shorter_file(client: Client, path: Path) -> None:
-    path.unlink()
-    path.write_bytes(b"short")
-
-
-STATES = [
-    a_link_of_the_blob, a_symlink_into_the_cache, a_symlink_to_the_blob,
-    a_link_of_somebody_elses_file, a_symlink_to_nothing, a_file_of_its_own, a_damaged_file,
-    a_readonly_file, a_shorter_file,
-]  # fmt: skip
+STATES: dict[str, Callable[[Client, Path], object]] = {
+    "a link of the blob": lambda client, path: instead(
+        path, lambda path: os.link(client.blob_of(MODEL[NAME]), path)
+    ),
+    "a symlink into the cache": lambda client, path: instead(
+        path, lambda path: path.symlink_to(in_cache(client))
+    ),
+    "a symlink to the blob": lambda client, path: instead(
+        path, lambda path: path.symlink_to(client.blob_of(MODEL[NAME]))
+    ),
+    "a link of somebody else's file": lambda _, path: instead(
+        path, lambda path: os.link(somebody_elses(path), path)
+    ),
+    "a symlink to nothing": lambda _, path: instead(
+        path, lambda path: path.symlink_to(path.parent.with_name("nothing"))
+    ),
+    "a file of its own": lambda *_: None,
+    "a damaged file": lambda _, path: damage(path),
+    "a read-only file": lambda _, path: path.chmod(0o444),
+    "a shorter file": lambda _, path: instead(path, lambda path: path.write_bytes(b"short")),
+}
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("is_cached", [False, True])
-@pytest.mark.parametrize("wanted", ["old", "new"])
+@pytest.mark.parametrize(("is_cached", "wanted"), [(False, "new"), (True, "new"), (True, "old")])
 def test_a_file_that_is_there_is_never_written_through(
-    client: Client,
-    hub: Hub,
-    tmp_path: Path,
-    state: Callable[[Client, Path], None],
-    is_cached: bool,
-    wanted: str,
+    client: Client, tmp_path: Path, state: str, is_cached: bool, wanted: str
 ) -> None:
-    check_states(client, tmp_path / "local", state, is_cached=is_cached, wanted=wanted)
+    check_state(client, tmp_path / "local", state, is_cached=is_cached, wanted=wanted)
 
 
-def check_states(
-    client: Client,
-    local: Path,
-    state: Callable[[Client, Path], None],
-    *,
-    is_cached: bool,
-    wanted: str,
-) -> None:
+def check_state(client: Client, local: Path, state: str, *, is_cached: bool, wanted: str) -> None:
     hub = client.hub
     old = hub.add("org/name", MODEL).sha
     client.snapshot(token=False)
@@ -225,7 +198,7 @@ def check_states(
     new = hub.add("org/name", NEXT).sha
     if is_cached:
         client.snapshot(token=False)
-    state(client, local / NAME)
+    STATES[state](client, local / NAME)
     shared = {path: path.read_bytes() for path in local.parent.glob("mine*")}
     commit, expected = (old, MODEL) if wanted == "old" else (new, NEXT)
     path = client.snapshot(local_dir=local, revision=commit, token=False)
@@ -337,7 +310,7 @@ def test_an_ordinary_users_file_is_never_written_through(wanted: str) -> None:
             place.mkdir()
             with Hub() as hub, SmartCache(place / "store") as smart:
                 client = Client(smart, hub, place / "hf")
-                check_states(client, place / "local", state, is_cached=True, wanted=wanted)
+                check_state(client, place / "local", state, is_cached=True, wanted=wanted)
 
     with folder_of(NOBODY) as folder:
         as_ordinary_user(work)
@@ -359,18 +332,18 @@ def test_a_local_dir_on_another_filesystem_gets_copies(
     assert files_of(fetched) == MODEL
 
 
-@pytest.mark.parametrize("name", [NAME, "config.json", "tokenizer.json"])
-def test_wrong_bytes_do_not_stay_in_a_local_dir(
-    client: Client, hub: Hub, tmp_path: Path, name: str
-) -> None:
-    hub.add("org/name", MODEL)
-    hub.faults.wrong_bytes(f"org/name/{name}")
-    with pytest.raises(DigestMismatchError, match=name):
-        client.snapshot(local_dir=tmp_path / "local")
-    assert not (tmp_path / "local" / name).exists()
-    client.snapshot(local_dir=tmp_path / "local")
-    assert files_of(tmp_path / "local") == MODEL
-    assert_sound(client)
+def test_wrong_bytes_do_not_stay_in_a_local_dir(client: Client, hub: Hub, tmp_path: Path) -> None:
+    for number, name in enumerate((NAME, "config.json", "tokenizer.json")):
+        repo, local = f"org/{number}", tmp_path / str(number)
+        files = {each: data + b"%d" % number for each, data in MODEL.items()}
+        hub.add(repo, files)
+        hub.faults.wrong_bytes(f"{repo}/{name}")
+        with pytest.raises(DigestMismatchError, match=name):
+            client.snapshot(repo, local_dir=local)
+        assert not (local / name).exists()
+        client.snapshot(repo, local_dir=local)
+        assert files_of(local) == files
+        assert_sound(client)
 
 
 def test_other_files_of_the_user_stay_as_they_are(client: Client, hub: Hub, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tests.api import hub_mapping as mapping_module
 from tests.store.files import OTHER, WEIGHTS, Watch, edit, inode_of, snapshot, write
 
 HOSTILE = "../../etc/passwd"
+Named = Callable[[object], Path]
+PassTime = Callable[[float], None]
 
 
 def sha256(data: bytes) -> str:
@@ -40,7 +42,7 @@ def see(store: Store, folder: Path) -> None:
 
 
 @pytest.fixture
-def known(store: Store, folder: Path, pass_time: Callable[[float], None]) -> Path:
+def known(store: Store, folder: Path, pass_time: PassTime) -> Path:
     """A file of a known folder that was hashed when it was old enough."""
     path = write(folder / "a.safetensors")
     pass_time(60)
@@ -50,30 +52,19 @@ def known(store: Store, folder: Path, pass_time: Callable[[float], None]) -> Pat
 
 
 class TestBlobs:
-    def test_are_there_by_their_sha256(self, store: Store) -> None:
+    def test_are_there_by_their_sha256_in_either_case(self, store: Store) -> None:
         path = put(store, WEIGHTS)
+        store.put_stream([OTHER])  # whose sha256 is not known
         mapping = cache_mapping(store)
-        assert mapping[sha256(WEIGHTS)] == path
+        assert mapping[sha256(WEIGHTS)] == mapping[sha256(WEIGHTS).upper()] == path
+        assert sha256(WEIGHTS).upper() in mapping
         assert dict(mapping) == {sha256(WEIGHTS): path}
         assert len(mapping) == 1
-
-    def test_in_either_case(self, store: Store) -> None:
-        path = put(store, WEIGHTS)
-        assert cache_mapping(store)[sha256(WEIGHTS).upper()] == path
-        assert sha256(WEIGHTS).upper() in cache_mapping(store)
-
-    @pytest.mark.parametrize("key", ["", "abc", "0" * 64, HOSTILE, "g" * 64, "0" * 65])
-    def test_another_key_is_a_key_error(self, store: Store, key: str) -> None:
-        put(store, WEIGHTS)
-        mapping = cache_mapping(store)
-        with pytest.raises(KeyError) as caught:
-            mapping[key]
-        assert caught.value.args == (key,)
-        assert mapping.get(key) is None
-
-    def test_not_without_that_hash(self, store: Store) -> None:
-        store.put_stream([WEIGHTS])
-        assert dict(cache_mapping(store)) == {}
+        for key in ("", "abc", "0" * 64, HOSTILE, "g" * 64, "0" * 65):
+            with pytest.raises(KeyError) as caught:
+                mapping[key]
+            assert caught.value.args == (key,)
+            assert mapping.get(key) is None
 
     def test_are_seen_as_they_come_and_go(self, store: Store) -> None:
         mapping = cache_mapping(store)
@@ -84,19 +75,14 @@ class TestBlobs:
         assert list(mapping) == []
         assert sha256(WEIGHTS) not in mapping
 
-    def test_a_damaged_one_is_not_there(self, store: Store) -> None:
-        put(store, OTHER)
+    def test_a_damaged_or_lost_one_is_not_there(self, store: Store) -> None:
         edit(put(store, WEIGHTS))
+        assert len(cache_mapping(store)) == 0  # before it is asked for
+        path = put(store, OTHER)
         mapping = cache_mapping(store)
         assert sha256(WEIGHTS) not in mapping
         assert list(mapping) == [sha256(OTHER)]
-
-    def test_a_damaged_one_is_not_counted_before_it_is_asked_for(self, store: Store) -> None:
-        edit(put(store, WEIGHTS))
-        assert len(cache_mapping(store)) == 0
-
-    def test_a_lost_one_is_not_there(self, store: Store) -> None:
-        put(store, WEIGHTS).unlink()
+        path.unlink()
         assert dict(cache_mapping(store)) == {}
 
     def test_of_other_volumes_too(self, store: Store, elsewhere: Path) -> None:
@@ -113,27 +99,32 @@ class TestBlobs:
 
 
 class TestFiles:
-    def test_are_there_once_hashed(self, store: Store, known: Path) -> None:
+    def test_are_there_once_hashed_and_a_blob_comes_first(self, store: Store, known: Path) -> None:
         mapping = cache_mapping(store)
         assert mapping[sha256(WEIGHTS)] == known
         assert dict(mapping) == {sha256(WEIGHTS): known}
+        blob = put(store, WEIGHTS)
+        assert dict(mapping) == {sha256(WEIGHTS): blob}
+        edit(blob)  # for a damaged one the file stands in
+        assert dict(mapping) == {sha256(WEIGHTS): known}
+        assert mapping[sha256(WEIGHTS)] == known
 
-    def test_not_while_their_hash_is_not_known(
-        self, store: Store, folder: Path, pass_time: Callable[[float], None]
+    def test_not_while_their_hash_or_their_folder_is_not_known(
+        self, store: Store, folder: Path, pass_time: PassTime
     ) -> None:
+        """Nor if they were hashed while young."""
         path = write(folder / "a.safetensors")
+        see(store, folder)
+        store.digest_of(path, ["sha256"])
+        assert dict(cache_mapping(store)) == {}
+        pass_time(60)
+        path = write(folder / "b.safetensors", OTHER)
         pass_time(60)
         see(store, folder)
-        assert dict(cache_mapping(store)) == {}
         store.digest_of(path)  # another hash
-        assert dict(cache_mapping(store)) == {}
-
-    def test_not_of_folders_that_are_not_known(
-        self, store: Store, folder: Path, pass_time: Callable[[float], None]
-    ) -> None:
-        path = write(folder / "a.safetensors")
+        unknown = write(folder.with_name("unknown") / "c", b"c")
         pass_time(60)
-        store.digest_of(path, ["sha256"])
+        store.digest_of(unknown, ["sha256"])
         assert dict(cache_mapping(store)) == {}
 
     @pytest.mark.parametrize("how", ["edited", "touched", "removed", "replaced", "symlinked"])
@@ -157,25 +148,6 @@ class TestFiles:
         assert list(mapping) == []
         assert len(mapping) == 0
 
-    def test_a_blob_comes_first(self, store: Store, known: Path) -> None:
-        assert known.exists()
-        blob = put(store, WEIGHTS)
-        assert dict(cache_mapping(store)) == {sha256(WEIGHTS): blob}
-
-    def test_a_file_stands_in_for_a_damaged_blob(self, store: Store, known: Path) -> None:
-        edit(put(store, WEIGHTS))
-        mapping = cache_mapping(store)
-        assert dict(mapping) == {sha256(WEIGHTS): known}
-        assert mapping[sha256(WEIGHTS)] == known
-
-    def test_one_that_was_hashed_while_young_is_not_believed(
-        self, store: Store, folder: Path
-    ) -> None:
-        path = write(folder / "a.safetensors")
-        see(store, folder)
-        store.digest_of(path, ["sha256"])
-        assert dict(cache_mapping(store)) == {}
-
 
 def test_asking_for_one_key_reads_no_other_row(store: Store, known: Path) -> None:
     """What makes it fit for a million rows: both questions are answered by an index."""
@@ -188,7 +160,7 @@ def test_asking_for_one_key_reads_no_other_row(store: Store, known: Path) -> Non
     questions = [text for text in seen if text.startswith("SELECT")]
     assert questions
     for text in questions:
-        plan = " ".join(row[3] for row in index._all(f"EXPLAIN QUERY PLAN {text}"))  # noqa: SLF001
+        plan = " ".join(row[3] for row in index.select(f"EXPLAIN QUERY PLAN {text}"))
         assert "SCAN" not in plan, plan
 
 
@@ -199,14 +171,14 @@ def test_going_through_it_sorts_nothing_but_ties(store: Store) -> None:
 
     def record(sql: str, *values: object) -> Iterator[tuple[object, ...]]:
         seen.append(sql)
-        return iter(index._all(sql, *values))  # noqa: SLF001
+        return iter(index.select(sql, *values))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "_each", record)
+        patch.setattr(index, "stream", record)
         assert len(cache_mapping(store)) == 0
     (sql,) = seen
-    plan = [row[3] for row in index._all(f"EXPLAIN QUERY PLAN {sql}")]  # noqa: SLF001
-    assert "USING INDEX memos_sha256" in plan[0]
+    plan = [row[3] for row in index.select(f"EXPLAIN QUERY PLAN {sql}")]
+    assert "INDEX contents_sha256" in plan[0]
     assert "USE TEMP B-TREE FOR ORDER BY" not in plan
 
 
@@ -258,17 +230,15 @@ class TestExport:
         with pytest.raises(OSError, match="No space"):
             cache_mapping(store).export_json(path)
         monkeypatch.undo()
-        assert [each.name for each in path.parent.iterdir()] == ["known.json"]
-        assert path.read_bytes() == b"old"
-
-    def test_into_a_directory_that_is_not_there(self, store: Store, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             cache_mapping(store).export_json(tmp_path / "nowhere" / "known.json")
+        assert [each.name for each in path.parent.iterdir()] == ["known.json"]
+        assert path.read_bytes() == b"old"
 
 
 class TestImport:
     @pytest.fixture
-    def named(self, tmp_path: Path, folder: Path) -> Callable[[object], Path]:
+    def named(self, tmp_path: Path, folder: Path) -> Named:
         """Writes a document to a file beside the folder of models."""
         del folder
 
@@ -281,12 +251,7 @@ class TestImport:
 
     @pytest.mark.parametrize("form", ["plain", "exported", "without size"])
     def test_what_it_names_is_known_from_now_on(
-        self,
-        form: str,
-        store: Store,
-        folder: Path,
-        named: Callable[[object], Path],
-        pass_time: Callable[[float], None],
+        self, form: str, store: Store, folder: Path, named: Named, pass_time: PassTime
     ) -> None:
         path = write(folder / "a.safetensors")
         pass_time(60)
@@ -298,20 +263,22 @@ class TestImport:
             document = {sha256(WEIGHTS).upper(): str(path)}
         watch = Watch()
         found = import_mapping(store, named(document), progress=watch)
-        assert [(each.sha256, each.path, each.size) for each in found.files] == [
-            (sha256(WEIGHTS), path, len(WEIGHTS))
-        ]
+        expected = [(sha256(WEIGHTS), path, len(WEIGHTS))]
+        assert [(each.sha256, each.path, each.size) for each in found.files] == expected
         assert found.refused == ()
         assert dict(cache_mapping(store)) == {sha256(WEIGHTS): path}
         assert [each.path for each in store.sightings(len(WEIGHTS))] == [path]
         assert (watch.done, watch.total) == (len(WEIGHTS), len(WEIGHTS))
 
     def test_its_folder_is_merely_discovered(
-        self, store: Store, folder: Path, named: Callable[[object], Path]
+        self, store: Store, folder: Path, named: Named, tmp_path: Path
     ) -> None:
+        """A symlink stands for its file."""
         path = write(folder / "deep" / "a.safetensors")
+        (tmp_path / "link").symlink_to(path)
         before, inode = snapshot(folder), inode_of(path)
-        import_mapping(store, named({sha256(WEIGHTS): str(path)}))
+        imported = import_mapping(store, named({sha256(WEIGHTS): str(tmp_path / "link")}))
+        assert [each.path for each in imported.files] == [path]
         (found,) = store.folders()
         assert (found.path, found.is_given, found.walked_at) == (path.parent, False, None)
         assert (found.files, found.size) == (1, len(WEIGHTS))
@@ -320,14 +287,14 @@ class TestImport:
         assert store.history() == []
 
     def test_in_a_folder_that_is_known_already(
-        self, store: Store, folder: Path, named: Callable[[object], Path]
+        self, store: Store, folder: Path, named: Named
     ) -> None:
         write(folder / "old.safetensors", OTHER)
         store.add_folder(folder)
         see(store, folder)
         paths = [write(folder / name) for name in ("new.gguf", "deep/er/new.gguf")]
-        import_mapping(store, named({sha256(WEIGHTS): str(paths[0])}))
-        import_mapping(store, named({sha256(WEIGHTS): str(paths[1])}))
+        for path in paths:
+            import_mapping(store, named({sha256(WEIGHTS): str(path)}))
         (found,) = store.folders()
         assert (found.path, found.is_given, found.files) == (folder, True, 3)
         assert {each.path for each in store.sightings(len(WEIGHTS))} == set(paths)
@@ -336,8 +303,8 @@ class TestImport:
         self,
         store: Store,
         folder: Path,
-        named: Callable[[object], Path],
-        pass_time: Callable[[float], None],
+        named: Named,
+        pass_time: PassTime,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         document = named({sha256(WEIGHTS): str(write(folder / "a.safetensors"))})
@@ -350,16 +317,8 @@ class TestImport:
         monkeypatch.setattr(store_memos, "hash_file", read)
         assert len(import_mapping(store, document).files) == 1
 
-    def test_a_symlink_stands_for_its_file(
-        self, store: Store, folder: Path, named: Callable[[object], Path], tmp_path: Path
-    ) -> None:
-        path = write(folder / "a.safetensors")
-        (tmp_path / "link").symlink_to(path)
-        found = import_mapping(store, named({sha256(WEIGHTS): str(tmp_path / "link")}))
-        assert [each.path for each in found.files] == [path]
-
     def test_what_is_wrong_is_refused_with_its_reason(
-        self, store: Store, folder: Path, named: Callable[[object], Path]
+        self, store: Store, folder: Path, named: Named
     ) -> None:
         right = write(folder / "right")
         wrong = write(folder / "wrong", OTHER)
@@ -388,52 +347,40 @@ class TestImport:
         }
         assert snapshot(folder) == before
 
-    def test_an_unreadable_file_is_refused(
-        self, store: Store, folder: Path, named: Callable[[object], Path]
-    ) -> None:
+    def test_an_unreadable_file_is_refused(self, store: Store, folder: Path, named: Named) -> None:
         if os.geteuid() == 0:
             pytest.skip("root reads everything")
         path = write(folder / "a", mode=0)
         (refused,) = import_mapping(store, named({sha256(WEIGHTS): str(path)})).refused
         assert refused.reason == "permission denied"
 
-    @pytest.mark.parametrize(
-        "text",
-        [
-            b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe\xfd", b'{"format": 2, "files": {}}',
-            b'{"format": 1}', b'{"format": 1, "files": []}', b"[" * 100_000, b"1" * 5000,
-        ],
-    )  # fmt: skip
-    def test_what_is_no_mapping_is_one_clear_error(
-        self, text: bytes, store: Store, tmp_path: Path
-    ) -> None:
-        (tmp_path / "known.json").write_bytes(text)
-        with pytest.raises(HubError, match=r"known\.json") as caught:
-            import_mapping(store, tmp_path / "known.json")
-        assert caught.value.hint
-
-    def test_one_that_is_too_large_is_not_read(
+    def test_what_is_no_mapping_is_one_clear_error_and_a_huge_one_is_not_read(
         self, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        path = tmp_path / "known.json"
+        for text in (
+            b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe\xfd", b'{"format": 2, "files": {}}',
+            b'{"format": 1}', b'{"format": 1, "files": []}', b"[" * 100_000, b"1" * 5000,
+        ):  # fmt: skip
+            path.write_bytes(text)
+            with pytest.raises(HubError, match=r"known\.json") as caught:
+                import_mapping(store, path)
+            assert caught.value.hint
         monkeypatch.setattr(mapping_module, "_MOST", 100)
-        (tmp_path / "known.json").write_bytes(b"{}" + b" " * 98)
-        import_mapping(store, tmp_path / "known.json")
-        (tmp_path / "known.json").write_bytes(b"{}" + b" " * 99)
+        path.write_bytes(b"{}" + b" " * 98)
+        import_mapping(store, path)
+        path.write_bytes(b"{}" + b" " * 99)
         with pytest.raises(HubError, match="too large"):
-            import_mapping(store, tmp_path / "known.json")
+            import_mapping(store, path)
 
-    def test_a_blob_of_the_store_gets_the_alias(
-        self, store: Store, named: Callable[[object], Path]
-    ) -> None:
+    def test_a_blob_of_the_store_gets_the_alias(self, store: Store, named: Named) -> None:
         path = store.path_of(store.put_stream([WEIGHTS]).digest)
         document = named({sha256(WEIGHTS): str(path)})
         assert len(import_mapping(store, document).files) == 1
         assert dict(cache_mapping(store)) == {sha256(WEIGHTS): path}
         assert store.folders() == []
 
-    def test_another_file_of_the_store_is_refused(
-        self, store: Store, named: Callable[[object], Path]
-    ) -> None:
+    def test_another_file_of_the_store_is_refused(self, store: Store, named: Named) -> None:
         path = store.root / "format"
         document = named({sha256(path.read_bytes()): str(path)})
         (refused,) = import_mapping(store, document).refused
@@ -468,8 +415,9 @@ class Model:
     def __init__(self, store: Store, folder: Path) -> None:
         self.store = store
         self.folder = folder
-        self.blobs: dict[bytes, bool] = {}
-        """Content -> whether its sha256 is known."""
+        self.blobs: set[bytes] = set()
+        self.known: set[bytes] = set()
+        """Contents whose sha256 was computed: that is true for ever."""
         self.files: dict[Path, tuple[bytes, bool]] = {}
         folder.mkdir()
 
@@ -478,12 +426,13 @@ class Model:
         digest = self.store.put_stream([data]).digest if verb.startswith("put") else ""
         if verb == "put":
             self.store.put_stream([data], algorithms=["sha256"])
+            self.known.add(data)
         if digest:
-            self.blobs[data] = self.blobs.get(data, False) or verb == "put"
+            self.blobs.add(data)
         if verb == "forget" and data in self.blobs:
             found = self.store.put_stream([data]).digest
             self.store.forget(found, to_trash=False)
-            del self.blobs[data]
+            self.blobs.remove(data)
         if verb == "write" and path not in self.files:
             path.write_bytes(data)
             self.files[path] = data, False
@@ -493,6 +442,11 @@ class Model:
         if verb == "hash":
             self.store.digest_of(path, ["sha256"])
             self.files[path] = self.files[path][0], True
+            self.known.add(self.files[path][0])
+            self.known.add(self.files[path][0])
+            self.known.add(self.files[path][0])
+            self.known.add(self.files[path][0])
+            self.known.add(self.files[path][0])
         elif verb == "append":
             path.write_bytes(self.files[path][0] + b"!")
             self.files[path] = self.files[path][0] + b"!", False
@@ -507,11 +461,10 @@ class Model:
             for path, (data, is_hashed) in sorted(self.files.items())[::-1]
             if is_hashed
         }
-        for data, is_known in self.blobs.items():
-            if is_known:
-                blob = self.store.find("sha256", sha256(data))
-                assert blob is not None
-                found[sha256(data)] = self.store.path_of(blob.digest)
+        for data in self.blobs & self.known:
+            blob = self.store.find("sha256", sha256(data))
+            assert blob is not None
+            found[sha256(data)] = self.store.path_of(blob.digest)
         return found
 
 

@@ -102,7 +102,7 @@ class TestDownload:
     def test_a_blob_that_was_changed_is_fetched(
         self, client: Client, root: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Nothing of it is believed: not its size, not its name, not the catalog."""
+        """Nothing of it is believed: not its size, not its name, not the listing."""
         edit(blob_of(root, UNET))
         assert read(client.snapshot()) == MODEL
         assert client.hub.fetched_bytes("text_encoder/model.safetensors") == 0

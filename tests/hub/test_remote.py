@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Literal
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
 
-from tests.api import Access, DigestMismatchError, HubError, RemoteFile, Repo, UnsafeNameError
+from tests.api import (
+    Access,
+    DigestMismatchError,
+    HubError,
+    RemoteFile,
+    Repo,
+    UnsafeNameError,
+)
 from tests.api import hub_patches as patches
 from tests.api import hub_remote as remote
 from tests.hub.clients import Client, sha256, weights
@@ -35,51 +44,43 @@ def test_a_commit_costs_one_request_or_none(hub: Hub, access: Access) -> None:
         assert len(hub.requests) == 1
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 1000])
-def test_a_listing_has_sizes_and_hashes_of_all_pages(
-    hub: Hub, access: Access, page_size: int
-) -> None:
-    hub.page_size = page_size
+def test_a_listing_has_sizes_and_hashes_of_all_pages(hub: Hub, access: Access) -> None:
     commit = hub.add("org/name", FILES, xet={"unet/model.safetensors": "d" * 64}).sha
-    found = remote.files_of(access, REPO, commit)
-    assert sorted(found, key=lambda each: each.path) == [
-        RemoteFile(path="a b#ü%.bin", size=100_000, etag=sha256(weights(2))),
-        RemoteFile(path="config.json", size=2, etag=git_sha1(b"{}")),
-        RemoteFile(
-            path="unet/model.safetensors", size=100_000, etag=sha256(weights(1)), xet="d" * 64
-        ),
-    ]
-    assert len(hub.requests) == -(-4 // page_size)  # three files and a folder
+    for page_size in (1, 2, 1000):
+        hub.page_size = page_size
+        hub.clear()
+        found = remote.files_of(access, REPO, commit)
+        assert sorted(found, key=lambda each: each.path) == [
+            RemoteFile(path="a b#ü%.bin", size=100_000, etag=sha256(weights(2))),
+            RemoteFile(path="config.json", size=2, etag=git_sha1(b"{}")),
+            RemoteFile(
+                path="unet/model.safetensors", size=100_000, etag=sha256(weights(1)), xet="d" * 64
+            ),
+        ]
+        assert len(hub.requests) == -(-4 // page_size)  # three files and a folder
 
 
 def test_one_file_costs_one_request(hub: Hub, access: Access) -> None:
+    """The Hub announces it, also behind a redirect."""
     commit = hub.add("org/name", FILES, tags=["v1"]).sha
-    for path, data in FILES.items():
-        hub.clear()
-        found = remote.announced_file(access, REPO, "v1", path)
-        assert found is not None
-        assert (found[0], found[1].size) == (commit, len(data))
-        assert found[1].etag in (sha256(data), git_sha1(data))
-        assert [each.method for each in hub.requests] == ["HEAD"]
+    for hub.cdn in (False, True):
+        for path, data in FILES.items():
+            hub.clear()
+            found = remote.announced_file(access, REPO, "v1", path)
+            assert found is not None
+            assert (found[0], found[1].size) == (commit, len(data))
+            assert found[1].etag in (sha256(data), git_sha1(data))
+            assert [each.method for each in hub.requests if "cdn" not in str(each)] == ["HEAD"]
 
 
-def test_one_file_behind_a_redirect_is_announced_by_the_hub(hub: Hub, access: Access) -> None:
-    hub.cdn = True
-    hub.add("org/name", FILES)
-    found = remote.announced_file(access, REPO, "main", "unet/model.safetensors")
-    assert found is not None
-    assert (found[1].etag, found[1].size) == (sha256(weights(1)), 100_000)
-
-
-@pytest.mark.parametrize("repo_type", ["dataset", "space"])
-def test_other_types_of_repos_are_asked_for_by_their_type(
-    hub: Hub, access: Access, repo_type: str
-) -> None:
-    hub.add("org/name", {"x.bin": weights(3)}, repo_type=repo_type)  # type: ignore[arg-type]
-    repo = Repo(repo_type, "org/name")  # type: ignore[arg-type]
-    commit = remote.commit_of(access, repo, "main")
-    assert [each.path for each in remote.files_of(access, repo, commit)] == ["x.bin"]
-    assert remote.announced_file(access, repo, "main", "x.bin") is not None
+def test_other_types_of_repos_are_asked_for_by_their_type(hub: Hub, access: Access) -> None:
+    types: tuple[Literal["dataset", "space"], ...] = ("dataset", "space")
+    for repo_type in types:
+        hub.add("org/name", {"x.bin": weights(3)}, repo_type=repo_type)
+        repo = Repo(repo_type, "org/name")
+        commit = remote.commit_of(access, repo, "main")
+        assert [each.path for each in remote.files_of(access, repo, commit)] == ["x.bin"]
+        assert remote.announced_file(access, repo, "main", "x.bin") is not None
     with pytest.raises(hub_errors.RepositoryNotFoundError):
         remote.commit_of(access, REPO, "main")
 
@@ -102,16 +103,13 @@ def test_errors_of_the_hub_pass(hub: Hub, access: Access) -> None:
 ESCAPES = ["../x.bin", "a/../../x.bin", "/etc/x.bin", "a\\b.bin", "C:/x.bin", "a//b.bin", "a/./b"]
 
 
-@pytest.mark.parametrize("path", ESCAPES)
-def test_a_listing_with_an_unsafe_name_is_refused_whole(
-    hub: Hub, access: Access, path: str
-) -> None:
-    commit = hub.add_raw_listing("org/name", {"good.bin": weights(1), path: weights(2)}).sha
-    with pytest.raises(UnsafeNameError) as caught:
-        remote.files_of(access, REPO, commit)
-    assert repr(path) in str(caught.value)
-    with pytest.raises(UnsafeNameError):
-        remote.announced_file(access, REPO, "main", path)
+def test_a_listing_with_an_unsafe_name_is_refused_whole(hub: Hub, access: Access) -> None:
+    for path in ESCAPES:
+        commit = hub.add_raw_listing("org/name", {"good.bin": weights(1), path: weights(2)}).sha
+        with pytest.raises(UnsafeNameError, match=re.escape(repr(path))):
+            remote.files_of(access, REPO, commit)
+        with pytest.raises(UnsafeNameError):
+            remote.announced_file(access, REPO, "main", path)
 
 
 ODD_ENTRIES: list[dict[str, object]] = [
@@ -124,15 +122,15 @@ ODD_ENTRIES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("entry", ODD_ENTRIES)
 def test_a_listing_that_cannot_be_understood_is_an_error_of_ours_or_of_the_client(
-    client: Client, hub: Hub, entry: dict[str, object]
+    client: Client, hub: Hub
 ) -> None:
     """Never a crash somewhere else, and never a file at a wrong place."""
-    hub.add_raw_listing("org/name", {"good.bin": weights(1)}, [entry])
-    with pytest.raises((HubError, UnsafeNameError, hub_errors.HfHubHTTPError)):
-        client.snapshot()
-    assert not list(client.cache.rglob("*.bin"))
+    for entry in ODD_ENTRIES:
+        hub.add_raw_listing("org/name", {"good.bin": weights(1)}, [entry])
+        with pytest.raises((HubError, UnsafeNameError, hub_errors.HfHubHTTPError)):
+            client.snapshot()
+        assert not list(client.cache.rglob("*.bin")), entry
 
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
@@ -162,37 +160,37 @@ ODD_ANSWERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ODD_ANSWERS)
-def test_an_answer_that_makes_no_sense_is_one_clear_error(
-    client: Client, hub: Hub, name: str
-) -> None:
+def test_an_answer_that_makes_no_sense_is_one_clear_error(client: Client, hub: Hub) -> None:
     hub.add("org/name", {"good.bin": weights(1)})
-    part, answer = ODD_ANSWERS[name]
-    hub.faults.answer(part, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
-    with pytest.raises(HubError) as caught:
-        client.snapshot()
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 5000
-    assert caught.value.hint
-    assert not client.cache.exists()
+    for name, (part, answer) in ODD_ANSWERS.items():
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        hub.faults.answer(part, data)
+        with pytest.raises(HubError) as caught:
+            client.snapshot()
+        assert "\n" not in str(caught.value), name
+        assert len(str(caught.value)) < 5000, name
+        assert caught.value.hint, name
+        assert not client.cache.exists(), name
+        hub.faults.clear()
 
 
-@pytest.mark.parametrize(
-    "entries", [[], [{"type": "file", "path": "a", "oid": "a" * 40, "size": 5}]]
-)
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_listing_whose_pages_go_round_in_a_circle_has_an_end(
-    client: Client, hub: Hub, entries: list[object], length: int
+    client: Client, hub: Hub, length: int
 ) -> None:
     hub.add("org/name", {"good.bin": weights(1)})
     address = f"{hub.url}/api/models/org/name/tree/main?cursor="
-    for number in range(length):
-        following = f'<{address}{(number + 1) % length}>; rel="next"'
-        hub.faults.answer("/tree/", json.dumps(entries).encode(), times=1, Link=following)
-    first = f'<{address}0>; rel="next"'
-    hub.faults.answer("/tree/", json.dumps(entries).encode(), Link=first)
-    with pytest.raises(HubError, match="no end"):
-        client.snapshot()
+    for entries in (
+        b"[]",
+        b'[{"type": "file", "path": "a", "oid": "%s", "size": 5}]' % (b"a" * 40),
+    ):
+        for number in range(length):
+            following = f'<{address}{(number + 1) % length}>; rel="next"'
+            hub.faults.answer("/tree/", entries, times=1, Link=following)
+        hub.faults.answer("/tree/", entries, Link=f'<{address}0>; rel="next"')
+        with pytest.raises(HubError, match="no end"):
+            client.snapshot()
+        hub.faults.clear()
     assert not client.cache.exists()
 
 
@@ -221,79 +219,77 @@ ODD_HASHES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("lfs", ODD_HASHES)
 def test_odd_hashes_and_sizes_never_lead_a_file_out_of_the_cache(
-    client: Client, hub: Hub, tmp_path: Path, lfs: dict[str, object]
+    client: Client, hub: Hub, tmp_path: Path
 ) -> None:
-    entry = {
-        "type": "file", "path": "odd.bin", "oid": "a" * 40, "size": lfs["size"],
-        "lfs": {**lfs, "pointerSize": 10},
-    }  # fmt: skip
-    hub.add_raw_listing("org/name", {"good.bin": weights(1)}, [entry])
-    before = {path for path in tmp_path.rglob("*") if client.cache not in path.parents}
-    with pytest.raises(Exception, match=r".+"):
-        client.snapshot()
-    after = {path for path in tmp_path.rglob("*") if client.cache not in path.parents}
-    inside = client.store.root
-    assert {path for path in after - before if inside not in path.parents} <= {client.cache}
-    assert list(client.cache.glob("*/snapshots/*/odd.bin")) == []
+    roots = (client.cache, client.store.root)
+    before = outside(tmp_path, *roots)
+    for lfs in ODD_HASHES:
+        entry = {
+            "type": "file", "path": "odd.bin", "oid": "a" * 40, "size": lfs["size"],
+            "lfs": {**lfs, "pointerSize": 10},
+        }  # fmt: skip
+        hub.add_raw_listing("org/name", {"good.bin": weights(1)}, [entry])
+        with pytest.raises(Exception, match=r".+"):
+            client.snapshot()
+        assert outside(tmp_path, *roots) == before, lfs
+        assert list(client.cache.glob("*/snapshots/*/odd.bin")) == [], lfs
 
 
-@pytest.mark.parametrize("etag", ["../../../../evil", "{tmp}/evil", "..", "a/b", "a\\\\b"])
+def outside(folder: Path, *roots: Path) -> set[Path]:
+    """Everything in a folder but some folders there."""
+    return {path for path in folder.rglob("*") if not {*roots} & {path, *path.parents}}
+
+
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize("is_one", [False, True])
 def test_an_etag_that_is_a_path_leads_nowhere(
-    client: Client, hub: Hub, tmp_path: Path, etag: str, is_local: bool, is_one: bool
+    client: Client, hub: Hub, tmp_path: Path, is_local: bool, is_one: bool
 ) -> None:
     """huggingface_hub names blobs by what the server says."""
     hub.add("org/name", {"m.bin": weights(1)})
-    hub.faults.wrong_sha("m.bin", etag.format(tmp=tmp_path), in_head=True)
     more = {"local_dir": tmp_path / "local"} if is_local else {}
     call = client.call("org/name", "m.bin" if is_one else None, **more)
-    with pytest.raises(UnsafeNameError):
-        client.smart.download(call)
-    assert [path for path in tmp_path.iterdir() if path != client.store.root] == []
+    for etag in ("../../../../evil", f"{tmp_path}/evil", "..", "a/b", "a\\\\b"):
+        hub.faults.wrong_sha("m.bin", etag, in_head=True)
+        with pytest.raises(UnsafeNameError):
+            client.smart.download(call)
+        assert [path for path in tmp_path.iterdir() if path != client.store.root] == [], etag
+        hub.faults.clear()
     assert hub.gets() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "etag"),
-    [("m.bin", "../../../../evil"), ("small.bin", "{tmp}/evil"), ("config.json", ".evil")],
-)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_an_etag_that_only_the_file_itself_has_leads_nowhere(
-    client: Client, hub: Hub, tmp_path: Path, name: str, etag: str, is_local: bool
+    client: Client, hub: Hub, tmp_path: Path, is_local: bool
 ) -> None:
     """The listing is sound: huggingface_hub reads the ETag when it fetches the file."""
-    hub.add("org/name", {"m.bin": weights(1), "small.bin": b"small", "config.json": b"{}"})
-    hub.faults.other_etag(name, etag.format(tmp=tmp_path / "hf"))
-    more = {"local_dir": tmp_path / "local"} if is_local else {}
-    before = {path for path in tmp_path.rglob("*") if "hf" not in path.parts}
-    with pytest.raises(UnsafeNameError, match=name):
-        client.snapshot(**more)
-    assert hub.gets(name) == []
-    assert [path for path in tmp_path.rglob("*") if etag[-4:] in path.name] == []
-    roots = {client.cache, client.store.root, tmp_path / "local"}
-    after = {path for path in tmp_path.rglob("*") if not roots & {path, *path.parents}}
-    assert after <= before
-    hub.faults.clear()
-    path = client.snapshot(**more)
-    assert (path / "m.bin").read_bytes() == weights(1)
+    roots = (client.cache, client.store.root, tmp_path / "local")
+    before = outside(tmp_path, *roots)
+    etags = {"m.bin": "../../../../evil", "small.bin": f"{tmp_path}/hf/evil", "a.json": ".evil"}
+    for number, (name, etag) in enumerate(etags.items()):
+        repo = f"org/{number}"
+        files = {"m.bin": weights(number), "small.bin": b"%d" % number, "a.json": b"[%d]" % number}
+        hub.add(repo, files)
+        hub.faults.other_etag(name, etag)
+        more = {"local_dir": tmp_path / "local" / name} if is_local else {}
+        with pytest.raises(UnsafeNameError, match=name):
+            client.snapshot(repo, **more)
+        assert hub.gets(f"{repo}/{name}") == []
+        assert list(tmp_path.rglob("*evil*")) == []
+        assert outside(tmp_path, *roots) == before
+        hub.faults.clear()
+        path = client.snapshot(repo, **more)
+        assert {each: (path / each).read_bytes() for each in files} == files
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "a/b", "a\\b", "a\0b", "e" * 200, "evil\x7f", None, 7]
-)
-def test_what_is_no_plain_name_is_refused(name: object) -> None:
-    with pytest.raises(UnsafeNameError, match=r"m\.bin"):
+def test_only_plain_names_are_names() -> None:
+    """Hashes and the etags of mirrors are."""
+    for name in ("", ".", "..", "a/b", "a\\b", "a\0b", "e" * 200, "evil\x7f", None, 7):
+        with pytest.raises(UnsafeNameError, match=r"m\.bin"):
+            patches.refuse_unsafe(name, "m.bin")
+    for name in ("a" * 40, "0" * 64, "an-etag", "5d41402abc4b2a76b9719d911017c592-12"):
         patches.refuse_unsafe(name, "m.bin")
-
-
-@pytest.mark.parametrize(
-    "name", ["a" * 40, "0" * 64, "an-etag", "5d41402abc4b2a76b9719d911017c592-12"]
-)
-def test_hashes_and_the_etags_of_mirrors_are_plain_names(name: str) -> None:
-    patches.refuse_unsafe(name, "m.bin")
 
 
 @pytest.mark.parametrize("name", ["m.bin", "small.bin"])
@@ -370,24 +366,25 @@ def test_a_listing_and_a_header_that_disagree_leave_nothing_wrong(client: Client
     assert client.store.find("sha256", sha256(weights(9))) is None
 
 
-@pytest.mark.parametrize(
-    ("allow", "ignore"),
-    [
-        (None, None), ("*.json", None), (["unet/"], None), (None, "*.json"), ([], None), (None, []),
-        (["*"], ["unet/*"]), ("*.JSON", None), (("*.json", "*.bin"), ("a*",)), ("nothing", None),
-    ],
-)  # fmt: skip
 def test_patterns_select_what_huggingface_hub_selects(
-    hub: Hub, access: Access, tmp_path: Path, allow: remote.Patterns, ignore: remote.Patterns
+    hub: Hub, access: Access, tmp_path: Path
 ) -> None:
     commit = hub.add("org/name", FILES).sha
     files = remote.files_of(access, REPO, commit)
-    path = Path(
-        huggingface_hub.snapshot_download(
-            "org/name", cache_dir=tmp_path, endpoint=hub.url,
-            allow_patterns=allow if isinstance(allow, str) or allow is None else list(allow),
-            ignore_patterns=ignore if isinstance(ignore, str) or ignore is None else list(ignore),
-        )
-    )  # fmt: skip
-    expected = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()}
-    assert {each.path for each in remote.select(files, allow, ignore)} == expected
+    patterns: list[tuple[str | list[str] | None, str | list[str] | None]] = [
+        (None, None), ("*.json", None), (["unet/"], None), (None, "*.json"), ([], None), (None, []),
+        (["*"], ["unet/*"]), ("*.JSON", None), (["*.json", "*.bin"], ["a*"]), ("nothing", None),
+    ]  # fmt: skip
+    for number, (allow, ignore) in enumerate(patterns):
+        path = Path(
+            huggingface_hub.snapshot_download(
+                "org/name", cache_dir=tmp_path / str(number), endpoint=hub.url,
+                allow_patterns=allow, ignore_patterns=ignore,
+            )
+        )  # fmt: skip
+        expected = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()}
+        found = {each.path for each in remote.select(files, allow, ignore)}
+        assert found == expected, (allow, ignore)
+    assert remote.select(files, ("*.json", "*.bin"), ("a*",)) == remote.select(
+        files, ["*.json", "*.bin"], ["a*"]
+    )

@@ -81,18 +81,13 @@ class TestRepos:
         folder = make_repo(cache, FILES)
         make_repo(cache, FILES, name="models--org--other")
         others = snapshot(cache / "models--org--other")
-        made = plan(cache)
+        made, again = plan(cache), plan(cache)
         assert made.freed_size == blocks_below(folder)
         result = remove_measured(made, cache)
         assert result.freed_size == made.freed_size
         assert os.listdir(cache) == ["models--org--other"]
         assert snapshot(cache / "models--org--other") == others
-
-    def test_planning_changes_nothing(self, cache: Path, store: Store) -> None:
-        own(store, make_repo(cache, FILES), A)
-        before = snapshot(cache)
-        plan(cache, store)
-        assert snapshot(cache) == before
+        assert again.execute().removed == 0
 
     def test_a_name_elsewhere_keeps_the_bytes_and_is_named(
         self, cache: Path, tmp_path: Path
@@ -119,10 +114,15 @@ class TestRepos:
         remove_measured(plan(cache), cache)
         assert mine.read_bytes() == OTHER
 
-    def test_of_a_symlinked_folder_only_the_symlink_goes(self, cache: Path, tmp_path: Path) -> None:
+    def test_of_a_symlinked_folder_only_the_symlink_goes_and_no_revision(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
+        make_repo(tmp_path / "elsewhere", FILES, commit=B)
         real = make_repo(tmp_path / "elsewhere", FILES)
         before = snapshot(real)
         (cache / "models--org--name").symlink_to(real)
+        with pytest.raises(HubError, match="is a symlink"):
+            plan(cache, revision=A)
         made = plan(cache)
         assert made.freed_size == allocated(cache / "models--org--name")
         assert [each.by for each in made.kept] == [str(real)]
@@ -130,15 +130,6 @@ class TestRepos:
         remove_measured(made, cache)
         assert os.listdir(cache) == []
         assert snapshot(real) == before
-
-    def test_a_revision_behind_a_symlinked_folder_is_refused(
-        self, cache: Path, tmp_path: Path
-    ) -> None:
-        make_repo(tmp_path / "elsewhere", FILES, commit=B)
-        real = make_repo(tmp_path / "elsewhere", FILES)
-        (cache / "models--org--name").symlink_to(real)
-        with pytest.raises(HubError, match="is a symlink"):
-            plan(cache, revision=A)
 
     def test_broken_and_odd_repos_go_too(self, cache: Path) -> None:
         folder = make_repo(cache, {"-rf": OTHER, os.fsdecode(b"\xff\n"): WEIGHTS, **FILES})
@@ -161,12 +152,6 @@ class TestRepos:
         (revision,) = scan_caches([cache])[0].revisions
         assert (revision.commit, revision.refs) == (B, ("main",))
         assert (folder / "snapshots" / B / "m.safetensors").read_bytes() == WEIGHTS
-
-    def test_a_repo_that_is_gone_already(self, cache: Path) -> None:
-        make_repo(cache, FILES)
-        made, again = plan(cache), plan(cache)
-        made.execute()
-        assert again.execute().removed == 0
 
     def test_a_folder_of_blobs_that_is_a_symlink_is_not_emptied(
         self, cache: Path, tmp_path: Path
@@ -282,7 +267,9 @@ class TestBlobs:
         folder = make_repo(cache, FILES)
         (digest,) = own(store, folder, A)
         weights = allocated(store.path_of(digest))
+        before = snapshot(cache)
         made = plan(cache, store)
+        assert snapshot(cache) == before
         assert (made.blobs_size, made.kept) == (weights, ())
         assert made.files_size == blocks_below(folder) - weights
         result = remove_measured(made, cache, store.root / "blobs")
@@ -311,28 +298,25 @@ class TestBlobs:
         assert pointer.read_bytes() == WEIGHTS
         assert inode_of(pointer.resolve()) == inode_of(store.path_of(digest))
 
-    def test_stay_with_a_pin(self, cache: Path, store: Store) -> None:
+    @pytest.mark.parametrize("held", ["by a pin", "by a pin made after the plan", "by a symlink"])
+    def test_stay_with_whoever_holds_them(
+        self, held: str, cache: Path, store: Store, tmp_path: Path
+    ) -> None:
         (digest,) = own(store, make_repo(cache, FILES), A)
-        store.pin(digest, "mine")
-        made = plan(cache, store)
-        assert [each.by for each in made.kept] == ["pin mine"]
-        remove_measured(made, cache, store.root / "blobs")
+        link = tmp_path / "linked.safetensors"
+        early = plan(cache, store)
+        if held == "by a symlink":
+            store.place(digest, link, kind="symlink")
+        else:
+            store.pin(digest, "mine")
+        if held.endswith("plan"):
+            assert early.execute().blobs_removed == 0
+        else:
+            made = plan(cache, store)
+            (kept,) = made.kept
+            assert kept.by == (f"symlink {link}" if link.is_symlink() else "pin mine")
+            remove_measured(made, cache, store.root / "blobs")
         assert store.path_of(digest).read_bytes() == WEIGHTS
-
-    def test_stay_with_a_pin_made_after_the_plan(self, cache: Path, store: Store) -> None:
-        (digest,) = own(store, make_repo(cache, FILES), A)
-        made = plan(cache, store)
-        store.pin(digest, "mine")
-        assert made.execute().blobs_removed == 0
-        assert store.path_of(digest).read_bytes() == WEIGHTS
-
-    def test_stay_with_a_symlink(self, cache: Path, store: Store, tmp_path: Path) -> None:
-        (digest,) = own(store, make_repo(cache, FILES), A)
-        store.place(digest, tmp_path / "linked.safetensors", kind="symlink")
-        made = plan(cache, store)
-        assert [each.by for each in made.kept] == [f"symlink {tmp_path / 'linked.safetensors'}"]
-        remove_measured(made, cache, store.root / "blobs")
-        assert (tmp_path / "linked.safetensors").read_bytes() == WEIGHTS
 
     def test_stay_with_another_revision(self, cache: Path, store: Store) -> None:
         make_repo(cache, FILES, commit=A, ref="old")

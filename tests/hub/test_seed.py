@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import random
-import subprocess
+import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from tests.api import HubError, ModelFolder, Namer, Store, identify, plan_seed, scan
 from tests.api import hub_sharedstore as sharedstore
-from tests.cli.running import ROOT
+from tests.api import store_faults as faults
 from tests.hub.shared_stores import (
     MARKER,
     add_entry,
@@ -27,6 +27,7 @@ from tests.hub.shared_stores import (
     xet_of,
 )
 from tests.hub_server import Hub
+from tests.processes.children import Child
 from tests.store.files import (
     OTHER,
     WEIGHTS,
@@ -51,21 +52,9 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as hub:
-        yield hub
-
-
-@pytest.fixture
 def xet(tmp_path: Path) -> str:
     """The xet hash of WEIGHTS."""
     return xet_of(tmp_path / "bytes", WEIGHTS)
-
-
-def blob_path(store: Store, data: bytes) -> Path:
-    found = store.find("sha256", hashlib.sha256(data).hexdigest())
-    assert found is not None
-    return store.path_of(found.digest)
 
 
 def put(store: Store, data: bytes) -> str:
@@ -113,88 +102,58 @@ class TestClients:
     def test_hf_cache_works_on_it_and_the_store_keeps_its_bytes(
         self, hub: Hub, cache: Path, repo: str, store: Store, xet: str
     ) -> None:
+        """Its prune leaves an entry that no repo uses yet; what it collects is linked again."""
         digest = put(store, WEIGHTS)
         plan_seed(store, [cache]).execute()
+        client(hub, cache, "hf", "cache", "prune", "-y")
+        assert sharedstore.find([cache], xet, len(WEIGHTS))
         assert snapshot_download(hub, cache, repo).returncode == 0
         assert repo in client(hub, cache, "hf", "cache", "ls").stdout
         assert "checksums match" in client(hub, cache, "hf", "cache", "verify", repo).stdout
-        client(hub, cache, "hf", "cache", "prune", "-y")
-        assert sharedstore.find([cache], xet, len(WEIGHTS))
         client(hub, cache, "hf", "cache", "rm", f"model/{repo}", "-y")
         assert sharedstore.find([cache], xet, len(WEIGHTS)) is None
         assert store.path_of(digest).read_bytes() == WEIGHTS
         assert link_count(store.path_of(digest)) == 1
         assert not store.verify(full=True).has_damage
-
-    def test_what_it_has_collected_can_be_linked_again(
-        self, hub: Hub, cache: Path, repo: str, store: Store
-    ) -> None:
-        put(store, WEIGHTS)
-        plan_seed(store, [cache]).execute()
-        assert snapshot_download(hub, cache, repo).returncode == 0
-        client(hub, cache, "hf", "cache", "rm", f"model/{repo}", "-y")
         assert len(plan_seed(store, [cache]).execute().seeded) == 1
         assert snapshot_download(hub, cache, repo).returncode == 0
         assert hub.gets("model.safetensors") == []
 
-    def test_prune_leaves_entries_that_no_repo_uses_yet(
-        self, hub: Hub, cache: Path, store: Store, xet: str
-    ) -> None:
-        put(store, WEIGHTS)
-        plan_seed(store, [cache]).execute()
-        client(hub, cache, "hf", "cache", "prune", "-y")
-        assert sharedstore.find([cache], xet, len(WEIGHTS))
 
-
-class TestCountedOnce:
-    """An entry, the symlinks to it and the blob are one file on the disk."""
-
-    @pytest.fixture
-    def used(self, cache: Path, store: Store, xet: str) -> Path:
-        """Two repos that use one entry, as the client leaves them."""
-        put(store, WEIGHTS)
-        plan_seed(store, [cache]).execute()
-        for name in ("one", "two"):
-            folder = cache / f"models--org--{name}"
-            blob = folder / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
-            blob.parent.mkdir(parents=True)
-            blob.symlink_to(Path("../../blobs", xet[:2], xet))
-            pointer = folder / "snapshots" / ("0" * 40) / "unet" / "model.safetensors"
-            pointer.parent.mkdir(parents=True)
-            pointer.symlink_to(Path("../../../blobs", blob.name))
-            assert pointer.read_bytes() == WEIGHTS
-        return sharedstore.entry(cache, xet)
-
-    def test_by_scan(self, used: Path, cache: Path, store: Store) -> None:
-        found = scan(store, [ModelFolder(path=cache, program="Hugging Face")], min_size=1)
-        (figures,) = found.folders
-        size = len(WEIGHTS)
-        assert figures.physical - allocated(cache / "blobs" / MARKER) == allocated(used)
-        assert found.total.shared == allocated(used)
-        assert figures.logical - size < 10
-        assert found.freeable == 0
-
-    def test_by_usage(self, used: Path, cache: Path, store: Store) -> None:
-        usage = store.usage()
-        assert (usage.physical, usage.shared) == (allocated(used), allocated(used))
-        folder = store.folder_usage([cache])[0]
-        marker = allocated(cache / "blobs" / MARKER)
-        assert folder.physical - marker == allocated(used)
-        assert (folder.shared_with_store, folder.shared_outside) == (
-            allocated(used),
-            allocated(used),
-        )
-
-    def test_and_named_by_a_repo(self, used: Path, cache: Path) -> None:
-        folder = ModelFolder(path=cache, program=identify(cache))
-        assert folder.program == "Hugging Face"
-        assert Namer().name(used, folder) == "org/one · unet/model.safetensors"
-
-    def test_prune_leaves_what_a_client_uses(self, used: Path, store: Store) -> None:
-        plan = store.plan_prune()
-        assert plan.victims == ()
-        plan.execute()
-        assert used.read_bytes() == WEIGHTS
+def test_an_entry_the_symlinks_to_it_and_the_blob_are_counted_once(
+    cache: Path, store: Store, xet: str
+) -> None:
+    """Two repos use it, as the client leaves them. It is named by a repo, and prune leaves it."""
+    put(store, WEIGHTS)
+    plan_seed(store, [cache]).execute()
+    for name in ("one", "two"):
+        folder = cache / f"models--org--{name}"
+        blob = folder / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
+        blob.parent.mkdir(parents=True)
+        blob.symlink_to(Path("../../blobs", xet[:2], xet))
+        pointer = folder / "snapshots" / ("0" * 40) / "unet" / "model.safetensors"
+        pointer.parent.mkdir(parents=True)
+        pointer.symlink_to(Path("../../../blobs", blob.name))
+        assert pointer.read_bytes() == WEIGHTS
+    entry = sharedstore.entry(cache, xet)
+    size, marker = allocated(entry), allocated(cache / "blobs" / MARKER)
+    found = scan(store, [ModelFolder(path=cache, program="Hugging Face")], min_size=1)
+    (figures,) = found.folders
+    assert figures.physical - marker == found.total.shared == size
+    assert figures.logical - len(WEIGHTS) < 10
+    assert found.freeable == 0
+    usage = store.usage()
+    assert (usage.physical, usage.shared) == (size, size)
+    (folder_usage,) = store.folder_usage([cache])[:1]
+    assert folder_usage.physical - marker == size
+    assert (folder_usage.shared_with_store, folder_usage.shared_outside) == (size, size)
+    named = ModelFolder(path=cache, program=identify(cache))
+    assert named.program == "Hugging Face"
+    assert Namer().name(entry, named) == "org/one · unet/model.safetensors"
+    plan = store.plan_prune()
+    assert plan.victims == ()
+    plan.execute()
+    assert entry.read_bytes() == WEIGHTS
 
 
 class TestPlan:
@@ -206,31 +165,35 @@ class TestPlan:
         assert (plan.size, plan.hash_size) == (len(WEIGHTS), len(WEIGHTS))
         assert store.history() == []
 
-    def test_largest_first_and_nothing_small(self, store: Store, cache: Path) -> None:
+    def test_largest_first_and_nothing_small(
+        self, store: Store, cache: Path, tmp_path: Path
+    ) -> None:
+        """A cache that is named twice counts once, and what is done is not planned again."""
         digests = [put(store, data) for data in (OTHER, WEIGHTS, SMALL)]
-        plan = plan_seed(store, [cache])
+        (tmp_path / "way").symlink_to(cache)
+        plan = plan_seed(store, [cache, tmp_path / "way"])
+        assert plan.caches == (cache,)
         assert [blob.digest for blob in plan.blobs] == [digests[1], digests[0]]
         assert len(plan_seed(store, [cache], min_size=1).blobs) == 3
+        assert len(plan.execute().seeded) == 2
+        plan = plan_seed(store, [cache])
+        assert (plan.blobs, plan.done, plan.present) == ((), 2, 0)
 
-    def test_a_known_hash_need_not_be_computed(self, store: Store, cache: Path, xet: str) -> None:
+    def test_a_known_hash_need_not_be_computed(
+        self, store: Store, cache: Path, xet: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without hf_xet, no other can be."""
         store.put_stream([WEIGHTS], algorithms=["xet"])
         plan = plan_seed(store, [cache])
         assert [blob.xet for blob in plan.blobs] == [xet]
         assert plan.hash_size == 0
-
-    def test_what_is_done_is_not_planned_again(self, store: Store, cache: Path) -> None:
-        put(store, WEIGHTS)
-        plan_seed(store, [cache]).execute()
+        put(store, OTHER)
+        monkeypatch.setitem(sys.modules, "hf_xet", None)
         plan = plan_seed(store, [cache])
-        assert (plan.blobs, plan.done, plan.present) == ((), 1, 0)
-
-    def test_a_cache_that_is_named_twice_counts_once(
-        self, store: Store, cache: Path, tmp_path: Path
-    ) -> None:
-        put(store, WEIGHTS)
-        (tmp_path / "way").symlink_to(cache)
-        plan = plan_seed(store, [cache, tmp_path / "way"])
-        assert plan.caches == (cache,)
+        assert [blob.xet for blob in plan.blobs] == [xet]
+        assert plan.unhashed == 1
+        (warning,) = plan.warnings
+        assert "hf_xet" in warning
         assert len(plan.execute().seeded) == 1
 
     def test_no_shared_store_anywhere_is_an_error_that_says_why(
@@ -256,15 +219,16 @@ class TestPlan:
         (warning,) = plan.warnings
         assert warning.startswith(f"{tmp_path / 'old'} is skipped")
 
-    @pytest.mark.parametrize("name", ["HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_SHARED_BLOBS"])
     def test_a_switch_that_makes_it_useless_is_mentioned(
-        self, name: str, store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
+        self, store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv(name, "0")
-        assert plan_seed(store, [cache]).warnings == ()
-        monkeypatch.setenv(name, "1")
-        (warning,) = plan_seed(store, [cache]).warnings
-        assert name in warning
+        for name in ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_SHARED_BLOBS"):
+            monkeypatch.setenv(name, "0")
+            assert plan_seed(store, [cache]).warnings == ()
+            monkeypatch.setenv(name, "1")
+            (warning,) = plan_seed(store, [cache]).warnings
+            assert name in warning
+            monkeypatch.delenv(name)
 
     def test_another_filesystem_gets_nothing_and_no_copy(
         self, store: Store, elsewhere: Path
@@ -290,19 +254,6 @@ class TestPlan:
         (made,) = plan.execute().seeded
         assert inode_of(made.path) == inode_of(volume.path_of(digest))
 
-    def test_without_hf_xet_only_known_hashes(
-        self, store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        known = store.put_stream([WEIGHTS], algorithms=["xet"]).digest
-        put(store, OTHER)
-        monkeypatch.setitem(sys.modules, "hf_xet", None)
-        plan = plan_seed(store, [cache])
-        assert [blob.digest for blob in plan.blobs] == [known]
-        assert plan.unhashed == 1
-        (warning,) = plan.warnings
-        assert "hf_xet" in warning
-        assert len(plan.execute().seeded) == 1
-
 
 class TestExecute:
     def test_links_a_blob_under_its_xet_hash(self, store: Store, cache: Path, xet: str) -> None:
@@ -320,21 +271,17 @@ class TestExecute:
         )  # fmt: skip
         assert (watch.done, watch.total, watch.unit) == (len(WEIGHTS), len(WEIGHTS), "bytes")
 
-    def test_the_hash_is_remembered(self, store: Store, cache: Path, xet: str) -> None:
+    def test_in_every_cache(self, store: Store, cache: Path, tmp_path: Path, xet: str) -> None:
+        """The hash is remembered."""
         digest = put(store, WEIGHTS)
-        plan_seed(store, [cache]).execute()
+        make_shared_store(tmp_path / "second")
+        result = plan_seed(store, [cache, tmp_path / "second"]).execute()
+        entries = {sharedstore.entry(each, xet) for each in (cache, tmp_path / "second")}
+        assert {each.path for each in result.seeded} == entries
+        assert result.size == len(WEIGHTS)
         found = store.find("xet", xet)
         assert found is not None
         assert found.digest == digest
-
-    def test_in_every_cache(self, store: Store, cache: Path, tmp_path: Path, xet: str) -> None:
-        put(store, WEIGHTS)
-        make_shared_store(tmp_path / "second")
-        result = plan_seed(store, [cache, tmp_path / "second"]).execute()
-        assert {each.path for each in result.seeded} == {
-            sharedstore.entry(cache, xet), sharedstore.entry(tmp_path / "second", xet),
-        }  # fmt: skip
-        assert result.size == len(WEIGHTS)
 
     def test_an_entry_of_the_client_is_left_alone_and_counted(
         self, store: Store, cache: Path, xet: str
@@ -364,8 +311,7 @@ class TestExecute:
         else:
             path.mkdir()
         before = snapshot(cache)
-        result = plan_seed(store, [cache]).execute()
-        (skipped,) = result.skipped
+        (skipped,) = plan_seed(store, [cache]).execute().skipped
         assert f"{path} is left alone" in skipped.reason
         path.with_name(f"{xet}.lock").unlink()
         assert snapshot(cache) == before
@@ -445,21 +391,16 @@ def test_killed_at_any_point_it_can_be_run_again(
     point: str, store: Store, cache: Path, xet: str
 ) -> None:
     digest = put(store, WEIGHTS)
-    text = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from smartcache.store import faults, links\n"
-        "def reached(name):\n"
-        f"    if name == {point!r}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "links.reached = reached\n"
-        "from smartcache.store.store import Store\n"
-        "from smartcache.hub.seed import plan_seed\n"
-        "with Store(sys.argv[1]) as store: plan_seed(store, [Path(sys.argv[2])]).execute()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", text, str(store.root), str(cache)], cwd=ROOT, check=False
-    )
-    assert done.returncode == -9
+
+    def seed() -> None:
+        faults.hook = lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == point else None
+        with Store(store.root) as own:
+            plan_seed(own, [cache]).execute()
+
+    with Child(seed) as child:
+        _, status = os.waitpid(child.pid, 0)
+        child._is_over = True  # noqa: SLF001
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     with Store(store.root) as again:
         plan_seed(again, [cache]).execute()
         path = sharedstore.entry(cache, xet)
@@ -470,38 +411,19 @@ def test_killed_at_any_point_it_can_be_run_again(
 
 def test_two_processes_at_once_make_each_entry_once(store: Store, cache: Path) -> None:
     digests = [put(store, random.Random(n).randbytes(70_000 + n)) for n in range(20)]
-    text = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from smartcache.store.store import Store\n"
-        "from smartcache.hub.seed import plan_seed\n"
-        "with Store(sys.argv[1]) as store:\n"
-        "    plan = plan_seed(store, [Path(sys.argv[2])])\n"
-        "    print('ready', flush=True)\n"
-        "    sys.stdin.read()\n"
-        "    result = plan.execute()\n"
-        "    assert not result.skipped, result.skipped\n"
-        "    print(len(result.seeded), result.done)\n"
-    )
-    words = [sys.executable, "-c", text, str(store.root), str(cache)]
-    pipe = subprocess.PIPE
-    children = [
-        subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(2)
-    ]
-    for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.close()
-    counts = []
-    for child in children:
-        assert child.stdout is not None
-        counts.append([int(word) for word in child.stdout.read().split()])
-        child.stdout.close()
-        assert child.wait(60) == 0
-    assert sum(seeded for seeded, _ in counts) == 20
-    assert sum(done for _, done in counts) == 20
+    together = multiprocessing.get_context("fork").Barrier(2)
+
+    def seed() -> tuple[int, int]:
+        with Store(store.root) as own:
+            plan = plan_seed(own, [cache])
+            together.wait(60)
+            result = plan.execute()
+            assert not result.skipped, result.skipped
+            return len(result.seeded), result.done
+
+    with Child(seed) as one, Child(seed) as other:
+        counts = [one.result(), other.result()]
+    assert [sum(each) for each in zip(*counts, strict=True)] == [20, 20]
     assert [link_count(store.path_of(digest)) for digest in digests] == [2] * 20
     assert not store.verify(full=True).has_damage
     assert len(list(sharedstore.entries(cache))) == 20

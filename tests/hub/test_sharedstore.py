@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from tests.api import BadDigestError, HubError, LeaseTimeoutError
+from tests.api import BadDigestError, HubError, LockTimeoutError
 from tests.api import hub_sharedstore as sharedstore
 from tests.hub.shared_stores import MARKER, add_entry, make_shared_store
 from tests.store.files import mode_of
@@ -32,28 +32,24 @@ class TestUsable:
         assert sharedstore.is_usable(cache)
         assert sharedstore.why_not(cache) == ""
 
-    @pytest.mark.parametrize("text", [b"", b"1", b"1\r\n", b"2\n", b"1\n\n", b"\xff\n"])
-    def test_not_with_another(self, tmp_path: Path, text: bytes) -> None:
-        make_shared_store(tmp_path, text)
+    def test_not_with_another_marker_or_none(self, tmp_path: Path) -> None:
+        marker = make_shared_store(tmp_path) / MARKER
+        for text in (b"", b"1", b"1\r\n", b"2\n", b"1\n\n", b"\xff\n"):
+            marker.write_bytes(text)
+            assert not sharedstore.is_usable(tmp_path), text
+            assert "another version" in sharedstore.why_not(tmp_path), text
+        marker.unlink()
         assert not sharedstore.is_usable(tmp_path)
-        assert "another version" in sharedstore.why_not(tmp_path)
+        assert "no marker" in sharedstore.why_not(tmp_path)
 
-    def test_not_without_any(self, cache: Path) -> None:
-        (cache / "blobs" / MARKER).unlink()
-        assert not sharedstore.is_usable(cache)
-        assert "no marker" in sharedstore.why_not(cache)
-
-    def test_not_if_the_marker_is_a_symlink(self, cache: Path) -> None:
-        marker = cache / "blobs" / MARKER
-        marker.rename(cache / "marker")
-        marker.symlink_to(cache / "marker")
-        assert not sharedstore.is_usable(cache)
-
-    def test_not_if_the_directory_is_a_symlink(self, cache: Path) -> None:
-        (cache / "blobs").rename(cache / "elsewhere")
-        (cache / "blobs").symlink_to(cache / "elsewhere")
-        assert not sharedstore.is_usable(cache)
-        assert "not a plain directory" in sharedstore.why_not(cache)
+    def test_not_if_the_marker_or_the_directory_is_a_symlink(self, cache: Path) -> None:
+        for name, words in ((f"blobs/{MARKER}", ""), ("blobs", "not a plain directory")):
+            (cache / name).rename(cache / "elsewhere")
+            (cache / name).symlink_to(cache / "elsewhere")
+            assert not sharedstore.is_usable(cache), name
+            assert words in sharedstore.why_not(cache)
+            (cache / name).unlink()
+            (cache / "elsewhere").rename(cache / name)
 
     def test_not_before_the_client_has_made_it(self, tmp_path: Path) -> None:
         assert "no shared blob store yet" in sharedstore.why_not(tmp_path)
@@ -61,34 +57,30 @@ class TestUsable:
 
 
 class TestFind:
-    def test_a_file_of_the_size(self, cache: Path) -> None:
+    def test_a_file_of_the_size_in_the_first_cache_that_has_it(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
         path = cache / "blobs" / "ab" / A
         assert sharedstore.entry(cache, A.upper()) == path
-        assert sharedstore.find([cache], A, 5) == path
-
-    def test_in_the_first_cache_that_has_it(self, cache: Path, tmp_path: Path) -> None:
         make_shared_store(tmp_path / "other")
-        found = sharedstore.find([tmp_path / "nowhere", tmp_path / "other", cache], A, 5)
-        assert found == cache / "blobs" / "ab" / A
+        caches = [tmp_path / "nowhere", tmp_path / "other", cache]
+        assert sharedstore.find(caches, A, 5) == path
 
-    def test_not_of_another_size_or_hash(self, cache: Path) -> None:
+    def test_not_of_another_size_or_hash_nor_through_a_symlink(self, cache: Path) -> None:
         assert sharedstore.find([cache], A, 6) is None
         assert sharedstore.find([cache], B, 5) is None
-
-    def test_not_through_a_symlink(self, cache: Path) -> None:
         (cache / "blobs" / "cd").mkdir()
         (cache / "blobs" / "cd" / B).symlink_to(cache / "blobs" / "ab" / A)
         assert sharedstore.find([cache], B, 5) is None
+        for xet in ("", "../../etc/passwd", A[:-1], A + "0", "g" * 64):
+            assert sharedstore.find([cache], xet, 5) is None
+            with pytest.raises(BadDigestError):
+                sharedstore.entry(cache, xet)
 
-    def test_not_where_the_marker_is_missing(self, cache: Path) -> None:
+    def test_nothing_where_the_marker_is_missing(self, cache: Path) -> None:
         (cache / "blobs" / MARKER).unlink()
         assert sharedstore.find([cache], A, 5) is None
-
-    @pytest.mark.parametrize("xet", ["", "../../etc/passwd", A[:-1], A + "0", "g" * 64])
-    def test_what_is_no_hash_names_nothing(self, cache: Path, xet: str) -> None:
-        assert sharedstore.find([cache], xet, 5) is None
-        with pytest.raises(BadDigestError):
-            sharedstore.entry(cache, xet)
+        assert list(sharedstore.entries(cache)) == []
 
 
 class TestEntries:
@@ -101,19 +93,14 @@ class TestEntries:
         (cache / "blobs" / "ef").symlink_to(cache / "blobs" / "cd")
         assert list(sharedstore.entries(cache)) == [cache / "blobs" / "ab" / A, second]
 
-    def test_none_where_the_marker_is_missing(self, cache: Path) -> None:
-        (cache / "blobs" / MARKER).unlink()
-        assert list(sharedstore.entries(cache)) == []
-
 
 class TestPrefix:
-    @pytest.mark.parametrize("mode", [0o755, 0o700, 0o2775, 0o3777])
-    def test_is_as_open_as_the_cache(self, cache: Path, mode: int) -> None:
-        cache.chmod(mode)
-        sharedstore.make_prefix(cache, B)
-        assert mode_of(cache / "blobs" / "cd") == mode
-
-    def test_one_that_is_there_stays_as_it_is(self, cache: Path) -> None:
+    def test_is_as_open_as_the_cache_unless_it_is_there(self, cache: Path) -> None:
+        for mode in (0o755, 0o700, 0o2775, 0o3777):
+            cache.chmod(mode)
+            sharedstore.make_prefix(cache, B)
+            assert mode_of(cache / "blobs" / "cd") == mode
+            (cache / "blobs" / "cd").rmdir()
         (cache / "blobs" / "ab").chmod(0o711)
         sharedstore.make_prefix(cache, A)
         assert mode_of(cache / "blobs" / "ab") == 0o711
@@ -147,7 +134,7 @@ class TestLock:
         path = sharedstore.entry(cache, A)
         with (
             FileLock(f"{path}.lock", mode=0o666).acquire(),
-            pytest.raises(LeaseTimeoutError, match="keeps") as caught,
+            pytest.raises(LockTimeoutError, match="keeps") as caught,
             sharedstore.locked(path, timeout=0.01),
         ):
             pytest.fail("it is taken")

@@ -209,7 +209,7 @@ class TestMemory:
         verify(store, cache)
         edit(blob)
         store.volume.index.refresh(adopted.id, os.stat(blob), Trust.VERIFIED)
-        store.volume.index.add_aliases(adopted.id, {"sha256": blob.name})
+        store.add_aliases(adopted.digest, {"sha256": blob.name})
         assert verify(store, cache).damage == []
         assert len(verify(store, cache, full=True).damage) == 1
         assert len(verify(store, cache).damage) == 1

@@ -88,15 +88,20 @@ class TestEqual:
     def test_components_of_two_pipelines_are_one_object(
         self, models: Models, first: StableDiffusionPipeline
     ) -> None:
+        """Of one that is loaded twice, all of them; but only those that were named."""
         assert same_parts(first, pipeline_of(models.second)) == SHARED
-
-    def test_a_pipeline_loaded_twice_shares_all_of_it(
-        self, models: Models, first: StableDiffusionPipeline
-    ) -> None:
-        second = pipeline_of(models.first)
-        assert same_parts(first, second) == ALL
-        assert first.scheduler is not second.scheduler
-        assert first.tokenizer is not second.tokenizer
+        again = pipeline_of(models.first)
+        assert same_parts(first, again) == ALL
+        assert first.scheduler is not again.scheduler
+        assert first.tokenizer is not again.tokenizer
+        some = pipeline_of(models.second, share=("vae",))
+        assert same_parts(first, some) == {"vae"}
+        assert same_parts(pipeline_of(models.second), some) == {"vae"}
+        alone = pipeline_of(models.second, share=False)
+        assert same_parts(first, alone) == set()
+        assert same_parts(alone, pipeline_of(models.second)) == set()
+        with pytest.raises(ValueError, match=r"no component encoder .*: .*text_encoder.*vae"):
+            pipeline_of(models.second, share=("vae", "encoder"))
 
     def test_what_they_make_is_what_the_library_alone_makes(
         self, models: Models, first: StableDiffusionPipeline
@@ -108,59 +113,29 @@ class TestEqual:
         assert_as_plain(second, plain)
         assert {**second.config, "_name_or_path": ""} == {**plain.config, "_name_or_path": ""}
 
-    def test_without_sharing_they_are_not(
-        self, models: Models, first: StableDiffusionPipeline
-    ) -> None:
-        second = pipeline_of(models.second, share=False)
-        assert same_parts(first, second) == set()
-        assert same_parts(second, pipeline_of(models.second)) == set()
-
-    def test_only_those_that_were_named_are(
-        self, models: Models, first: StableDiffusionPipeline
-    ) -> None:
-        second = pipeline_of(models.second, share=("vae",))
-        assert same_parts(first, second) == {"vae"}
-        assert same_parts(pipeline_of(models.second), second) == {"vae"}
-
-    def test_a_name_that_is_not_there_is_an_error_that_says_which_are(self, models: Models) -> None:
-        with pytest.raises(ValueError, match=r"no component encoder .*: .*text_encoder.*vae"):
-            pipeline_of(models.second, share=("vae", "encoder"))
-
     @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-    @pytest.mark.parametrize(
-        ("cls", "arguments", "expected"),
-        [
+    def test_however_they_were_asked_for(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        import diffusers
+
+        calls: list[tuple[str, dict[str, Any], set[str]]] = [
             ("DiffusionPipeline", {"dtype": "float32"}, SHARED),
             ("DiffusionPipeline", {"low_cpu_mem_usage": True, "use_safetensors": True}, SHARED),
             ("DiffusionPipeline", {"safety_checker": None}, SHARED),
+            ("DiffusionPipeline", {"tokenizer": first.tokenizer, "unet": first.unet}, ALL),
             ("StableDiffusionPipeline", {"requires_safety_checker": False}, SHARED),
             ("StableDiffusionImg2ImgPipeline", {}, SHARED),
             ("AutoPipelineForText2Image", {}, SHARED),
             ("AutoPipelineForImage2Image", {}, SHARED),
             ("DiffusionPipeline", {"vae": None}, {"text_encoder"}),
             ("DiffusionPipeline", {"dtype": {"vae": "float16"}}, {"text_encoder"}),
-        ],
-    )
-    def test_however_they_were_asked_for(
-        self,
-        models: Models,
-        first: StableDiffusionPipeline,
-        cls: str,
-        arguments: dict[str, Any],
-        expected: set[str],
-    ) -> None:
-        import diffusers
-
-        for _ in range(2):
-            second = pipeline_of(models.second, getattr(diffusers, cls), **typed(arguments))
-            assert same_parts(first, second) == expected
-
-    def test_beside_other_parts_that_the_user_gives(
-        self, models: Models, first: StableDiffusionPipeline
-    ) -> None:
-        second = pipeline_of(models.second, tokenizer=first.tokenizer, unet=first.unet)
-        assert same_parts(first, second) == ALL
-        assert second.tokenizer is first.tokenizer
+        ]
+        for cls, arguments, expected in calls:
+            for _ in range(2):
+                second = pipeline_of(models.second, getattr(diffusers, cls), **typed(arguments))
+                assert same_parts(first, second) == expected, (cls, arguments)
+                assert "tokenizer" not in arguments or second.tokenizer is first.tokenizer
 
     def test_straight_onto_a_device(self, models: Models) -> None:
         one, other = (
@@ -224,22 +199,16 @@ def edit(path: Path, **fields: object) -> None:
 
 
 class TestNotEqual:
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            {"dtype": "float16"},
-            {"dtype": "bfloat16"},
-            {"dtype": {"default": "float16"}},
+    def test_loaded_in_another_way(self, models: Models, first: StableDiffusionPipeline) -> None:
+        ways: list[dict[str, Any]] = [
+            {"dtype": "float16"}, {"dtype": "bfloat16"}, {"dtype": {"default": "float16"}},
             {"low_cpu_mem_usage": False},
-        ],
-    )
-    def test_loaded_in_another_way(
-        self, models: Models, first: StableDiffusionPipeline, arguments: dict[str, Any]
-    ) -> None:
-        second = pipeline_of(models.second, **typed(arguments))
-        assert same_parts(first, second) == set()
-        if arguments != {"low_cpu_mem_usage": False}:
-            assert_as_plain(second, plainly(models.second, **typed(arguments)))
+        ]  # fmt: skip
+        for arguments in ways:
+            second = pipeline_of(models.second, **typed(arguments))
+            assert same_parts(first, second) == set(), arguments
+            if arguments != {"low_cpu_mem_usage": False}:
+                assert_as_plain(second, plainly(models.second, **typed(arguments)))
 
     def test_loaded_under_other_defaults_of_torch(
         self, models: Models, first: StableDiffusionPipeline
@@ -258,31 +227,18 @@ class TestNotEqual:
         assert same_parts(first, third) == set()
         assert same_parts(first, pipeline_of(models.second)) == SHARED
 
-    @pytest.mark.parametrize(
-        ("path", "fields", "left"),
-        [
-            ("vae/config.json", {"scaling_factor": 0.5}, {"text_encoder"}),
-            ("text_encoder/config.json", {"attention_dropout": 0.5}, {"vae"}),
-            (
-                "text_encoder/config.json",
-                {"_name_or_path": "x", "transformers_version": "1"},
-                SHARED,
-            ),
-        ],
-    )
-    def test_another_config(
-        self,
-        first: StableDiffusionPipeline,
-        folder: Path,
-        path: str,
-        fields: dict[str, object],
-        left: set[str],
-    ) -> None:
-        edit(folder / path, **fields)
-        second = pipeline_of(folder)
-        assert same_parts(first, second) == left
-        plain = plainly(folder)
-        assert_as_plain(second, plain, ALL - left)
+    def test_another_config(self, first: StableDiffusionPipeline, folder: Path) -> None:
+        text = "text_encoder/config.json"
+        edits: list[tuple[str, dict[str, object], set[str]]] = [
+            (text, {"_name_or_path": "x", "transformers_version": "1"}, SHARED),
+            (text, {"attention_dropout": 0.5}, {"vae"}),
+            ("vae/config.json", {"scaling_factor": 0.5}, set()),
+        ]
+        for path, fields, left in edits:  # one after the other
+            edit(folder / path, **fields)
+            second = pipeline_of(folder)
+            assert same_parts(first, second) == left, fields
+            assert_as_plain(second, plainly(folder), ALL - left)
 
     def test_a_unet_that_pipelines_change_because_of_its_age(
         self, models: Models, folder: Path
@@ -626,22 +582,18 @@ def same_parts_text(one: object, other: object) -> str:
     return " ".join(sorted(same_parts(one, other)))
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
-            lambda folder: shutil.rmtree(folder / "unet"),
-            lambda folder: (folder / "vae" / "config.json").write_text("{}", "utf-8"),
-            lambda folder: edit(folder / "model_index.json", vae=["diffusers", "NoSuchClass"]),
-            lambda folder: (folder / "model_index.json").unlink(),
-        ],
-    )
-    def test_are_those_of_the_library_alone(
-        self, folder: Path, damage: Callable[[Path], object]
-    ) -> None:
-        import torch
+def test_errors_are_those_of_the_library_alone(models: Models, tmp_path: Path) -> None:
+    import torch
 
+    damages: list[Callable[[Path], object]] = [
+        lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink(),
+        lambda folder: shutil.rmtree(folder / "unet"),
+        lambda folder: (folder / "vae" / "config.json").write_text("{}", "utf-8"),
+        lambda folder: edit(folder / "model_index.json", vae=["diffusers", "NoSuchClass"]),
+        lambda folder: (folder / "model_index.json").unlink(),
+    ]
+    for number, damage in enumerate(damages):
+        folder = shutil.copytree(models.second, tmp_path / str(number))
         damage(folder)
         with pytest.raises(Exception, match=r".") as expected:
             plainly(folder)
@@ -653,15 +605,17 @@ class TestErrors:
 class TestGuards:
     METHODS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 
-    @pytest.mark.parametrize("name", METHODS)
     def test_what_would_move_a_shared_component_is_refused(
-        self, models: Models, first: StableDiffusionPipeline, name: str
+        self, models: Models, first: StableDiffusionPipeline
     ) -> None:
         import torch
 
+        plain = pipeline_of(models.first, share=False)
+        assert not set(self.METHODS) & set(vars(plain))
         second = pipeline_of(models.second, share=("vae",))
-        with pytest.raises(SharedComponentError, match=rf"{name}\(\) would move vae"):
-            getattr(second, name)()
+        for name in self.METHODS:
+            with pytest.raises(SharedComponentError, match=rf"{name}\(\) would move vae"):
+                getattr(second, name)()
         with pytest.raises(SharedComponentError) as caught:
             second.vae.enable_group_offload(torch.device("cpu"))
         assert "unshare" in str(caught.value.hint)
@@ -700,10 +654,6 @@ class TestGuards:
         second.to(torch.float64)
         assert first.vae.dtype == torch.float64
 
-    def test_pipelines_that_share_nothing_are_not_guarded(self, models: Models) -> None:
-        plain = pipeline_of(models.first, share=False)
-        assert not set(self.METHODS) & set(vars(plain))
-
 
 def offloaded(pipeline: StableDiffusionPipeline) -> None:
     import torch
@@ -725,25 +675,23 @@ class TestUnshare:
         assert first.vae is pipeline_of(models.second).vae
         assert [each.cls for each in components() if len(each.holders) > 1] == ["CLIPTextModel"]
 
-    def test_takes_all_without_names(self, models: Models) -> None:
-        first, second = pipeline_of(models.first), pipeline_of(models.second)
+    def test_takes_all_without_names_but_copies_nothing_that_nobody_else_has(
+        self, models: Models, first: StableDiffusionPipeline
+    ) -> None:
+        second = pipeline_of(models.second)
+        with pytest.raises(ValueError, match=r"no component x; there are: .*vae"):
+            unshare(second, "vae", "x")
+        with pytest.raises(TypeError, match="deepcopy"):
+            unshare(second.vae)
+        assert same_parts(first, second) == SHARED
         unshare(second)
         assert same_parts(first, second) == set()
         assert_as_plain(second, published(models.second))
-
-    def test_does_not_copy_what_nobody_else_has(self, first: StableDiffusionPipeline) -> None:
         before = first.vae
         unshare(first)
         assert first.vae is before
         assert components() == []
         unshare(first)
-
-    def test_of_a_name_that_is_not_there_is_an_error(self, first: StableDiffusionPipeline) -> None:
-        with pytest.raises(ValueError, match=r"no component x; there are: .*vae"):
-            unshare(first, "vae", "x")
-        with pytest.raises(TypeError, match="deepcopy"):
-            unshare(first.vae)
-        assert len(components()) == 3
 
 
 class TestModels:

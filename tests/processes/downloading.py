@@ -226,14 +226,20 @@ class World:
         self.home = directory / "store"
         self.cache = directory / "hf"
         self.hub = hub
+        self.shared = directory / "srv"
         self._starter = starter
         directory.mkdir(parents=True, exist_ok=True)
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables of every process of this world."""
-        here = {"HOME": str(self.directory), "SMARTCACHE_HOME": str(self.home)}
-        return {**self.hub.environment, **here, "HF_HUB_CACHE": str(self.cache)}
+        return {
+            **self.hub.environment,
+            "HOME": str(self.directory),
+            "SMARTCACHE_HOME": str(self.home),
+            "SMARTCACHE_SHARED_STORES": str(self.shared),
+            "HF_HUB_CACHE": str(self.cache),
+        }
 
     def call(self, repo: str, **arguments: object) -> dict[str, object]:
         """Return the arguments of a download."""

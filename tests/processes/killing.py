@@ -1,29 +1,28 @@
-"""Kill a child process at a chosen moment.
+"""Let something happen to a process at a chosen moment: it is killed, or its disk fails.
 
-A *moment* is the n-th time that a place in the code is reached: a fault point ("put: linked"), or a
-line of a module of the store ("adopt.py:171"). The child is forked from a warm parent, so a case
-costs milliseconds.
+A *moment* is the n-th time that a place is reached: a fault point of the code ("put: linked"), or a
+call that changes a file ("os.link"). The child is forked from a warm parent, so a case costs
+milliseconds.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
-import stat
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
+from functools import partial
+from typing import TypeVar
 
-from tests.api import store as store_package
+import pytest
+
 from tests.api import store_faults as faults
+from tests.processes.children import Child
 
-Visit = Callable[[str], None]
+W = TypeVar("W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,8 @@ def was_killed(status: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-def die_at(moment: Moment) -> None:
-    """Let this process kill itself at a moment; called in a child, before the operation."""
+def at(moment: Moment, act: Callable[[], None]) -> None:
+    """Act at a moment of this process; called in a child, before the operation."""
     reached = 0
 
     def visit(place: str) -> None:
@@ -74,15 +73,24 @@ def die_at(moment: Moment) -> None:
         if place == moment.place:
             reached += 1
             if reached == moment.nth:
-                os.kill(os.getpid(), signal.SIGKILL)
+                act()
 
-    if ".py:" in moment.place:
-        visit_lines(visit)
-    else:
+    if is_fault_point(moment):
         faults.hook = visit
+    else:
+        visit_changes(visit)
 
 
-def points_of(action: Callable[[], None]) -> list[Moment]:
+def die_at(moment: Moment) -> None:
+    """Let this process kill itself at a moment."""
+    at(moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def is_fault_point(moment: Moment) -> bool:
+    return ": " in moment.place
+
+
+def points_of(action: Callable[[], object]) -> list[Moment]:
     """Run `action`; return the first and the last time it reached each fault point, in order."""
     seen: list[str] = []
     faults.hook = seen.append
@@ -90,6 +98,11 @@ def points_of(action: Callable[[], None]) -> list[Moment]:
         action()
     finally:
         faults.hook = None
+    return first_and_last(seen)
+
+
+def first_and_last(seen: list[str]) -> list[Moment]:
+    """Return the first and the last time that each place was seen."""
     times = Counter(seen)
     return [
         Moment(place, nth)
@@ -98,94 +111,93 @@ def points_of(action: Callable[[], None]) -> list[Moment]:
     ]
 
 
-def in_turn(moments: list[Moment], turn: int, turns: int, *, soak: bool) -> list[Moment]:
-    """Return all moments under `--soak`, else some of one of several cases that take turns.
+_CHANGES = frozenset(
+    f"os.{call}" for call in (
+        "chmod", "chown", "link", "mkdir", "remove", "removexattr", "rename", "rmdir", "setxattr",
+        "symlink", "truncate", "utime",
+    )
+)  # fmt: skip
 
-    Of those whose turn it is every other one, by chance the first or the second; all of a few, so
-    that there is always one.
+
+def visit_changes(visit: Callable[[str], None]) -> None:
+    """Call `visit` before each call that makes, renames, removes or changes a file.
+
+    From now on, until this process ends. Python tells of no writes and of nothing that SQLite does:
+    there the fault points are.
     """
-    first = turn % turns + turns * random.randrange(2)
-    return (moments[first :: 2 * turns] or moments) if not soak else moments
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            creates = isinstance(flags, int) and flags & (os.O_CREAT | os.O_TRUNC)
+            if creates and not isinstance(path, int) and "__pycache__" not in str(path):
+                visit("open")
+        elif event in _CHANGES:
+            visit(event)
+
+    sys.addaudithook(hook)
 
 
-def states_of(start: Callable[[], Callable[[], None]], places: list[Path]) -> list[Moment]:
-    """Run in a child what `start` returns; return the lines before which the disk had changed."""
-    report = places[0].with_name(f"{places[0].name}.moments")
+def changes_of(start: Callable[[], Callable[[], object]]) -> list[Moment]:
+    """Run in a child what `start` returns; return every call of it that changes a file."""
 
-    def record() -> None:
-        moments: list[Moment] = []
-        times: Counter[str] = Counter()
+    def record() -> list[Moment]:
         action = start()
-        last = fingerprint(places)
+        seen: list[Moment] = []
+        times: Counter[str] = Counter()
 
         def visit(place: str) -> None:
-            nonlocal last
             times[place] += 1
-            now = fingerprint(places)
-            if now != last:
-                last = now
-                moments.append(Moment(place, times[place]))
+            seen.append(Moment(place, times[place]))
 
-        visit_lines(visit)
+        visit_changes(visit)
         action()
-        sys.settrace(None)
-        report.write_text(json.dumps([(moment.place, moment.nth) for moment in moments]))
+        return list(seen)
 
-    status = in_child(record)
-    if status != 0:
-        raise AssertionError(f"the uninterrupted run failed with wait status {status}")
-    return [Moment(place, nth) for place, nth in json.loads(report.read_text())]
+    with Child(record) as child:
+        return child.result()
 
 
-_PACKAGE = Path(store_package.__file__ or "").parent
-_QUIET = (
-    "digest.py", "filememory.py", "filesystems.py", "flock.py", "index.py", "leases.py", "locks.py",
-    "mounts.py", "records.py", "schema.py", "statkey.py", "sums.py", "usage.py",
-)  # fmt: skip
-"""Modules that only look, lock or run single statements: their callers see what they changed."""
+def moments_of(make: Callable[[str], W], run: Callable[[W], object]) -> list[Moment]:
+    """Return the fault points of `run`, and the first and last of each call that changes files.
+
+    Fault points are where danger was thought of; the calls are everything else.
+    """
+    changes = changes_of(lambda: partial(run, make("changes")))
+    points = points_of(partial(run, make("points")))
+    return [*points, *first_and_last([change.place for change in changes])]
 
 
-def visit_lines(visit: Visit) -> None:
-    """Call `visit` with "module.py:line" before each line of the modules that change files."""
-    watched = {str(path): path.name for path in _PACKAGE.glob("*.py") if path.name not in _QUIET}
+def problems_of_kills(
+    moments: Iterable[Moment],
+    make: Callable[[str], W],
+    run: Callable[[W], object],
+    judge: Callable[[W], Iterable[str]],
+) -> Iterator[str]:
+    """Kill `run` at each moment, in a world of its own; yield what `judge` finds afterwards."""
+    for number, moment in enumerate(moments):
+        world = make(str(number))
 
-    def local(frame: FrameType, event: str, _: object) -> object:
-        if event == "line":
-            visit(f"{watched[frame.f_code.co_filename]}:{frame.f_lineno}")
-        return local
+        def act(moment: Moment = moment, world: W = world) -> None:
+            die_at(moment)
+            run(world)
 
-    def start(frame: FrameType, _event: str, _: object) -> object:
-        return local if frame.f_code.co_filename in watched else None
-
-    sys.settrace(start)  # type: ignore[arg-type]
-
-
-_NOT_STATE = ("lock", "lock.turn", "leases", "index.sqlite3-shm")
-"""Locks die with their holder; the shared memory of SQLite is made again by the next opener."""
+        status = in_child(act)
+        if was_killed(status):
+            yield from (f"killed at {moment}: {problem}" for problem in judged(judge, world))
+        else:
+            yield f"not killed at {moment}, but ended with wait status {status}"
 
 
-def fingerprint(places: list[Path]) -> list[tuple[object, ...]]:
-    """Return what a kill would leave: names, inodes, modes, sizes and times of all files."""
-    found: list[tuple[object, ...]] = []
-    pending = [str(place) for place in places]
-    while pending:
-        directory = pending.pop()
-        try:
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except FileNotFoundError:
-            continue
-        for entry in entries:
-            if entry.name in _NOT_STATE:
-                continue
-            try:
-                st = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            if stat.S_ISDIR(st.st_mode):
-                found.append((entry.path, st.st_mode))
-                pending.append(entry.path)
-            else:
-                is_index = entry.name.startswith("index.sqlite3")
-                time = 0 if is_index else st.st_mtime_ns
-                found.append((entry.path, st.st_ino, st.st_mode, st.st_size, st.st_nlink, time))
-    return found
+def judged(judge: Callable[[W], Iterable[str]], world: W) -> Iterator[str]:
+    """Yield what `judge` finds; that it fails is a finding, too."""
+    try:
+        yield from judge(world)
+    except Exception:  # noqa: BLE001 - one of many cases; the others go on
+        yield traceback.format_exc()
+
+
+def fail_with(problems: Iterable[str]) -> None:
+    """Fail the test if there are any problems, with all of them."""
+    if found := list(problems):
+        pytest.fail("\n".join(found), pytrace=False)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +44,8 @@ from tests.processes.artifact_writers import (
     wait_for,
 )
 from tests.processes.children import Child
+from tests.processes.killing import in_child
+from tests.store.small_disks import CannotMountError, bind, enter_namespace
 
 Seconds = Callable[[float], float]
 
@@ -69,12 +70,8 @@ def many_packs(sets: ArtifactSets, count: int) -> None:
         (path / f"{number + 1:016x}.pack").write_bytes(pack.data)
 
 
-@pytest.mark.parametrize(("count", "descriptors"), [(400, 256), (2000, 1024)])
-def test_more_packs_than_descriptors_can_be_read(
-    elsewhere: Path, count: int, descriptors: int, soak: bool
-) -> None:
-    count = 10_000 if soak and count == 2000 else count
-    root = elsewhere / "sets"
+def test_more_packs_than_descriptors_can_be_read(root: Path, soak: bool) -> None:
+    count, descriptors = (10_000, 1024) if soak else (400, 256)
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
@@ -104,9 +101,9 @@ def test_more_packs_than_descriptors_can_be_read(
         child.result()
 
 
-def test_a_batch_of_more_packs_than_descriptors_is_read(elsewhere: Path) -> None:
+def test_a_batch_of_more_packs_than_descriptors_is_read(tmp_path: Path) -> None:
     def work() -> None:
-        sets = ArtifactSets(elsewhere / "sets")
+        sets = ArtifactSets(tmp_path / "sets")
         keys = [f"k{number}" for number in range(300)]
         many_packs(sets, len(keys))
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
@@ -124,11 +121,11 @@ def test_a_batch_of_more_packs_than_descriptors_is_read(elsewhere: Path) -> None
         child.result()
 
 
-def test_many_small_packs_become_few(elsewhere: Path) -> None:
+def test_many_small_packs_become_few(tmp_path: Path) -> None:
     """Also those of earlier runs of the machine, to which nobody writes any more."""
 
     def work() -> None:
-        sets = ArtifactSets(elsewhere / "sets")
+        sets = ArtifactSets(tmp_path / "sets")
         for boot in range(30):
             artifacts_engine.boot_id = lambda boot=boot: f"boot {boot}"  # type: ignore[assignment, attr-defined]
             with open_set(sets) as opened:
@@ -189,62 +186,48 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(root: Path, soak: bool)
 
 # a disk that cannot be written
 
-_READER = """
-import sys, time
-from pathlib import Path
-from tests.api import ArtifactSets
-from tests.artifacts.opening import open_set
-from tests.processes.artifact_writers import number_in
-rounds = 0
-Path(sys.argv[2] + ".ready").touch()
-with open_set(ArtifactSets(Path(sys.argv[1])), read_only=True) as opened:
-    chosen = opened.select([f"k{n}" for n in range(12)])
-    while not Path(sys.argv[2]).exists():
-        for n in range(12):
-            assert number_in(f"k{n}", opened.get(f"k{n}")) >= 1
-        assert len(chosen.read(range(12))["number"]) == 12
-        assert set(opened) >= {f"k{n}" for n in range(12)}
-        opened.stats()
-        rounds += 1
-    assert number_in("last", opened.get("last")) == 77
-    assert rounds > 3, rounds
-"""
-
 
 def test_a_read_only_mount_is_read_while_others_write_and_compact(root: Path) -> None:
     """Nothing is written, nothing is missed, and what was put last is found at once."""
-    stop, mounted = root.parent / "stop", root.parent / "mounted"
-    mounted.mkdir()
+    ready, stop = root.parent / "ready", root.parent / "stop"
+    keys = [f"k{number}" for number in range(12)]
+
+    def read() -> int:
+        rounds = 0
+        with suppress(CannotMountError):
+            enter_namespace()
+            bind(root, root.with_name("mounted"), read_only=True)
+            with open_set(ArtifactSets(root.with_name("mounted")), read_only=True) as opened:
+                chosen = opened.select(keys)
+                while not stop.exists():
+                    ready.touch()
+                    assert all(number_in(key, opened.get(key)) for key in keys)
+                    assert len(chosen.read(range(12))["number"]) == 12
+                    assert set(opened) >= set(keys)
+                    opened.stats()
+                    rounds += 1
+                assert number_in("last", opened.get("last")) == 77
+        ready.touch()
+        return rounds
+
     with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
-        for number in range(12):
-            change(opened, f"k{number}", 1)
-        # Not recursive: what is mounted below stays writable otherwise.
-        script = (
-            f"mount --bind '{root}' '{mounted}' && mount -o remount,bind,ro '{mounted}' || exit 77"
-        )
-        command = f'{script}\nexec "{sys.executable}" -c "$READER" "{mounted}" "{stop}"'
-        process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", command],
-            env={**os.environ, "READER": _READER, "PYTHONPATH": os.getcwd()},
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        ready = stop.with_name("stop.ready")
-        deadline = time.monotonic() + 60
-        number = 1
-        while time.monotonic() < deadline and process.poll() is None:
-            if ready.exists():
-                ready.unlink()
-                deadline = time.monotonic() + 1
-            number += 1
-            change(opened, f"k{number % 12}", number)
-            if number % 20 == 0:
-                opened.compact(force=True)
-        change(opened, "last", 77)
-        stop.touch()
-        _, said = process.communicate(timeout=30)
-    if process.returncode == 77 or "unshare" in said:
+        for key in keys:
+            change(opened, key, 1)
+        with Child(read) as reader:
+            wait_for(ready)
+            until = time.monotonic() + 0.7
+            for number in itertools.count(2):
+                change(opened, keys[number % 12], number)
+                if number % 20 == 0:
+                    opened.compact(force=True)
+                if time.monotonic() > until:
+                    break
+            change(opened, "last", 77)
+            stop.touch()
+            rounds = reader.result()
+    if not rounds:
         pytest.skip("nothing can be mounted here")
-    assert process.returncode == 0, said
+    assert rounds > 3
 
 
 # processes that stand still
@@ -404,10 +387,10 @@ def test_a_put_that_is_interrupted_after_its_write_is_there_for_its_own_process_
 
 @pytest.mark.parametrize("nth", [1, 30, 201, 399])
 def test_a_set_that_was_interrupted_while_it_was_read_is_complete(
-    elsewhere: Path, nth: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was known of half of the packs must not pass for all of them."""
-    sets = ArtifactSets(elsewhere / "sets")
+    sets = ArtifactSets(tmp_path / "sets")
     many_packs(sets, 100)
     real = os.pread
     count = iter(range(nth))
@@ -431,9 +414,9 @@ def test_a_set_that_was_interrupted_while_it_was_read_is_complete(
 
 
 def test_threads_share_a_set_in_every_way_at_once(  # noqa: C901, PLR0915 - one for each way
-    elsewhere: Path, seconds: Seconds
+    tmp_path: Path, seconds: Seconds
 ) -> None:
-    root = elsewhere / "sets"
+    root = tmp_path / "sets"
     problems: list[str] = []
     with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
         keys = [f"steady {number}" for number in range(20)]
@@ -525,7 +508,7 @@ def test_what_is_pinned_meanwhile_is_not_evicted(root: Path) -> None:
                     other.pin(victim.key[1:].decode())
 
         assert chosen
-        assert os.waitpid(in_fork(pin), 0)[1] == 0
+        assert in_child(pin) == 0
         assert artifacts_compact.evict(engine, chosen).artifacts == 0
         assert len(opened) == 5
 

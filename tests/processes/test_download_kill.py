@@ -1,11 +1,13 @@
 """Downloads killed with SIGKILL, interrupted or out of space: nothing half-made is visible.
 
 At each fault point that a download reaches, and at random times while the server sends. The next
-call completes, fetches only what was not there, and proves what the killed one could not.
+call completes, fetches only what was not there, and proves what the killed one could not. A loading
+that was killed while blobs were lent leaves nothing lent.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -13,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,12 +26,13 @@ from click.testing import CliRunner
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import ModelFolder, look, main
+from tests.api import Loans, ModelFolder, Remotes, SmartCache, Store, look, main, plan_push
 from tests.api import hub_tree as tree
 from tests.hub_server import Hub
-from tests.processes.children import NOBODY, folder_of
+from tests.processes.children import NOBODY, Child, folder_of
 from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, World, content
-from tests.processes.killing import Moment, in_turn
+from tests.processes.killing import Moment, fail_with, judged
+from tests.processes.points import POINTS, all_of
 from tests.store.small_disks import PAGE, Disk, in_own_namespace
 
 SIZE = 100_000
@@ -41,13 +44,14 @@ KNOWN, CLAIMED, COPIED = (
     "vae/b.safetensors",
 )
 PRESENT, TWICE = "present/a.safetensors", "present/b.safetensors"
+TAKEN = "taken/model.safetensors"
 LARGE_TEXT = "vocabulary.json"
 FILES = {
     "config.json": CONFIG,
     "tokenizer.json": TOKENIZER,
     LARGE_TEXT: content(9, SIZE),
     **{path: content(number, SIZE + number) for number, path in enumerate(
-        (*FETCHED, KNOWN, CLAIMED, COPIED, PRESENT, TWICE), 10)},
+        (*FETCHED, KNOWN, CLAIMED, COPIED, PRESENT, TWICE, TAKEN), 10)},
 }  # fmt: skip
 RIGHT, WRONG = "unet/model.safetensors", "vae/model.safetensors"
 
@@ -64,7 +68,7 @@ def world(tmp_path: Path, hub: Hub, starter: Starter) -> World:
 
 
 def prepare(world: World) -> None:
-    """Let the files of the repo come from everywhere: there already, store, folders, the Hub."""
+    """Let the files of the repo come from everywhere: there already, stores, folders, the Hub."""
     blobs = world.folder("org/one") / "blobs"
     blobs.mkdir(parents=True)
     for path in (PRESENT, TWICE):
@@ -75,20 +79,27 @@ def prepare(world: World) -> None:
         (folder / "weights.safetensors").write_bytes(FILES[path])
     old = world.directory / "old.safetensors"
     old.write_bytes(FILES[TWICE])
+    with Store(world.shared) as store:
+        store.put_stream([FILES[TAKEN]], algorithms=("sha256",))
+        store.plan_publish().execute()
     with world.store() as store:
         store.put_stream([FILES[KNOWN]], algorithms=("sha256",))
         store.adopt(old)
         look(store, [ModelFolder(path=given, is_given=True), ModelFolder(path=found)])
 
 
-def moments_of(points: list[str], *, last_too: bool) -> list[Moment]:
-    """Return the first time each point was reached, and if asked the last time too."""
-    times = Counter(points)
-    return [
-        Moment(place, nth)
-        for place in dict.fromkeys(points)
-        for nth in dict.fromkeys((1, times[place] if last_too else 1))
-    ]
+def problems_of_kills(
+    points: list[str],
+    make: Callable[[str], World],
+    start: Callable[[World, Moment], Ended],
+    judge: Callable[[World], Iterable[str]],
+) -> Iterator[str]:
+    """Kill a process at the first time of each point; yield what `judge` finds afterwards."""
+    for number, place in enumerate(dict.fromkeys(points)):
+        world = make(str(number))
+        if not start(world, Moment(place, 1)).is_killed:
+            yield f"not killed at {place}"
+        yield from (f"killed at {place}: {problem}" for problem in judged(judge, world))
 
 
 def finished(world: World, repo: str = "org/one", *, is_shared: bool = True) -> Iterator[str]:
@@ -121,78 +132,121 @@ def unowned(world: World, repo: str) -> Iterator[str]:
                 yield f"{path} is no blob"
 
 
+def killed(world: World, moment: Moment) -> Ended:
+    return world.start("org/one", die_at=moment).wait()
+
+
 def test_a_kill_at_any_fault_point_leaves_nothing_half_made(
-    tmp_path: Path, hub: Hub, starter: Starter, soak: bool
+    tmp_path: Path, hub: Hub, starter: Starter
 ) -> None:
     hub.add("org/one", FILES)
-    whole = World(tmp_path / "whole", hub, starter)
-    prepare(whole)
+
+    def make(name: str) -> World:
+        world = World(tmp_path / name, hub, starter)
+        prepare(world)
+        return world
+
+    whole = make("whole")
     ended = whole.download("org/one")
     assert ended.path == whole.snapshot("org/one")
     assert {Path(str(each.file)).as_posix().removeprefix("org/one/") for each in hub.gets()} == {
         *FETCHED, "config.json", "tokenizer.json", LARGE_TEXT,
     }  # fmt: skip
-    for verb in ("download", "adopt", "place", "put", "replace", "claim"):
+    for verb in ("adopt", "place", "put", "replace"):
         assert any(point.startswith(f"{verb}:") for point in ended.points), verb
-    problems: list[str] = []
-    moments = moments_of(ended.points, last_too=soak)
-    for number, moment in enumerate(in_turn(moments, 0, 1, soak=soak)):
-        world = World(tmp_path / str(number), hub, starter)
-        prepare(world)
-        if not world.start("org/one", die_at=moment).wait().is_killed:
-            problems.append(f"not killed at {moment}")
-        problems += [f"killed at {moment}: {problem}" for problem in finished(world)]
-    if problems:
-        pytest.fail("\n".join(problems), pytrace=False)
+    all_of("download", [Moment(place, 1) for place in ended.points])
+    fail_with(problems_of_kills(ended.points, make, killed, finished))
 
 
-def some(moments: list[Moment], number: int) -> list[Moment]:
-    """Return some of them, by chance."""
-    return random.sample(moments, min(number, len(moments)))
+def of_downloads(points: list[str]) -> list[str]:
+    """Return the points that are not the store's own."""
+    return [point for point in points if point.startswith(("aside", "claim", "download", "tier"))]
 
 
 def test_a_kill_leaves_nothing_half_made_in_a_cache_on_another_filesystem(
-    tmp_path: Path, hub: Hub, starter: Starter, elsewhere: Path, rounds: Callable[[int], int]
+    tmp_path: Path, hub: Hub, starter: Starter, elsewhere: Path
 ) -> None:
     hub.add("org/one", FILES)
 
-    def made(name: str) -> World:
+    def make(name: str) -> World:
         world = World(tmp_path / name, hub, starter)
         world.cache = elsewhere / name
         prepare(world)
         return world
 
-    ended = made("whole").download("org/one")
+    ended = make("whole").download("org/one")
     assert ended.errors == []
-    for number, moment in enumerate(some(moments_of(ended.points, last_too=True), rounds(4))):
-        world = made(str(number))
-        assert world.start("org/one", die_at=moment).wait().is_killed
-        assert list(finished(world, is_shared=False)) == [], f"killed at {moment}"
+    all_of("download elsewhere", [Moment(place, 1) for place in ended.points])
+    judge = partial(finished, is_shared=False)
+    fail_with(problems_of_kills(of_downloads(ended.points), make, killed, judge))
+
+
+def test_a_kill_while_bytes_come_from_a_tier_leaves_nothing_half_made(
+    tmp_path: Path, hub: Hub, starter: Starter
+) -> None:
+    """Obstore does not survive a fork: only children use it."""
+    if importlib.util.find_spec("obstore") is None:
+        pytest.skip("no obstore here")
+    hub.add("org/one", {RIGHT: FILES[RIGHT], "config.json": CONFIG})
+    seed = World(tmp_path / "seed", hub, starter)
+    assert seed.download("org/one").errors == []
+
+    def add_tier(world: World) -> None:
+        os.environ.update(world.environment)
+        Remotes().add("nas", str(tmp_path / "nas"))
+        if world is seed:
+            with SmartCache() as smart:
+                words = (smart.store, smart.sets, Remotes().tier("nas"), ["org/one"])
+                for step in plan_push(*words, caches=[seed.cache]):
+                    step.execute()
+
+    def make(name: str) -> World:
+        world = seed if name == "seed" else World(tmp_path / name, hub, starter)
+        with Child(lambda: add_tier(world)) as child:
+            child.result()
+        return world
+
+    make("seed")
+    hub.clear()
+    ended = make("whole").download("org/one")
+    assert ended.errors == []
+    assert hub.gets(RIGHT) == []
+    all_of("download from a tier", [Moment(place, 1) for place in ended.points])
+    fail_with(problems_of_kills(["tier: taken"], make, killed, finished))
 
 
 @pytest.mark.parametrize("user", [None, NOBODY], ids=["me", "nobody"])
 def test_a_kill_leaves_nothing_half_made_in_a_local_dir(
-    user: int | None, hub: Hub, starter: Starter, rounds: Callable[[int], int]
+    user: int | None, hub: Hub, starter: Starter
 ) -> None:
     """Root gets files with own bytes there, everybody else links."""
     if user is not None and os.geteuid() != 0:
         pytest.skip("only root can be somebody else")
     hub.add("org/one", FILES)
+
+    def judge(world: World) -> Iterator[str]:
+        # What has a name of ours is removed when the store is opened next.
+        there = {path: data for path, data in local_files(world).items()
+                 if not path.endswith(".smartcache")}  # fmt: skip
+        yield from (f"{path} is wrong" for path, data in there.items() if data != FILES[path])
+        hub.clear()
+        yield from into_local_dir(world, user).errors
+        if local_files(world) != FILES:
+            yield "the next run made something else"
+        yield from (f"{each} was fetched again" for each in there if hub.gets(each))
+        yield from world.problems()
+
     with folder_of(user) as folder:
         ended = into_local_dir(World(folder / "whole", hub, starter), user)
         assert ended.errors == []
-        for number, moment in enumerate(some(moments_of(ended.points, last_too=True), rounds(4))):
-            world = World(folder / str(number), hub, starter)
-            assert into_local_dir(world, user, moment).is_killed
-            # What has a name of ours is removed when the store is opened next.
-            there = {path: data for path, data in local_files(world).items()
-                     if not path.endswith(".smartcache")}  # fmt: skip
-            assert [path for path, data in there.items() if data != FILES[path]] == [], moment
-            hub.clear()
-            assert into_local_dir(world, user).errors == [], moment
-            assert local_files(world) == FILES, moment
-            assert [each for each in there if hub.gets(each)] == [], moment
-            assert world.problems() == [], moment
+        fail_with(
+            problems_of_kills(
+                of_downloads(ended.points),
+                lambda name: World(folder / name, hub, starter),
+                lambda world, moment: into_local_dir(world, user, moment),
+                judge,
+            )
+        )
 
 
 def into_local_dir(world: World, user: int | None, die_at: Moment | None = None) -> Ended:
@@ -225,9 +279,83 @@ def local_files(world: World) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("place", [
-    "aside: moved", "download: leased", "download: fetched", "aside: ended", "copy",
-])  # fmt: skip
+# lending
+
+LENT = ["config.json", "text_encoder/*", "unet/*"]
+WANTED = ("config.json", KNOWN, RIGHT)
+
+
+def lent(world: World, moment: Moment | None = None) -> Ended:
+    return world.start("org/one", way="lent", die_at=moment, allow_patterns=LENT).wait()
+
+
+def borrowing(directory: Path, hub: Hub, starter: Starter) -> World:
+    """Return a world whose store has a file that is wanted, and one that is not."""
+    world = World(directory, hub, starter)
+    with world.store() as store:
+        for path in (KNOWN, CLAIMED):
+            store.put_stream([FILES[path]], algorithms=("sha256",))
+    return world
+
+
+def unsettled(world: World) -> Iterator[str]:
+    """Yield what the last loading has left behind."""
+    yield from world.problems()
+    names = set(os.listdir(world.folder("org/one") / "blobs"))
+    wanted = {world.commit("org/one").etag(path) for path in WANTED}
+    if names != wanted:
+        yield f"in blobs/: {names ^ wanted}"
+    with world.store() as store:
+        if Loans(store, world.folder("org/one")).unsettled():
+            yield "a loan is still noted"
+
+
+def test_a_kill_at_any_fault_point_leaves_nothing_lent(
+    tmp_path: Path, hub: Hub, starter: Starter
+) -> None:
+    hub.add("org/one", FILES)
+
+    def make(name: str) -> World:
+        return borrowing(tmp_path / name, hub, starter)
+
+    def judge(world: World) -> Iterator[str]:
+        yield from world.problems()
+        hub.clear()
+        yield from lent(world).errors
+        if hub.gets(KNOWN):
+            yield f"{KNOWN} was fetched"
+        yield from (f"after the next: {problem}" for problem in unsettled(world))
+
+    whole = make("whole")
+    points = lent(whole).points
+    all_of("lend", [Moment(place, 1) for place in points])
+    assert list(unsettled(whole)) == []
+    fail_with(problems_of_kills(points, make, lent, judge))
+
+
+@pytest.mark.parametrize("path", [RIGHT, "config.json"])
+def test_wrong_bytes_that_a_killed_loading_brought_are_found_by_the_next(
+    path: str, tmp_path: Path, hub: Hub, starter: Starter
+) -> None:
+    hub.add("org/one", FILES)
+    world = borrowing(tmp_path / "world", hub, starter)
+    hub.faults.wrong_bytes(path)
+    assert lent(world, Moment("lend: loaded", 1)).is_killed
+    assert world.problems() != []
+    ended = lent(world)
+    if ended.errors:
+        assert "DigestMismatchError" in ended.error
+        assert lent(world).errors == []
+    assert list(unsettled(world)) == []
+
+
+# a file that is in the way
+
+
+@pytest.mark.parametrize(
+    "place",
+    [*sorted(POINTS["download over a file"]), "download: leased", "download: fetched", "copy"],
+)
 def test_a_file_of_the_users_own_comes_back_to_its_name_or_is_kept(
     place: str, world: World
 ) -> None:
@@ -337,11 +465,10 @@ def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(
     files = {f"{number}.safetensors": content(number, 400_000) for number in range(4)}
     hub.add("org/one", {**files, **{f"{number}.json": b"%d" % number for number in range(4)}})
     hub.bandwidth = 4e6
-    chance = random.Random()
-    for number in range(rounds(6)):
+    for number in range(rounds(4)):
         world = World(tmp_path / str(number), hub, starter)
-        running = world.start("org/one", max_workers=chance.choice((1, 2, 8)))
-        delay = chance.random() * 0.7
+        running = world.start("org/one", max_workers=random.choice((1, 2, 8)))
+        delay = random.random() * 0.7
         time.sleep(delay)
         running.kill()
         assert list(finished(world)) == [], f"killed after {delay} s"
@@ -418,17 +545,17 @@ def test_wrong_bytes_of_a_killed_download_are_found_without_the_hub(
     assert world.is_right("org/one")
 
 
-@pytest.mark.parametrize("between", ["one file", "some files"])
-@pytest.mark.parametrize("last", [{}, {"local_files_only": True}], ids=["online", "local"])
+@pytest.mark.parametrize(("other", "is_local"), [
+    pytest.param({"filename": "tokenizer.json"}, False, id="one file, online"),
+    pytest.param({"allow_patterns": ["*token*"]}, True, id="some files, local"),
+])  # fmt: skip
 @pytest.mark.parametrize(("path", "place"), UNPROVEN)
 def test_a_call_for_other_files_does_not_make_anybody_believe_in_the_wrong_ones(
-    path: str, place: str, last: dict[str, object], between: str, world: World
+    path: str, place: str, other: dict[str, object], is_local: bool, world: World
 ) -> None:
     wrong_and_killed(world, path, place)
-    other = {"filename": "tokenizer.json"} if between == "one file" else {
-        "allow_patterns": ["*token*"]}  # fmt: skip
     world.download("org/one", **other)
-    world.download("org/one", **last)
+    world.download("org/one", local_files_only=is_local)
     assert world.problems_of_cache() == []
     ended = world.download("org/one")
     assert ended.path == world.snapshot("org/one")
@@ -464,6 +591,21 @@ def test_small_files_of_a_branch_that_moved_are_proven(world: World) -> None:
         assert ended.error.startswith("DigestMismatchError: ")
     assert world.download("org/one").path == world.snapshot("org/one")
     assert world.is_right("org/one")
+
+
+@pytest.mark.parametrize("place", sorted(POINTS["download wrong bytes"]))
+def test_a_kill_while_wrong_bytes_that_were_there_are_set_aside_leaves_nothing_visible(
+    place: str, world: World
+) -> None:
+    world.hub.add("org/one", {"config.json": CONFIG, WRONG: content(1, SIZE)})
+    spot = blob_of(world, WRONG)
+    spot.parent.mkdir(parents=True)
+    spot.write_bytes(content(99, SIZE))
+    assert world.start("org/one", die_at=Moment(place, 1)).wait().is_killed
+    assert world.problems() == []
+    assert world.download("org/one").path == world.snapshot("org/one")
+    assert world.is_right("org/one")
+    assert in_bad(world) == [content(99, SIZE)]
 
 
 def test_a_kill_while_wrong_bytes_are_set_aside_leaves_nothing_visible(world: World) -> None:
@@ -509,7 +651,7 @@ def test_an_interrupted_library_call_ends_soon_and_goes_on_later(how: str, world
     assert world.hub.fetched_bytes() < 3_000_000  # it did not download all the rest first
     with world.store() as store:
         for file in world.commit("org/one").files.values():
-            assert store.leases.busy(f"hub:{file.etag}") is None
+            assert store.key_locks.busy(f"hub:{file.etag}") is None
     world.hub.faults.clear()
     world.hub.bandwidth = None
     assert list(finished(world)) == []

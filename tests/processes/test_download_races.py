@@ -93,8 +93,6 @@ def contents(world: World, *repos: str) -> dict[str, int]:
 
 RACES = [
     pytest.param([["org/one"], ["org/one"]], id="two processes, one repo"),
-    pytest.param([["org/one"], ["org/two"]], id="two processes, repos that overlap"),
-    pytest.param([["org/one"], ["org/two"]] * 2, id="four processes"),
     pytest.param([["org/one", "org/one"]], id="two threads, one repo"),
     pytest.param([["org/one", "org/two"]] * 2, id="two processes with two threads each"),
 ]
@@ -165,12 +163,11 @@ def test_two_programs_never_wait_for_each_other(is_local: bool, world: World) ->
     assert world.problems() == []
 
 
-@pytest.mark.parametrize("survivors", [1, 3])
-def test_nobody_waits_for_a_process_that_was_killed(survivors: int, world: World) -> None:
+def test_nobody_waits_for_a_process_that_was_killed(world: World) -> None:
     hold = world.hub.faults.hold(f"org/one/{ENCODER}", after=100_000)
     victim = world.start("org/one")
     assert hold.reached.wait(PATIENCE)
-    running = [world.start("org/two") for _ in range(survivors)]
+    running = [world.start("org/two") for _ in range(3)]
     until(lambda: any(each.sent == SIZE for each in world.hub.gets(f"org/two/{UNET}")))
     assert world.hub.gets(f"org/two/{ENCODER}") == []  # the other is at it
     assert victim.kill().is_killed
@@ -184,15 +181,12 @@ def test_nobody_waits_for_a_process_that_was_killed(survivors: int, world: World
     assert world.is_right("org/one")
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_wrong_bytes_are_an_error_for_one_and_nobody_else_gets_them(
-    count: int, world: World
-) -> None:
+def test_wrong_bytes_are_an_error_for_one_and_nobody_else_gets_them(world: World) -> None:
     world.hub.bandwidth = 4e6
     world.hub.faults.wrong_bytes(f"/{ENCODER}")
-    running = [world.start(repo) for _, repo in zip(range(count), itertools.cycle(REPOS))]
+    running = [world.start(repo) for repo in (*REPOS, *REPOS)]
     errors = [error for process in running for error in process.wait().errors]
-    assert 1 <= len(errors) <= count
+    assert 1 <= len(errors) <= len(running)
     assert all(error.startswith("DigestMismatchError: ") for error in errors), errors
     assert world.problems() == []
     for repo in REPOS:

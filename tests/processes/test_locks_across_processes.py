@@ -1,95 +1,126 @@
-"""Locks and leases among real processes: killed, forked, interrupted, and all at once."""
+"""Locks of files and of keys among real processes: killed, forked, interrupted, and all at once."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import textwrap
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
-import smartcache
-from tests.api import Leases, LeaseTimeoutError, claim, is_free, lock
+from tests.api import (
+    KeyLocks,
+    LockTimeoutError,
+    StoreError,
+    StoreUnwritableError,
+    claim,
+    is_free,
+    lock,
+)
+from tests.processes.children import NOBODY, folder_of
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock, fork and SIGKILL")
 
-PRELUDE = """
-import os, signal, subprocess, sys, threading, time, warnings
-from pathlib import Path
-from smartcache.errors import LeaseTimeoutError, StoreError, StoreUnwritableError
-from smartcache.store.leases import Leases
-from smartcache.store.locks import claim, is_free, lock
-warnings.simplefilter("ignore")  # Python 3.12 on fork in a process with threads
-root = Path(sys.argv[1])
-path = root / "lock"
-leases = Leases(root / "leases")
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-def wait():
-    os.read(0, 1)
-"""
+FOR_EVER = 3600.0
 
 
-class Child(subprocess.Popen[str]):
-    """A process that runs a script. We `hear` what it says; it waits until we let it `go`."""
+class Other:
+    """A forked process. We `hear` what it says; it waits until we let it `go`."""
 
-    def __init__(self, script: str, *arguments: object) -> None:
-        source = PRELUDE + textwrap.dedent(script)
-        package = Path(smartcache.__file__).parents[1]
-        super().__init__(
-            [sys.executable, "-c", source, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(package)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, work: Callable[[Other], object]) -> None:
+        heard, self._saying = os.pipe()
+        self.waiting, self._going = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(heard)
+            os.close(self._going)
+            self._work(work)
+        os.close(self._saying)
+        os.close(self.waiting)
+        self._heard = os.fdopen(heard)
+        self._status: int | None = None
+
+    def _work(self, work: Callable[[Other], object]) -> None:
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            work(self)
+            code = 0
+        except BaseException:  # noqa: BLE001 - it must not return into the test
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    # in the other process
+
+    def say(self, *words: object) -> None:
+        os.write(self._saying, (" ".join(map(str, words)) + "\n").encode())
+
+    def wait(self) -> None:
+        os.read(self.waiting, 1)
+
+    def ready(self) -> None:
+        self.say("ready")
+        self.wait()
+
+    # here
 
     def hear(self) -> str:
-        assert self.stdout is not None
-        line = self.stdout.readline().strip()
+        line = self._heard.readline().strip()
         if not line:
-            pytest.fail(f"The child ended: {self.communicate()[1]}")
+            pytest.fail("the other process ended")
         return line
 
     def go(self) -> None:
-        assert self.stdin is not None
-        self.stdin.close()
-        self.stdin = None
+        os.write(self._going, b"g")
 
-    def end(self) -> list[str]:
-        """Let it go on, and return what it said last."""
-        output, errors = self.communicate()
-        assert self.returncode == 0, errors
-        return output.split()
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
-    def kill_now(self) -> None:
-        self.kill()
-        self.wait(30)
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self.join()
+
+    def join(self) -> None:
+        if self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+
+    def end(self) -> str:
+        """Return what it said last."""
+        said = self._heard.read().strip()
+        self.join()
+        assert self._status == 0
+        return said
+
+    def close(self) -> None:
+        if self._status is None:
+            self.kill()
+        os.close(self._going)  # its children end, too
+        self._heard.close()
 
 
-Start = Callable[..., Child]
+Start = Callable[[Callable[[Other], object]], Other]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    children: list[Child] = []
+def start() -> Iterator[Start]:
+    others: list[Other] = []
 
-    def begin(script: str, *arguments: object) -> Child:
-        children.append(Child(script, tmp_path, *arguments))
-        return children[-1]
+    def begin(work: Callable[[Other], object]) -> Other:
+        others.append(Other(work))
+        return others[-1]
 
     yield begin
-    for child in children:
-        child.kill()
-        child.communicate()
+    for other in others:
+        other.close()
 
 
 @pytest.fixture
@@ -98,419 +129,410 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def leases(tmp_path: Path) -> Leases:
-    return Leases(tmp_path / "leases")
+def key_locks(tmp_path: Path) -> KeyLocks:
+    return KeyLocks(tmp_path / "leases")
 
 
 def is_locked(path: Path) -> bool:
     try:
         with lock(path, exclusive=True, timeout=0):
             return False
-    except LeaseTimeoutError:
+    except LockTimeoutError:
         return True
 
 
-HOLD_LOCK = """
-with lock(path, exclusive=sys.argv[2] == "True", what="prune"):
-    say("held")
-    wait()
-"""
-HOLD_LEASE = """
-with leases.hold("key", what="download"):
-    say("held")
-    wait()
-"""
+def holding(wanted: Callable[[], AbstractContextManager[object]]) -> Callable[[Other], None]:
+    """Hold something until we may go."""
+
+    def work(me: Other) -> None:
+        with wanted():
+            me.say("held")
+            me.wait()
+
+    return work
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_the_lock_of_a_killed_process_is_free_at_once(
     start: Start, path: Path, exclusive: bool
 ) -> None:
-    child = start(HOLD_LOCK, exclusive)
-    child.hear()
+    other = start(holding(lambda: lock(path, exclusive=exclusive, what="prune")))
+    other.hear()
     assert is_locked(path)
-    child.kill_now()
+    other.kill()
     with lock(path, exclusive=False, timeout=0):
         assert path.read_bytes() == b"", "its note is gone too"
     assert not is_locked(path)
 
 
-def test_the_lease_of_a_killed_process_is_free_at_once(start: Start, leases: Leases) -> None:
-    child = start(HOLD_LEASE)
-    child.hear()
-    child.kill_now()
-    assert os.listdir(leases.directory), "the file is still there, with the note of the dead"
-    assert leases.busy("key") is None
-    with leases.hold("key", timeout=0):
-        assert str(leases.busy("key")).startswith("this process, since ")
-    assert os.listdir(leases.directory) == []
+def test_the_key_lock_of_a_killed_process_is_free_at_once(
+    start: Start, key_locks: KeyLocks
+) -> None:
+    other = start(holding(lambda: key_locks.hold("key", what="download")))
+    other.hear()
+    other.kill()
+    assert os.listdir(key_locks.directory), "the file is still there, with the note of the dead"
+    assert key_locks.busy("key") is None
+    with key_locks.hold("key", timeout=0):
+        assert str(key_locks.busy("key")).startswith("this process, since ")
+    assert os.listdir(key_locks.directory) == []
 
 
+@pytest.mark.parametrize("timeout", [None, FOR_EVER])
 @pytest.mark.parametrize("exclusive", [True, False])
-@pytest.mark.parametrize("timeout", [None, 3600])
 def test_who_waits_for_another_process_hears_which(
     start: Start, path: Path, exclusive: bool, timeout: float | None
 ) -> None:
-    heard: list[str] = []
-    child = start(HOLD_LOCK, True)
-    child.hear()
-    with pytest.raises(LeaseTimeoutError) as caught, lock(path, exclusive=exclusive, timeout=0):
+    other = start(holding(lambda: lock(path, exclusive=True, what="prune")))
+    other.hear()
+    with pytest.raises(LockTimeoutError) as caught, lock(path, exclusive=exclusive, timeout=0):
         pass
-    assert vars(caught.value)["holder"].startswith(f"process {child.pid} (prune), since ")
+    assert vars(caught.value)["holder"].startswith(f"process {other.pid} (prune), since ")
+    heard: list[str] = []
 
     def hear(sentence: str) -> None:
         heard.append(sentence)
-        child.go()
+        other.go()
 
     with lock(path, exclusive=exclusive, timeout=timeout, on_wait=hear):
         pass
     (sentence,) = heard
-    expected = rf"process {child.pid} \(prune\) has held the store since \d\d:\d\d"
+    expected = rf"process {other.pid} \(prune\) has held the store since \d\d:\d\d"
     assert re.fullmatch(expected, sentence)
 
 
-@pytest.mark.parametrize("timeout", [None, 3600])
-def test_who_waits_for_a_lease_of_another_process_hears_which(
-    start: Start, leases: Leases, timeout: float | None
+@pytest.mark.parametrize("timeout", [None, FOR_EVER])
+def test_who_waits_for_a_key_of_another_process_hears_which(
+    start: Start, key_locks: KeyLocks, timeout: float | None
 ) -> None:
-    heard: list[str] = []
-    child = start(HOLD_LEASE)
-    child.hear()
-    with pytest.raises(LeaseTimeoutError) as caught, leases.hold("key", timeout=0):
+    other = start(holding(lambda: key_locks.hold("key", what="download")))
+    other.hear()
+    with pytest.raises(LockTimeoutError) as caught, key_locks.hold("key", timeout=0):
         pass
-    who = f"process {child.pid} (download)"
+    who = f"process {other.pid} (download)"
     assert vars(caught.value)["key"] == "key"
-    assert vars(caught.value)["holder"] == leases.busy("key")
-    assert str(leases.busy("key")).startswith(f"{who}, since ")
+    assert vars(caught.value)["holder"] == key_locks.busy("key")
+    assert str(key_locks.busy("key")).startswith(f"{who}, since ")
+    heard: list[str] = []
 
     def hear(sentence: str) -> None:
         heard.append(sentence)
-        child.go()
+        other.go()
 
-    with leases.hold("key", timeout=timeout, on_wait=hear):
+    with key_locks.hold("key", timeout=timeout, on_wait=hear):
         pass
     (sentence,) = heard
-    assert sentence.startswith(f"{who} has held the lease on 'key' since ")
+    assert sentence.startswith(f"{who} has held the lock of 'key' since ")
 
 
-INTERRUPTED = """
-signal.signal(signal.SIGINT, signal.default_int_handler)
-kind, timeout = sys.argv[2], None if sys.argv[3] == "None" else float(sys.argv[3])
-def threads_lease():
-    taken = threading.Event()
-    def hold():
-        with leases.hold("other"):
-            taken.set()
-            time.sleep(3600)
-    threading.Thread(target=hold, daemon=True).start()
-    taken.wait()
-    return leases.hold("other", timeout=timeout, on_wait=say)
-wanted = {
-    "alone": lambda: lock(path, exclusive=True, timeout=timeout, on_wait=say),
-    "shared": lambda: lock(path, exclusive=False, timeout=timeout, on_wait=say),
-    "lease": lambda: leases.hold(["a", "key"], timeout=timeout, on_wait=say),
-    "lease of a thread": threads_lease,
-}[kind]()
-try:
-    with wanted:
-        say("got it")
-except KeyboardInterrupt as error:
-    say("interrupted")
-    wait()  # the traceback is alive, and must hold nothing
-"""
-
-
-@pytest.mark.parametrize("timeout", [None, 3600])
-@pytest.mark.parametrize("kind", ["alone", "shared", "lease", "lease of a thread"])
+@pytest.mark.parametrize("timeout", [None, FOR_EVER])
+@pytest.mark.parametrize("kind", ["alone", "shared", "key", "key of a thread"])
 def test_ctrl_c_ends_a_wait_and_leaves_nothing_locked(
-    start: Start, path: Path, leases: Leases, kind: str, timeout: float | None
+    start: Start, path: Path, key_locks: KeyLocks, kind: str, timeout: float | None
 ) -> None:
-    with lock(path, exclusive=True), leases.hold("key"):
-        child = start(INTERRUPTED, kind, timeout)
-        child.hear()
-        child.send_signal(signal.SIGINT)
-        assert child.hear() == "interrupted"
+    def key_of_a_thread() -> None:
+        with key_locks.hold("other"):
+            taken.set()
+            time.sleep(FOR_EVER)
+
+    taken = threading.Event()
+
+    def work(me: Other) -> None:
+        wanted: AbstractContextManager[None]
+        if kind == "key of a thread":
+            threading.Thread(target=key_of_a_thread, daemon=True).start()
+            taken.wait()
+            wanted = key_locks.hold("other", timeout=timeout, on_wait=me.say)
+        elif kind == "key":
+            wanted = key_locks.hold(["a", "key"], timeout=timeout, on_wait=me.say)
+        else:
+            wanted = lock(path, exclusive=kind == "alone", timeout=timeout, on_wait=me.say)
+        try:
+            with wanted:
+                me.say("got it")
+        except KeyboardInterrupt:
+            me.say("interrupted")
+            me.wait()  # the traceback is alive, and must hold nothing
+
+    with lock(path, exclusive=True), key_locks.hold("key"):
+        other = start(work)
+        other.hear()
+        other.send_signal(signal.SIGINT)
+        assert other.hear() == "interrupted"
     assert not is_locked(path)
-    with leases.hold(["a", "key"], timeout=0):
+    with key_locks.hold(["a", "key"], timeout=0):
         pass
-
-
-FORK_BESIDE_A_HOLDER = """
-taken, done = threading.Event(), threading.Event()
-def hold():
-    with lock(path, exclusive=True, what="prune"), leases.hold("key"):
-        taken.set()
-        done.wait()
-    say("released")
-holder = threading.Thread(target=hold, daemon=True)
-holder.start()
-taken.wait()
-signal.signal(signal.SIGINT, lambda *_: done.set())
-if os.fork() == 0:
-    say("forked")
-    wait()
-    os._exit(0)
-while True:
-    time.sleep(3600)
-"""
 
 
 @pytest.mark.parametrize("how", ["released", "killed"])
 def test_a_forked_child_neither_holds_nor_keeps_the_lock_of_another_thread(
-    start: Start, path: Path, leases: Leases, how: str
+    start: Start, path: Path, key_locks: KeyLocks, how: str
 ) -> None:
-    parent = start(FORK_BESIDE_A_HOLDER)
+    def work(me: Other) -> None:
+        taken, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock(path, exclusive=True, what="prune"), key_locks.hold("key"):
+                taken.set()
+                done.wait()
+            me.say("released")
+
+        threading.Thread(target=hold, daemon=True).start()
+        taken.wait()
+        signal.signal(signal.SIGINT, lambda *_: done.set())
+        if os.fork() == 0:
+            me.say("forked")
+            me.wait()
+            os._exit(0)
+        while True:
+            time.sleep(FOR_EVER)
+
+    parent = start(work)
     assert parent.hear() == "forked"
     assert is_locked(path), "the child closed its copy, and the parent's lock stayed"
-    assert leases.busy("key")
+    assert key_locks.busy("key")
     if how == "released":
         parent.send_signal(signal.SIGINT)
         assert parent.hear() == "released"
     else:
-        parent.kill_now()
+        parent.kill()
     assert not is_locked(path), "the child lives and holds nothing"
-    assert leases.busy("key") is None
-
-
-FORK_INSIDE = """
-taken = claim(root / "claimed")
-with lock(path, exclusive=True), leases.hold("key"):
-    if (child := os.fork()) != 0:
-        os.waitpid(child, 0)
-        say("child gone")
-        wait()
-        os._exit(0)
-    for ask in (lock(path, exclusive=True, timeout=0), leases.hold("key", timeout=0)):
-        try:
-            with ask:
-                say("child got it")
-        except LeaseTimeoutError as error:
-            say("refused:", error)
-    try:
-        taken.fd
-    except StoreError as error:
-        say(error)
-    (root / "stranger").write_bytes(b"data")
-    strangers = [os.open(root / "stranger", os.O_RDWR) for _ in range(20)]
-# The blocks it inherited are left now: neither locks nor strangers' descriptors are touched.
-taken.release()
-del taken
-for fd in strangers:
-    assert os.fstat(fd).st_size == 4
-say("child left")
-"""
+    assert key_locks.busy("key") is None
 
 
 def test_a_child_forked_inside_a_block_starts_with_nothing_and_takes_nothing_away(
-    start: Start, path: Path, leases: Leases, tmp_path: Path
+    start: Start, path: Path, key_locks: KeyLocks, tmp_path: Path
 ) -> None:
-    parent = start(FORK_INSIDE)
+    def work(me: Other) -> None:
+        taken = claim(tmp_path / "claimed")
+        assert taken is not None
+        with lock(path, exclusive=True), key_locks.hold("key"):
+            if (child := os.fork()) != 0:
+                os.waitpid(child, 0)
+                me.say("child gone")
+                me.wait()
+                os._exit(0)
+            for ask in (lock(path, exclusive=True, timeout=0), key_locks.hold("key", timeout=0)):
+                try:
+                    with ask:
+                        me.say("child got it")
+                except LockTimeoutError as error:
+                    me.say("refused:", error)
+            try:
+                me.say("child has", taken.fd)
+            except StoreError as error:
+                me.say(error)
+            (tmp_path / "stranger").write_bytes(b"data")
+            strangers = [os.open(tmp_path / "stranger", os.O_RDWR) for _ in range(20)]
+        # The blocks it inherited are left now: neither locks nor strangers' descriptors go.
+        taken.release()
+        del taken
+        assert {os.fstat(fd).st_size for fd in strangers} == {4}
+        me.say("child left")
+
+    parent = start(work)
     assert parent.hear().startswith(f"refused: Gave up after 0 s: process {parent.pid} has held")
-    assert parent.hear().startswith("refused: Gave up after 0 s: the lease on 'key' is held by")
+    assert parent.hear().startswith("refused: Gave up after 0 s: the lock of 'key' is held by")
     assert parent.hear().endswith("is not claimed by this process any more")
     assert parent.hear() == "child left"
     assert parent.hear() == "child gone"
     assert is_locked(path)
-    assert leases.busy("key")
+    assert key_locks.busy("key")
     assert not is_free(tmp_path / "claimed")
     assert path.read_bytes() != b"", "the parent's note"
 
 
-FORK_STORM = """
-def work():
-    while True:
-        with lock(path, exclusive=False), leases.hold("key"):
-            pass
-        claim(root / "claimed").release()
-threading.Thread(target=work, daemon=True).start()
-for number in range(int(sys.argv[2])):
-    if os.fork() == 0:
-        say("forked")
-        wait()
-        os._exit(0)
-time.sleep(3600)
-"""
-
-
 def test_no_moment_of_a_fork_lets_a_child_inherit_a_lock(
-    start: Start, path: Path, leases: Leases, tmp_path: Path, rounds: Callable[[int], int]
+    start: Start, path: Path, key_locks: KeyLocks, tmp_path: Path, rounds: Callable[[int], int]
 ) -> None:
     number = rounds(40)
-    parent = start(FORK_STORM, number)
+
+    def lock_all_the_time() -> None:
+        while True:
+            with lock(path, exclusive=False), key_locks.hold("key"):
+                pass
+            if (taken := claim(tmp_path / "claimed")) is not None:
+                taken.release()
+
+    def work(me: Other) -> None:
+        threading.Thread(target=lock_all_the_time, daemon=True).start()
+        for _ in range(number):
+            if os.fork() == 0:
+                me.say("forked")
+                me.wait()
+                os._exit(0)
+        time.sleep(FOR_EVER)
+
+    parent = start(work)
     for _ in range(number):
         assert parent.hear() == "forked"
-    parent.kill_now()
+    parent.kill()
     assert not is_locked(path)
-    assert leases.busy("key") is None
+    assert key_locks.busy("key") is None
     assert is_free(tmp_path / "claimed")
 
 
 def test_a_program_that_was_started_keeps_no_lock(start: Start, path: Path) -> None:
-    parent = start("""
+    def work(me: Other) -> None:
         with lock(path, exclusive=True):
             nowhere = subprocess.DEVNULL
-            subprocess.Popen(["cat"], close_fds=False, stdout=nowhere, stderr=nowhere)
-            say("started")
-            wait()
-    """)
+            words = {"stdin": me.waiting, "stdout": nowhere, "stderr": nowhere}
+            subprocess.Popen(["cat"], close_fds=False, **words)  # type: ignore[call-overload]
+            me.say("started")
+            time.sleep(FOR_EVER)
+
+    parent = start(work)
     parent.hear()
-    parent.kill_now()
+    parent.kill()
     assert not is_locked(path)
 
 
-COUNT = """
-counter = root / "counter"
-say("ready")
-wait()
-done = 0
-end = time.monotonic() + float(sys.argv[2])
-while time.monotonic() < end:
-    with leases.hold("key"):
-        value = int(counter.read_text())
-        if done % 3 == 0:
-            time.sleep(0)
-        counter.write_text(str(value + 1))
-    done += 1
-say(done)
-"""
+def run_together(others: list[Other]) -> list[str]:
+    for other in others:
+        assert other.hear() == "ready"
+    for other in others:
+        other.go()
+    return [other.end() for other in others]
 
 
-def run_together(children: list[Child]) -> list[list[str]]:
-    for child in children:
-        assert child.hear() == "ready"
-    for child in children:
-        child.go()
-    return [child.end() for child in children]
-
-
-def test_eight_processes_count_under_one_lease_and_lose_nothing(
-    start: Start, tmp_path: Path, leases: Leases, seconds: Callable[[float], float]
+def test_eight_processes_count_under_one_key_and_lose_nothing(
+    start: Start, tmp_path: Path, key_locks: KeyLocks, seconds: Callable[[float], float]
 ) -> None:
     """The lease file is removed at every release: two holders at once would lose an increment."""
-    (tmp_path / "counter").write_text("0")
-    counts = run_together([start(COUNT, seconds(1.5)) for _ in range(8)])
-    assert int((tmp_path / "counter").read_text()) == sum(int(count) for (count,) in counts)
-    assert os.listdir(leases.directory) == []
+    counter = tmp_path / "counter"
+    counter.write_text("0")
 
+    def count(me: Other) -> None:
+        me.ready()
+        done = 0
+        end = time.monotonic() + seconds(1)
+        while time.monotonic() < end:
+            with key_locks.hold("key"):
+                value = int(counter.read_text())
+                if done % 3 == 0:
+                    time.sleep(0)
+                counter.write_text(str(value + 1))
+            done += 1
+        me.say(done)
 
-CROWD = """
-busy = root / "busy"
-def work():
-    for _ in range(int(sys.argv[2])):
-        with leases.hold("key"):
-            os.close(os.open(busy, os.O_CREAT | os.O_EXCL))
-            os.unlink(busy)
-    done.append(1)
-done = []
-threads = [threading.Thread(target=work) for _ in range(16)]
-say("ready")
-wait()
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-say(len(done))
-"""
+    counts = run_together([start(count) for _ in range(8)])
+    assert int(counter.read_text()) == sum(map(int, counts))
+    assert os.listdir(key_locks.directory) == []
 
 
 def test_sixteen_threads_of_four_processes_are_never_two_at_once(
-    start: Start, rounds: Callable[[int], int]
+    start: Start, tmp_path: Path, key_locks: KeyLocks, rounds: Callable[[int], int]
 ) -> None:
-    children = [start(CROWD, rounds(10)) for _ in range(4)]
-    assert run_together(children) == [["16"]] * 4
+    def crowd(me: Other) -> None:
+        done = []
 
+        def work() -> None:
+            for _ in range(rounds(10)):
+                with key_locks.hold("key"):
+                    os.close(os.open(tmp_path / "busy", os.O_CREAT | os.O_EXCL))
+                    os.unlink(tmp_path / "busy")
+            done.append(1)
 
-CROSSED = """
-say("ready")
-wait()
-for _ in range(int(sys.argv[2])):
-    with leases.hold(list(sys.argv[3])):
-        pass
-say("done")
-"""
+        threads = [threading.Thread(target=work) for _ in range(16)]
+        me.ready()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        me.say(len(done))
+
+    assert run_together([start(crowd) for _ in range(4)]) == ["16"] * 4
 
 
 def test_two_processes_that_name_their_keys_crosswise_do_not_wait_for_each_other(
-    start: Start, rounds: Callable[[int], int]
+    start: Start, key_locks: KeyLocks, rounds: Callable[[int], int]
 ) -> None:
-    number = rounds(300)
-    children = [start(CROSSED, number, keys) for keys in ("ab", "ba")]
-    assert run_together(children) == [["done"]] * 2
+    def crossed(keys: list[str]) -> Callable[[Other], None]:
+        def work(me: Other) -> None:
+            me.ready()
+            for _ in range(rounds(300)):
+                with key_locks.hold(keys):
+                    pass
+            me.say("done")
 
+        return work
 
-SHARE_ALL_THE_TIME = """
-say("ready")
-while True:
-    with lock(path, exclusive=False):
-        time.sleep(0.002)
-"""
+    assert run_together([start(crossed(list(keys))) for keys in ("ab", "ba")]) == ["done"] * 2
 
 
 def test_a_stream_of_sharers_does_not_keep_a_writer_out(start: Start, path: Path) -> None:
     """Without the queue this waits until the sharers end, which they do not."""
-    for child in [start(SHARE_ALL_THE_TIME) for _ in range(8)]:
-        child.hear()
+
+    def share_all_the_time(me: Other) -> None:
+        me.say("ready")
+        while True:
+            with lock(path, exclusive=False):
+                time.sleep(0.002)
+
+    for other in [start(share_all_the_time) for _ in range(8)]:
+        other.hear()
     for timeout in (None, 60) * 10:
         with lock(path, exclusive=True, timeout=timeout):
             pass
 
 
-CREATE = """
-tmp = root / "tmp"
-say("ready")
-wait()
-end = time.monotonic() + float(sys.argv[2])
-number = 0
-while time.monotonic() < end:
-    mine = claim(tmp / f"{os.getpid()}-{number}")
-    os.write(mine.fd, b"data")
-    assert os.path.samestat(os.fstat(mine.fd), os.stat(mine.path)), "swept away"
-    if number % 3 == 0:
-        time.sleep(0)
-    assert mine.path.read_bytes() == b"data"
-    mine.release(remove=number % 2 == 0)
-    number += 1
-say(number)
-"""
-CLEAN = """
-tmp = root / "tmp"
-say("ready")
-wait()
-end = time.monotonic() + float(sys.argv[2])
-swept = 0
-while time.monotonic() < end:
-    for name in os.listdir(tmp):
-        if is_free(tmp / name) and (left := claim(tmp / name)) is not None:
-            swept += os.fstat(left.fd).st_size > 0
-            left.release()
-say(swept)
-"""
-
-
 def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
     start: Start, tmp_path: Path, seconds: Callable[[float], float]
 ) -> None:
-    (tmp_path / "tmp").mkdir()
-    scripts = [CREATE, CREATE, CREATE, CLEAN, CLEAN]
-    counts = run_together([start(script, seconds(1)) for script in scripts])
-    created, swept = counts[:3], counts[3:]
-    assert all(int(count) for (count,) in created)
-    assert sum(int(count) for (count,) in swept)
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+
+    def create(me: Other) -> None:
+        me.ready()
+        end = time.monotonic() + seconds(1)
+        number = 0
+        while time.monotonic() < end:
+            mine = claim(folder / f"{os.getpid()}-{number}")
+            assert mine is not None
+            os.write(mine.fd, b"data")
+            assert os.path.samestat(os.fstat(mine.fd), os.stat(mine.path)), "swept away"
+            if number % 3 == 0:
+                time.sleep(0)
+            assert mine.path.read_bytes() == b"data"
+            mine.release(remove=number % 2 == 0)
+            number += 1
+        me.say(number)
+
+    def clean(me: Other) -> None:
+        me.ready()
+        end = time.monotonic() + seconds(1)
+        swept = 0
+        while time.monotonic() < end:
+            for name in os.listdir(folder):
+                if is_free(folder / name) and (left := claim(folder / name)) is not None:
+                    swept += os.fstat(left.fd).st_size > 0
+                    left.release()
+        me.say(swept)
+
+    counts = run_together([start(work) for work in (create, create, create, clean, clean)])
+    assert all(map(int, counts[:3]))
+    assert sum(map(int, counts[3:]))
 
 
 def test_what_killed_processes_claimed_is_free_and_what_the_living_claimed_is_not(
     start: Start, tmp_path: Path
 ) -> None:
-    hold = """
-        mine = claim(root / sys.argv[2])
-        os.write(mine.fd, b"half")
-        say("claimed")
-        wait()
-    """
-    dying, living = start(hold, "dying"), start(hold, "living")
-    for child in (dying, living):
-        child.hear()
+    def hold(name: str) -> Callable[[Other], None]:
+        def work(me: Other) -> None:
+            mine = claim(tmp_path / name)
+            assert mine is not None
+            os.write(mine.fd, b"half")
+            me.say("claimed")
+            me.wait()
+
+        return work
+
+    dying, living = start(hold("dying")), start(hold("living"))
+    for other in (dying, living):
+        other.hear()
     assert not is_free(tmp_path / "dying")
     assert claim(tmp_path / "dying") is None
-    dying.kill_now()
+    dying.kill()
     assert is_free(tmp_path / "dying")
     assert (tmp_path / "dying").read_bytes() == b"half"
     left = claim(tmp_path / "dying")
@@ -520,55 +542,42 @@ def test_what_killed_processes_claimed_is_free_and_what_the_living_claimed_is_no
     assert not is_free(tmp_path / "living")
 
 
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory another user can reach: pytest's own are private."""
-    directory = Path(tempfile.mkdtemp(prefix="smartcache-test-"))
-    directory.chmod(0o755)
-    yield directory
-    directory.chmod(0o755)
-    shutil.rmtree(directory)
+def test_in_a_store_that_cannot_be_written_only_sharing_works(start: Start) -> None:
+    user = NOBODY if os.geteuid() == 0 else None
 
+    def work(me: Other) -> None:
+        if user is not None:
+            time.localtime()  # notes have times; later the zone cannot be read
+            os.setgroups([])
+            os.setuid(user)
 
-UNWRITABLE = """
-if os.geteuid() == 0:
-    os.setgroups([])
-    os.setuid(65534)
-    time.tzset()
-store = Path(sys.argv[2])
-def attempt(wanted):
-    try:
-        with wanted:
-            say("locked")
-    except StoreUnwritableError as error:
-        say("unwritable", error.path, error)
-attempt(lock(store / "lock", exclusive=True))
-attempt(lock(store / "lock", exclusive=False))
-attempt(lock(store / "missing", exclusive=False))
-attempt(Leases(store / "leases").hold("key"))
-attempt(Leases(store / "missing").hold("key"))
-try:
-    claim(store / "x")
-except StoreUnwritableError as error:
-    say("unwritable", error.path, error)
-"""
+        def attempt(act: Callable[[], AbstractContextManager[object]]) -> None:
+            try:
+                with act():
+                    me.say("locked")
+            except StoreUnwritableError as error:
+                me.say("unwritable", vars(error)["path"], error)
 
+        attempt(lambda: lock(store / "lock", exclusive=True))
+        attempt(lambda: lock(store / "lock", exclusive=False))
+        attempt(lambda: lock(store / "missing", exclusive=False))
+        attempt(lambda: KeyLocks(store / "leases").hold("key"))
+        attempt(lambda: KeyLocks(store / "missing").hold("key"))
+        attempt(lambda: nullcontext(claim(store / "x")))
 
-def test_in_a_store_that_cannot_be_written_only_sharing_works(
-    start: Start, open_directory: Path
-) -> None:
-    (open_directory / "lock").touch()
-    (open_directory / "leases").mkdir()
-    if os.geteuid() == 0:
-        for entry in (open_directory / "lock", open_directory / "leases", open_directory):
-            os.chown(entry, 65534, 65534)
-    for entry in (open_directory / "lock", open_directory / "leases", open_directory):
-        entry.chmod(entry.stat().st_mode & 0o555)
-    child = start(UNWRITABLE, open_directory)
-    denied = f"unwritable {open_directory}"
-    assert child.hear().startswith(f"{denied}/lock Cannot lock {open_directory}/lock: Permission")
-    assert child.hear() == "locked"
-    assert child.hear().startswith(f"{denied}/missing ")
-    assert child.hear().startswith(f"{denied}/leases/")
-    assert child.hear().startswith(f"{denied}/missing ")
-    assert child.hear().startswith(f"{denied}/x ")
+    with folder_of(user) as store:
+        (store / "lock").touch()
+        (store / "leases").mkdir()
+        for entry in (store / "lock", store / "leases", store):
+            if user is not None:
+                os.chown(entry, user, user)
+            entry.chmod(entry.stat().st_mode & 0o555)
+        other = start(work)
+        denied = f"unwritable {store}"
+        assert other.hear().startswith(f"{denied}/lock Cannot lock {store}/lock: Permission")
+        assert other.hear() == "locked"
+        assert other.hear().startswith(f"{denied}/missing ")
+        assert other.hear().startswith(f"{denied}/leases/")
+        assert other.hear().startswith(f"{denied}/missing ")
+        assert other.hear().startswith(f"{denied}/x ")
+        store.chmod(0o755)

@@ -6,11 +6,14 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.api import Store, probe
 from tests.api import store_faults as faults
 from tests.api import store_kernel as kernel
+from tests.store.files import WEIGHTS
 
 
 @pytest.fixture
@@ -26,6 +29,19 @@ def at_point(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], obj
         monkeypatch.setattr(faults, "hook", hook)
 
     return arrange
+
+
+@pytest.fixture
+def digest(store: Store) -> str:
+    """That of a blob of the store, which has the bytes `WEIGHTS`."""
+    return store.put_stream([WEIGHTS], algorithms=["sha256"]).digest
+
+
+@pytest.fixture
+def with_leases(folder: Path) -> None:
+    """Nothing but a filesystem with leases will do."""
+    if not probe(folder).lease:
+        pytest.skip("no leases on this filesystem")
 
 
 @pytest.fixture

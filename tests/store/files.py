@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import stat
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from blake3 import blake3
 
-from tests.api import Job, Unit
+from tests.api import Job, Owner, Store, Unit
+
+AtPoint = Callable[[str, Callable[[], object]], None]
+"""The fixture `at_point`: somebody acts at that point of a change, once."""
 
 WEIGHTS = random.Random(1).randbytes(100_000)
 """Large enough to be linked when the name says that these are weights."""
@@ -47,6 +55,54 @@ def digest_of(data: bytes) -> str:
     return blake3(data).hexdigest()
 
 
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def git_sha1_of(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def blob_path(store: Store, digest: str = digest_of(WEIGHTS)) -> Path:
+    """Where the bytes of a blob lie, whole or not."""
+    return Path(store.volume.layout.blob(digest))
+
+
+def read(store: Store, digest: str = digest_of(WEIGHTS)) -> bytes:
+    with store.open(digest) as file:
+        return file.read()
+
+
+def undo(store: Store) -> list[str]:
+    """Undo everything, and return what had to be said about it."""
+    return [done.note for done in store.plan_undo().execute() if done.note]
+
+
+@contextmanager
+def row(*name: object) -> Iterator[None]:
+    """Name the row of a table in whatever fails in it."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the row {' '.join(map(str, name))}")
+        raise
+
+
+def raising(code: int) -> Callable[..., NoReturn]:
+    """A system call that fails in this way."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def edit_with_time_set_back(path: Path, data: bytes = b"EDITED") -> None:
+    st = path.stat()
+    edit(path, data)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
 def mode_of(path: str | Path) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
 
@@ -80,6 +136,47 @@ def snapshot(directory: Path) -> dict[str, tuple[object, ...]]:
         else:
             found[name] = ("other", stat.S_IFMT(st.st_mode), stat.S_IMODE(st.st_mode))
     return found
+
+
+def in_turn(*acts: Callable[[], object]) -> Callable[[], None]:
+    """One act that is several."""
+
+    def act() -> None:
+        for each in acts:
+            each()
+
+    return act
+
+
+def come_to_write(path: Path) -> None:
+    """Open a file for writing as far as a lease lets one: the waiting is left out."""
+    with suppress(BlockingIOError):
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+@contextmanager
+def written_by_another_process(path: Path) -> Iterator[None]:
+    program = "import sys; file = open(sys.argv[1], 'r+b'); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        try:
+            yield
+        finally:
+            child.communicate()
+
+
+def hold_by(holder: str, store: Store, folder: Path, digest: str = digest_of(WEIGHTS)) -> None:
+    """Let somebody want a blob: a pin, an owner, one of our links or somebody else's."""
+    if holder == "pin":
+        store.pin(digest, "mine")
+    elif holder == "owner":
+        store.own(Owner(kind="folder", name="mine", path=folder), [digest])
+    elif holder == "stranger":
+        os.link(blob_path(store, digest), folder / "mine")
+    else:
+        store.place(digest, folder / "mine", kind=holder)  # type: ignore[arg-type]
 
 
 class Watch(Job):

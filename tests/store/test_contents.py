@@ -29,10 +29,19 @@ from tests.api import (
 )
 from tests.api import store_contents as contents
 from tests.processes.children import Child, folder_of
-from tests.store.files import OTHER, WEIGHTS, digest_of, edit, write
+from tests.store.files import (
+    OTHER,
+    WEIGHTS,
+    digest_of,
+    edit,
+    edit_with_time_set_back,
+    row,
+    write,
+)
 
 ANN, TEAM = 64001, 64000
 BIG = 3 << 20
+WHATS: tuple[What, ...] = ("blake3", "sample")
 
 
 def candidate(store: Store, path: Path) -> Candidate:
@@ -55,92 +64,109 @@ def values(store: Store, found: Learned, paths: Sequence[Path]) -> list[str]:
 
 
 def remembered(store: Store, path: Path) -> str | None:
-    memo = store.volume.index.memo(store.volume.filesystem, path.stat().st_ino)
-    return None if memo is None else memo.values.get("blake3")
+    memo = store.catalog.memos(store.volume.filesystem, [path.stat().st_ino]).get(
+        path.stat().st_ino
+    )
+    return None if memo is None else memo.digest
+
+
+def some_bytes(size: int) -> bytes:
+    return (WEIGHTS * (size // len(WEIGHTS) + 1))[:size]
 
 
 class TestValues:
-    @pytest.mark.parametrize(
-        "size",
-        [1, 1000, BUFFER_SIZE - 1, BUFFER_SIZE, BUFFER_SIZE + 1, BIG, 33 << 20],
-    )
-    def test_digests_are_those_of_the_bytes(self, store: Store, folder: Path, size: int) -> None:
-        data = (WEIGHTS * (size // len(WEIGHTS) + 1))[:size]
-        paths = [write(folder / "a", data), write(folder / "b", data[:-1] + b"\0")]
-        found = learned(store, *paths)
-        expected = [digest_of(path.read_bytes()) for path in paths]
-        assert values(store, found, paths) == expected
-        assert [remembered(store, path) for path in paths] == expected
-        assert found.size == 2 * size
-        assert (found.busy, found.problems) == ([], [])
+    def test_digests_are_those_of_the_bytes_and_are_remembered(
+        self, store: Store, folder: Path
+    ) -> None:
+        for size in (1, 1000, BUFFER_SIZE - 1, BUFFER_SIZE, BUFFER_SIZE + 1, BIG, 33 << 20):
+            data = some_bytes(size)
+            paths = [write(folder / "a", data), write(folder / "b", data[:-1] + b"\0")]
+            with row(size):
+                told: list[int] = []
+                files = [candidate(store, path) for path in paths]
+                found = learn(store.volume, files, "blake3", advance=told.append)
+                expected = [digest_of(path.read_bytes()) for path in paths]
+                assert values(store, found, paths) == expected
+                assert [remembered(store, path) for path in paths] == expected
+                assert found.size == sum(told) == 2 * size
+                assert (found.busy, found.problems) == ([], [])
 
-    @pytest.mark.parametrize(
-        "size",
-        [
-            1, HEAD_SIZE - 1, HEAD_SIZE, HEAD_SIZE + 1, TAIL_SIZE, HEAD_SIZE + TAIL_SIZE - 1,
-            HEAD_SIZE + TAIL_SIZE, HEAD_SIZE + TAIL_SIZE + 1, BIG,
-        ],
-    )  # fmt: skip
-    def test_samples_are_of_head_and_tail(self, store: Store, folder: Path, size: int) -> None:
-        data = (WEIGHTS * (size // len(WEIGHTS) + 1))[:size]
-        path = write(folder / "a", data)
-        found = learned(store, path, what="sample")
-        tail = data[max(HEAD_SIZE, size - TAIL_SIZE) :]
-        expected = xxh3_128(data[:HEAD_SIZE] + tail).hexdigest()
-        assert values(store, found, [path]) == [expected]
-        assert found.size == min(size, HEAD_SIZE + TAIL_SIZE)
-        assert remembered(store, path) is None
+    def test_samples_are_of_head_and_tail(self, store: Store, folder: Path) -> None:
+        both = HEAD_SIZE + TAIL_SIZE
+        for size in (1, HEAD_SIZE - 1, HEAD_SIZE, HEAD_SIZE + 1, TAIL_SIZE, both - 1, both,
+                     both + 1, BIG):  # fmt: skip
+            data = some_bytes(size)
+            path = write(folder / str(size), data)
+            with row(size):
+                found = learned(store, path, what="sample")
+                tail = data[max(HEAD_SIZE, size - TAIL_SIZE) :]
+                expected = xxh3_128(data[:HEAD_SIZE] + tail).hexdigest()
+                assert values(store, found, [path]) == [expected]
+                assert found.size == min(size, both)
+                assert remembered(store, path) is None
 
-    @pytest.mark.parametrize("threads", [1, 2, 8])
-    def test_many_files_in_threads(self, tmp_path: Path, folder: Path, threads: int) -> None:
-        paths = [
-            write(folder / f"{number}", bytes([number]) * (1000 * number + 1))
-            for number in range(60)
-        ]
+    def test_many_files_in_threads(self, tmp_path: Path, folder: Path) -> None:
+        paths = [write(folder / f"{n}", bytes([n]) * (1000 * n + 1)) for n in range(60)]
         paths.append(write(folder / "big", WEIGHTS * 20))
-        settings = Settings(home=tmp_path / "store", threads=threads)
-        with Store(tmp_path / "store", settings=settings) as store:
-            found = learned(store, *paths)
-            assert values(store, found, paths) == [digest_of(p.read_bytes()) for p in paths]
+        expected = [digest_of(path.read_bytes()) for path in paths]
+        for threads in (1, 2, 8):
+            settings = Settings(home=tmp_path / str(threads), threads=threads)
+            with row(threads), Store(settings=settings) as store:
+                assert values(store, learned(store, *paths), paths) == expected
+                assert learned(store) == Learned()
 
-    def test_nothing_to_learn(self, store: Store) -> None:
-        assert learned(store) == Learned()
+    def test_names_may_be_any_bytes(self, store: Store, folder: Path) -> None:
+        for name in (b"line\nbreak", b"\xff\xfe"):
+            path = write(folder / os.fsdecode(name))
+            file = candidate(store, path)
+            assert values(store, learned(store, path), [path]) == [digest_of(WEIGHTS)]
+            path.unlink()
+            found = learn(store.volume, [file], "blake3", advance=lambda _: None)
+            assert found.problems == [(os.fsencode(path), "No such file or directory")]
 
-    def test_the_bytes_hashed_are_told(self, store: Store, folder: Path) -> None:
-        paths = [write(folder / "a", WEIGHTS), write(folder / "b", WEIGHTS * 30)]
-        told: list[int] = []
-        files = [candidate(store, path) for path in paths]
-        learn(store.volume, files, "blake3", advance=told.append)
-        assert sum(told) == 31 * len(WEIGHTS)
 
-    @pytest.mark.parametrize("name", [b"line\nbreak", b"\xff\xfe"])
-    def test_names_may_be_any_bytes(self, store: Store, folder: Path, name: bytes) -> None:
-        path = write(folder / os.fsdecode(name))
-        assert values(store, learned(store, path), [path]) == [digest_of(WEIGHTS)]
-        path.unlink()
-        file = Candidate(os.fsencode(path), 1, "f", 1, 0, 0, None, None)
-        found = learn(store.volume, [file], "blake3", advance=lambda _: None)
-        assert found.problems == [(os.fsencode(path), "No such file or directory")]
+def replace_with_its_times(path: Path) -> None:
+    st = path.stat()
+    write(path.with_name("new"), OTHER + WEIGHTS[len(OTHER) :]).replace(path)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+def become(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        path.rename(path.with_name("aside"))
+        make(path)
+
+    return act
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "bytes": edit,
+    "time set back": edit_with_time_set_back,
+    "size": lambda path: path.write_bytes(WEIGHTS + b"x"),
+    "mode": lambda path: path.chmod(0o600),
+    "replaced": replace_with_its_times,
+    "symlink": become(lambda path: path.symlink_to("aside")),
+    "pipe": become(os.mkfifo),
+    "folder": become(Path.mkdir),
+}
 
 
 class TestLeftOut:
-    @pytest.mark.parametrize("what", ["blake3", "sample"])
-    @pytest.mark.parametrize("how", ["written", "mapped"])
     @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has leases")
-    def test_files_that_somebody_writes(
-        self, store: Store, folder: Path, what: What, how: str
-    ) -> None:
+    def test_files_that_somebody_writes(self, store: Store, folder: Path) -> None:
         path, other = write(folder / "a"), write(folder / "b", OTHER)
-        with open(path, "r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 0) if how == "mapped" else None
-            if mapped is not None:
-                file.close()
-            found = learned(store, path, other, what=what)
-            if mapped is not None:
-                mapped.close()
-        assert (found.busy, found.problems) == ([os.fsencode(path)], [])
-        assert len(found.values) == 1
-        assert remembered(store, path) is None
+        for what in WHATS:
+            for is_mapped in (False, True):
+                with row(what, is_mapped), open(path, "r+b") as file:
+                    mapped = mmap.mmap(file.fileno(), 0) if is_mapped else None
+                    if mapped is not None:
+                        file.close()
+                    found = learned(store, path, other, what=what)
+                    if mapped is not None:
+                        mapped.close()
+                    assert (found.busy, found.problems) == ([os.fsencode(path)], [])
+                    assert len(found.values) == 1
+                    assert remembered(store, path) is None
 
     @pytest.mark.usefixtures("no_leases")
     def test_without_leases_nobody_can_tell(self, store: Store, folder: Path) -> None:
@@ -162,106 +188,82 @@ class TestLeftOut:
         learn(store.volume, [candidate(store, path)], "blake3", advance=advance)
         assert waited[0] < 5
 
-    @pytest.mark.parametrize("what", ["blake3", "sample"])
-    @pytest.mark.parametrize(
-        "change",
-        ["bytes", "size", "time set back", "mode", "replaced", "symlink", "pipe", "folder"],
-    )
-    def test_files_that_are_not_as_they_were_seen(
-        self, store: Store, folder: Path, what: What, change: str
-    ) -> None:
-        path, good = write(folder / "a"), write(folder / "b")
-        file = candidate(store, path)
-        if change in ("bytes", "time set back"):
-            edit(path)
-        elif change == "size":
-            path.write_bytes(WEIGHTS + b"x")
-        elif change == "mode":
-            path.chmod(0o600)
-        else:
-            path.rename(folder / "aside")
-        if change == "time set back":
-            os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
-        elif change == "replaced":
-            write(path)
-            os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
-        elif change == "symlink":
-            path.symlink_to("aside")
-        elif change == "pipe":
-            os.mkfifo(path)
-        elif change == "folder":
-            path.mkdir()
-        files = [file, candidate(store, good)]
-        found = learn(store.volume, files, what, advance=lambda _: None)
-        assert [name for name, _ in found.problems] == [os.fsencode(path)]
-        assert len(found.values) == 1
-        memo = store.volume.index.memo(file.filesystem, file.inode)
-        assert memo is None
+    def test_files_that_are_not_as_they_were_seen(self, store: Store, folder: Path) -> None:
+        good = write(folder / "good")
+        for what in WHATS:
+            for name, change in CHANGES.items():
+                with row(what, name):
+                    path = write(folder / f"{what} {name}")
+                    file = candidate(store, path)
+                    change(path)
+                    files = [file, candidate(store, good)]
+                    found = learn(store.volume, files, what, advance=lambda _: None)
+                    assert [name for name, _ in found.problems] == [os.fsencode(path)]
+                    assert len(found.values) == 1
+                    assert (
+                        store.catalog.memos(file.filesystem, [file.inode]).get(file.inode) is None
+                    )
 
-    @pytest.mark.parametrize("how", ["edited", "longer", "shorter"])
-    def test_files_that_change_while_they_are_read(
-        self, store: Store, folder: Path, how: str
-    ) -> None:
-        path = write(folder / "a", WEIGHTS * 20)
-
-        def advance(_: int) -> None:
-            if how == "edited":
-                edit(path)
-            else:
-                os.truncate(path, len(WEIGHTS) * (21 if how == "longer" else 19))
-
-        found = learn(store.volume, [candidate(store, path)], "blake3", advance=advance)
-        assert (found.values, [name for name, _ in found.problems]) == ({}, [os.fsencode(path)])
-        assert remembered(store, path) is None
+    def test_files_that_change_while_they_are_read(self, store: Store, folder: Path) -> None:
+        path = folder / "a"
+        changes: dict[str, Callable[[], object]] = {
+            "edited": lambda: edit(path),
+            "longer": lambda: os.truncate(path, len(WEIGHTS) * 21),
+            "shorter": lambda: os.truncate(path, len(WEIGHTS) * 19),
+        }
+        for name, change in changes.items():
+            write(path, WEIGHTS * 20)
+            with row(name):
+                file = candidate(store, path)
+                found = learn(store.volume, [file], "blake3", advance=lambda _, act=change: act())  # type: ignore[misc]
+                assert found.values == {}
+                assert [name for name, _ in found.problems] == [os.fsencode(path)]
+                assert remembered(store, path) is None
 
     @pytest.mark.skipif(
         sys.platform == "win32" or os.geteuid() != 0, reason="only root can become other users"
     )
-    @pytest.mark.parametrize("what", ["blake3", "sample"])
-    def test_files_that_may_not_be_read(self, what: What) -> None:
+    def test_files_that_may_not_be_read(self) -> None:
         """Those of others that may be read are, though their access times cannot be kept."""
         with folder_of(ANN) as folder:
             paths = [write(folder / "closed", mode=0o600), write(folder / "open", mode=0o644)]
 
-            def work() -> tuple[int, list[tuple[bytes, str]]]:
+            def work() -> list[tuple[int, list[tuple[bytes, str]]]]:
                 with Store(folder / "store") as store:
-                    found = learned(store, *paths, what=what)
-                    return len(found.values), found.problems
+                    found = [learned(store, *paths, what=what) for what in WHATS]
+                    return [(len(each.values), each.problems) for each in found]
 
             with Child(work, user=ANN, group=TEAM) as child:
-                count, problems = child.result()
-        assert (count, problems) == (1, [(os.fsencode(paths[0]), "Permission denied")])
+                found = child.result()
+        assert found == [(1, [(os.fsencode(paths[0]), "Permission denied")])] * 2
 
 
-@pytest.mark.parametrize("what", ["blake3", "sample"])
-@pytest.mark.parametrize("size", [5000, BIG])
-def test_access_times_stay(store: Store, folder: Path, what: What, size: int) -> None:
+def test_access_times_stay(store: Store, folder: Path) -> None:
     """A scan must not make every file look recently used."""
-    path = write(folder / "a", (WEIGHTS * 40)[:size])
     long_ago = 1_000_000_000
-    os.utime(path, (long_ago, long_ago))
-    learned(store, path, what=what)
-    assert path.stat().st_atime == long_ago
+    for size in (5000, BIG):
+        for what in WHATS:
+            path = write(folder / f"{size} {what}", some_bytes(size))
+            os.utime(path, (long_ago, long_ago))
+            learned(store, path, what=what)
+            assert path.stat().st_atime == long_ago, path
 
 
 class TestRacy:
     """A file that was younger than two seconds when it was read may change and show no trace."""
 
-    @pytest.mark.parametrize(("age", "is_racy"), [(0, True), (RACY_NS / 1e9 + 1, False)])
     def test_young_files_are_marked(
-        self,
-        store: Store,
-        folder: Path,
-        pass_time: Callable[[float], None],
-        age: float,
-        is_racy: bool,
+        self, store: Store, folder: Path, pass_time: Callable[[float], None]
     ) -> None:
         path = write(folder / "a")
-        pass_time(age)
-        assert len(learned(store, path).values) == 1
-        memo = store.volume.index.memo(store.volume.filesystem, path.stat().st_ino)
-        assert memo is not None
-        assert memo.is_racy == is_racy
+        for age, is_racy in ((0, True), (RACY_NS / 1e9 + 1, False)):
+            pass_time(age)
+            assert len(learned(store, path).values) == 1
+            memo = store.catalog.memos(store.volume.filesystem, [path.stat().st_ino]).get(
+                path.stat().st_ino
+            )
+            assert memo is not None
+            assert memo.is_racy == is_racy
 
     def test_the_age_is_that_when_reading_began(
         self, store: Store, folder: Path, pass_time: Callable[[float], None]
@@ -269,7 +271,7 @@ class TestRacy:
         path = write(folder / "a", WEIGHTS * 20)
         file = candidate(store, path)
         learn(store.volume, [file], "blake3", advance=lambda _: pass_time(60))
-        memo = store.volume.index.memo(file.filesystem, file.inode)
+        memo = store.catalog.memos(file.filesystem, [file.inode]).get(file.inode)
         assert memo is not None
         assert memo.is_racy
 
@@ -281,13 +283,13 @@ class TestRacy:
         pass_time(60)
         learned(store, path)
         index = store.volume.index
-        assert index._value("SELECT COUNT(*) FROM memos WHERE sample IS NULL AND racy = 0") == 1  # noqa: SLF001
+        assert index.number("SELECT COUNT(*) FROM memos WHERE sample IS NULL AND racy = 0") == 1
 
 
 def no_thread_is_left() -> bool:
     """One that was interrupted while it started may need a moment to end."""
     deadline = time.monotonic() + 10
-    while [each for each in threading.enumerate() if each.name == "smartcache-read"]:
+    while [each for each in threading.enumerate() if each.name == "smartcache-hash"]:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -335,10 +337,8 @@ class TestInterruption:
                 raise ZeroDivisionError
 
         candidates = [candidate(store, path) for path in files]
-        for _ in range(5):
-            told = 0
-            with pytest.raises(ZeroDivisionError):
-                learn(store.volume, candidates, "blake3", advance=advance)
+        with pytest.raises(ZeroDivisionError):
+            learn(store.volume, candidates, "blake3", advance=advance)
         assert any(remembered(store, path) for path in files)
         assert no_thread_is_left()
 

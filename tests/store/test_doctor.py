@@ -27,7 +27,7 @@ from tests.api import doctor_Finding as Finding
 from tests.api import layout_Layout as Layout
 from tests.api import store_doctor as doctor
 from tests.processes.children import NOBODY, Child, folder_of
-from tests.store.files import snapshot, write
+from tests.store.files import raising, row, snapshot, write
 from tests.store.small_disks import PAGE, Disk, bind, in_own_namespace, mount
 
 if sys.platform == "win32":
@@ -39,6 +39,10 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a
 def store_at(diagnosis: Diagnosis) -> Place:
     assert diagnosis.places[0].role == "store"
     return diagnosis.places[0]
+
+
+def examined(root: Path) -> Place:
+    return store_at(examine(root))
 
 
 def about(place: Place, words: str) -> Finding:
@@ -68,22 +72,20 @@ def test_no_store_is_made_and_nothing_is_left_behind(tmp_path: Path) -> None:
     assert about(store_at(diagnosis), "no store here yet").level == "ok"
 
 
-def test_an_existing_store_is_left_as_it_is(store: Store) -> None:
+def test_an_existing_store_is_left_as_it_is_and_said_where_it_is_and_what_works_there(
+    store: Store,
+) -> None:
     before = snapshot(store.root)
-    place = store_at(examine(store.root))
+    place = examined(store.root)
     assert snapshot(store.root) == before
-    assert place.is_present
+    assert (place.path, place.is_present) == (store.root, True)
     assert not says(place, "no store")
-
-
-def test_a_place_says_where_it_is_and_what_works_there(tmp_path: Path) -> None:
-    place = store_at(examine(tmp_path / "store"))
-    assert place.path == tmp_path / "store"
-    assert place.filesystem in {filesystem_id(tmp_path), None}
+    assert place.filesystem in {filesystem_id(store.root), None}
     assert os.path.ismount(place.mount.point)
     assert place.abilities is not None
     assert place.abilities.hard_link
-    assert abs(place.free - os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize) < 1e9
+    found = os.statvfs(store.root)
+    assert abs(place.free - found.f_bavail * found.f_frsize) < 1e9
 
 
 def test_findings_come_worst_first_and_the_worst_is_the_level(tmp_path: Path) -> None:
@@ -96,7 +98,9 @@ def test_findings_come_worst_first_and_the_worst_is_the_level(tmp_path: Path) ->
     assert "99" in about(store_at(diagnosis), "has format").text
 
 
-def test_a_folder_on_another_filesystem_gets_copies(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_folder_on_another_filesystem_gets_copies(
+    tmp_path: Path, elsewhere: Path, memory_path: Path
+) -> None:
     diagnosis = examine(tmp_path / "store", [elsewhere, tmp_path])
     far, near = diagnosis.places[1:]
     assert (far.role, near.role) == ("folder", "folder")
@@ -106,7 +110,7 @@ def test_a_folder_on_another_filesystem_gets_copies(tmp_path: Path, elsewhere: P
     assert not says(near, "another filesystem")
     # That it is empty after a reboot is a warning about a store, not about any folder.
     assert not says(far, "In memory")
-    assert about(store_at(examine(elsewhere / "store")), "In memory").level == "warning"
+    assert about(examined(memory_path / "store"), "In memory").level == "warning"
 
 
 def test_a_file_may_be_asked_about(tmp_path: Path) -> None:
@@ -116,31 +120,27 @@ def test_a_file_may_be_asked_about(tmp_path: Path) -> None:
     assert place.abilities is not None
 
 
-def test_versions_are_told_without_loading_anything(tmp_path: Path) -> None:
-    program = """
-import sys
+def test_versions_are_told_without_loading_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = f"""import sys
 from pathlib import Path
-from smartcache.store.doctor import examine
+from {examine.__module__} import examine
 versions = examine(Path("store")).versions
-loaded = {"torch", "huggingface_hub", "numpy"} & set(sys.modules)
-assert not loaded, loaded
+assert not {{"torch", "huggingface_hub", "numpy"}} & set(sys.modules)
 print(versions["smartcache"], versions["python"], versions["blake3"])
 """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env=environment,
     )
     version = ".".join(map(str, sys.version_info[:3]))
     assert done.stdout.split()[:2] == [__version__, version]
-
-
-def test_what_is_not_installed_has_no_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(doctor, "_PACKAGES", ("xxhash", "no_such_package"))
     versions = examine(tmp_path).versions
     assert versions["xxhash"]
@@ -211,8 +211,7 @@ def test_what_works_on_another_filesystem_says_nothing_about_this_one() -> None:
 @only_root
 def test_a_store_in_a_directory_that_cannot_be_entered_is_a_problem(public: Path) -> None:
     closed = public / "closed"
-    with Store(closed / "store"):
-        pass
+    Store(closed / "store").close()
     closed.chmod(0o700)
     with Child(lambda: examine(closed / "store"), user=NOBODY) as child:
         diagnosis = child.result()
@@ -220,21 +219,18 @@ def test_a_store_in_a_directory_that_cannot_be_entered_is_a_problem(public: Path
     assert not store_at(diagnosis).is_present
 
 
-def test_a_store_that_others_could_write_is_a_problem(tmp_path: Path) -> None:
-    Store(tmp_path / "store").close()
-    (tmp_path / "store" / "journal.jsonl").touch(0o666)
-    (tmp_path / "store" / "journal.jsonl").chmod(0o666)
-    found = about(store_at(examine(tmp_path / "store")), "can be written by other users")
+def test_a_store_or_a_folder_above_that_others_could_write_is_told(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    Store(root).close()
+    (root / "journal.jsonl").touch()
+    (root / "journal.jsonl").chmod(0o666)
+    found = about(examined(root), "can be written by other users")
     assert found.level == "problem"
     assert "go-w" in found.hint
-
-
-def test_a_folder_above_that_everybody_can_write_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    Store(tmp_path / "store").close()
-    assert about(store_at(examine(tmp_path / "store")), "Anyone can write").level == "warning"
+    assert about(examined(root), "Anyone can write").level == "warning"
     tmp_path.chmod(0o1777)
-    assert not says(store_at(examine(tmp_path / "store")), "Anyone can write")
+    assert not says(examined(root), "Anyone can write")
 
 
 # stores that were moved
@@ -245,73 +241,57 @@ def test_a_moved_store_is_examined_where_it_is(tmp_path: Path) -> None:
     new.create()
     old.root.mkdir()
     old.moved_to.write_bytes(os.fsencode(new.root) + b"\n")
-    place = store_at(examine(old.root))
+    place = examined(old.root)
     assert place.path == new.root
     assert about(place, "was moved to").level == "note"
 
 
-def test_a_store_that_moved_to_an_absent_drive_is_a_problem(tmp_path: Path) -> None:
+def test_a_store_that_moved_to_an_absent_drive_or_in_a_circle_is_a_problem(
+    tmp_path: Path,
+) -> None:
     old = Layout(tmp_path / "old")
     old.root.mkdir()
     old.moved_to.write_bytes(os.fsencode(tmp_path / "absent"))
-    diagnosis = examine(old.root)
-    found = about(store_at(diagnosis), "which is not there")
-    assert (found.level, diagnosis.level) == ("problem", "problem")
+    found = about(examined(old.root), "which is not there")
+    assert (found.level, examine(old.root).level) == ("problem", "problem")
     assert str(old.moved_to) in found.hint
-    assert store_at(diagnosis).path == old.root
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_stores_moved_in_a_circle_are_a_problem(tmp_path: Path, length: int) -> None:
-    layouts = [Layout(tmp_path / str(number)) for number in range(length)]
-    for number, layout in enumerate(layouts):
-        layout.root.mkdir()
-        layout.moved_to.write_bytes(os.fsencode(layouts[(number + 1) % length].root))
-    assert examine(layouts[0].root).level == "problem"
+    assert examined(old.root).path == old.root
+    for length in (1, 2, 3):
+        layouts = [Layout(tmp_path / f"{length}-{number}") for number in range(length)]
+        for number, layout in enumerate(layouts):
+            layout.root.mkdir()
+            layout.moved_to.write_bytes(os.fsencode(layouts[(number + 1) % length].root))
+        assert examine(layouts[0].root).level == "problem", length
 
 
 # what does not work
 
 
-def test_without_leases_writers_are_noticed_late(tmp_path: Path, no_leases: None) -> None:
-    found = about(store_at(examine(tmp_path)), "No leases here")
+@pytest.mark.usefixtures("no_leases", "no_exchange")
+def test_without_leases_and_exchange_files_are_replaced_with_less_care(tmp_path: Path) -> None:
+    place = examined(tmp_path)
+    found = about(place, "No leases here")
     assert found.level == "warning"
     assert "dedup" in found.hint
-
-
-def test_without_exchange_a_file_is_replaced_in_two_steps(
-    tmp_path: Path, no_exchange: None
-) -> None:
-    place = store_at(examine(tmp_path))
     assert about(place, "cannot be swapped").level == "note"
     assert not says(place, "exchange of names and locks work")
 
 
-def test_without_locks_no_store_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_no_store_is_safe_and_without_links_everything_is_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
-    def refuse(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raising(errno.ENOLCK))
+    for name in ("link", "symlink"):
+        monkeypatch.setattr(os, name, raising(errno.EPERM))
     store, folder = examine(tmp_path, [tmp_path]).places
     assert about(store, "File locks do not work").level == "problem"
     assert about(folder, "File locks do not work").level == "note"
-
-
-def test_without_any_links_everything_is_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(os, "symlink", refuse)
-    place = store_at(examine(tmp_path))
-    assert place.abilities is not None
-    words = "No hard links here" if place.abilities.reflink else "No hard links or reflinks here"
-    about(place, words)
-    about(place, "No symlinks here")
+    assert store.abilities is not None
+    words = "No hard links here" if store.abilities.reflink else "No hard links or reflinks here"
+    about(store, words)
+    about(store, "No symlinks here")
 
 
 def test_a_read_only_filesystem_is_a_problem_for_a_store(tmp_path: Path) -> None:
@@ -327,27 +307,20 @@ def test_a_read_only_filesystem_is_a_problem_for_a_store(tmp_path: Path) -> None
     assert about(folder, "No file can be linked").level == "warning"
 
 
-def test_a_full_filesystem_is_a_problem(tmp_path: Path) -> None:
-    def look() -> Diagnosis:
-        disk = Disk(tmp_path / "disk", 100 * PAGE)
-        disk.fill()
-        return examine(disk.point / "store")
-
-    place = store_at(in_own_namespace(look))
-    assert about(place, "is full").level == "problem"
-    assert (place.abilities, place.free) == (None, 0)
-
-
-def test_little_free_space_is_a_warning(tmp_path: Path) -> None:
-    def look() -> Diagnosis:
+def test_a_full_filesystem_is_a_problem_and_little_free_space_a_warning(tmp_path: Path) -> None:
+    def look() -> tuple[Place, Place]:
         disk = Disk(tmp_path / "disk", 2000 * PAGE)
-        return examine(disk.point / "store", [tmp_path])
+        little = examined(disk.point / "store")
+        disk.fill()
+        return little, examined(disk.point / "store")
 
-    store, _ = in_own_namespace(look).places
-    found = about(store, "is free here")
+    little, full = in_own_namespace(look)
+    found = about(little, "is free here")
     assert found.level == "warning"
     assert "prune" in found.hint
     assert "8.19 MB" in found.text
+    assert about(full, "is full").level == "problem"
+    assert (full.abilities, full.free) == (None, 0)
 
 
 def test_another_mount_of_the_same_filesystem_cannot_be_linked_to(tmp_path: Path) -> None:
@@ -382,27 +355,21 @@ def test_an_overlay_is_recognised(tmp_path: Path) -> None:
     assert about(store_at(diagnosis), "An overlay (overlay)").level == "warning"
 
 
-@pytest.mark.parametrize("role", ["store", "folder"])
-@pytest.mark.parametrize(
-    ("family", "fstype", "level"),
-    [
-        ("network", "nfs4", "warning"),
-        ("fuse", "fuse.bindfs", "warning"),
-        ("wsl", "9p", "warning"),
-        ("overlay", "overlay", "warning"),
-        ("unknown", "newfs", "note"),
-        ("local", "ext4", None),
-    ],
-)
-def test_filesystems_that_cannot_be_mounted_here_are_explained(
-    family: Family, fstype: str, level: str | None, role: str
-) -> None:
-    options = frozenset({"rw"})
-    place = Mount(point=Path("/x"), fstype=fstype, source="", options=options, family=family)
-    found = list(doctor._about_filesystem(place, role))  # noqa: SLF001
-    assert [each.level for each in found] == ([] if level is None else [level])
-    for each in found:
-        assert f"({fstype})" in each.text
-        assert "\n" not in each.text
-        assert "  " not in each.text
-        assert bool(each.hint) == (role == "store" and level == "warning")
+def test_filesystems_that_cannot_be_mounted_here_are_explained() -> None:
+    rows: list[tuple[Family, str, str | None]] = [
+        ("network", "nfs4", "warning"), ("fuse", "fuse.bindfs", "warning"),
+        ("wsl", "9p", "warning"), ("overlay", "overlay", "warning"),
+        ("unknown", "newfs", "note"), ("local", "ext4", None),
+    ]  # fmt: skip
+    for family, fstype, level in rows:
+        options = frozenset({"rw"})
+        place = Mount(point=Path("/x"), fstype=fstype, source="", options=options, family=family)
+        for role in ("store", "folder"):
+            with row(family, role):
+                found = list(doctor._about_filesystem(place, role))  # noqa: SLF001
+                assert [each.level for each in found] == ([] if level is None else [level])
+                for each in found:
+                    assert f"({fstype})" in each.text
+                    assert "\n" not in each.text
+                    assert "  " not in each.text
+                    assert bool(each.hint) == (role == "store" and level == "warning")

@@ -1,3 +1,5 @@
+"""Which filesystem a path is on, how it is known again, and what works there."""
+
 from __future__ import annotations
 
 import errno
@@ -12,18 +14,25 @@ from types import SimpleNamespace
 import pytest
 
 from tests.api import (
+    Family,
+    Mount,
     NoSpaceError,
     StoreUnwritableError,
+    family_of,
     filesystem_id,
+    find_mount,
+    is_network,
     mount_of,
+    nearest_existing,
     parse_mountinfo,
     probe,
-    same_filesystem,
 )
 from tests.api import filesystems_free_bytes as free_bytes
 from tests.api import store_filesystems as filesystems
 from tests.api import store_kernel as kernel
 from tests.api import store_mounts as mounts
+from tests.processes.children import NOBODY
+from tests.store.files import raising, row
 
 if sys.platform == "win32":
     pytest.skip("POSIX filesystems", allow_module_level=True)
@@ -31,7 +40,6 @@ if sys.platform == "win32":
 import fcntl
 
 SHM = Path("/dev/shm")  # noqa: S108
-NOBODY = 65534
 ABILITIES = ["hard_link", "reflink", "symlink", "lease", "exchange", "flock", "unnamed_tmp"]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -64,70 +72,53 @@ def public_dir() -> Iterator[Path]:
 @contextmanager
 def ordinary_user() -> Iterator[None]:
     """Root becomes nobody for a while; an ordinary user stays who they are."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
     try:
         yield
     finally:
-        os.seteuid(0)
+        if is_root:
+            os.seteuid(0)
 
 
 def refuse_ioctls(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older kernel: none of the questions for a UUID is understood."""
+    monkeypatch.setattr(fcntl, "ioctl", raising(errno.ENOTTY))
 
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
 
-    monkeypatch.setattr(fcntl, "ioctl", fail)
+def fresh_id(path: Path, st: os.stat_result | None = None) -> str:
+    filesystems._known.clear()  # noqa: SLF001
+    return filesystem_id(path, st)
 
 
 class TestFilesystemId:
-    def test_files_and_directories_of_one_filesystem_have_one_id(self, tmp_path: Path) -> None:
+    def test_one_filesystem_has_one_id_and_another_one_another(
+        self, tmp_path: Path, shm: Path
+    ) -> None:
+        """Also where a given stat result leads elsewhere than the path does; nothing stays open."""
         (tmp_path / "directory").mkdir()
         (tmp_path / "file").touch()
         (tmp_path / "directory" / "file").touch()
-        every = [tmp_path, *tmp_path.rglob("*")]
-        ids = set()
-        for path in every:
-            filesystems._known.clear()  # noqa: SLF001
-            ids.add(filesystem_id(path))
-        assert len(every) == 4
-        assert len(ids) == 1
-
-    def test_memory_and_disk_have_different_ids(self, tmp_path: Path, shm: Path) -> None:
-        if same_filesystem(tmp_path, shm):
-            pytest.skip("the temporary directory is in memory too")
-        assert filesystem_id(tmp_path) != filesystem_id(shm)
-
-    def test_a_given_stat_result_is_used(self, tmp_path: Path, shm: Path) -> None:
-        file = shm / "file"
-        file.touch()
-        assert filesystem_id(file, file.stat()) == filesystem_id(shm)
-        assert filesystem_id(tmp_path, tmp_path.stat()) == filesystem_id(tmp_path)
-
-    def test_a_symlink_has_the_id_of_what_was_stated(self, tmp_path: Path, shm: Path) -> None:
-        link = tmp_path / "link"
+        link = tmp_path / "directory" / "link"
         link.symlink_to(shm)
-        here, there = filesystem_id(tmp_path), filesystem_id(shm)
-        for st, expected in ((link.lstat(), here), (link.stat(), there)):
-            filesystems._known.clear()  # noqa: SLF001
-            assert filesystem_id(link, st) == expected
+        descriptors = len(os.listdir("/dev/fd"))
+        here, there = fresh_id(tmp_path), fresh_id(shm)
+        for path in tmp_path.rglob("*"):
+            assert fresh_id(path, path.lstat()) == filesystem_id(path, path.lstat()) == here, path
+        assert fresh_id(link, link.stat()) == there
+        assert (here == there) == (tmp_path.stat().st_dev == shm.stat().st_dev)
+        assert len(os.listdir("/dev/fd")) == descriptors
 
-    def test_a_missing_file_raises(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError):
-            filesystem_id(tmp_path / "absent")
-
-    def test_a_file_that_vanished_after_its_stat_has_the_id_of_its_directory(
+    def test_a_missing_file_raises_and_one_that_vanished_has_the_id_of_its_directory(
         self, tmp_path: Path
     ) -> None:
+        with pytest.raises(FileNotFoundError):
+            filesystem_id(tmp_path / "absent")
         (tmp_path / "file").touch()
         st = (tmp_path / "file").stat()
         (tmp_path / "file").unlink()
-        found = filesystem_id(tmp_path / "file", st)
-        filesystems._known.clear()  # noqa: SLF001
-        assert found == filesystem_id(tmp_path)
+        assert fresh_id(tmp_path / "file", st) == fresh_id(tmp_path)
 
     @linux
     def test_an_ordinary_user_and_root_see_one_id_even_in_unreadable_directories(
@@ -138,11 +129,10 @@ class TestFilesystemId:
         (closed / "file").touch()
         st = (closed / "file").stat()
         expected = filesystem_id(closed / "file", st)
-        filesystems._known.clear()  # noqa: SLF001
         os.chmod(closed, 0o000)
         try:
             with ordinary_user():
-                assert filesystem_id(closed / "file", st) == expected
+                assert fresh_id(closed / "file", st) == expected
         finally:
             os.chmod(closed, 0o700)
 
@@ -154,7 +144,7 @@ class TestFilesystemId:
         monkeypatch.setattr(filesystems, "time", SimpleNamespace(monotonic=lambda: now))
         st = tmp_path.stat()
         first = filesystem_id(tmp_path, st)
-        monkeypatch.setattr(filesystems, "_find_id", lambda *_: "another drive")
+        monkeypatch.setattr(filesystems, "_lasting_id", lambda *_: "another drive")
         now = 100.9
         assert filesystem_id(tmp_path, st) == first
         now = 101.1
@@ -169,11 +159,8 @@ class TestFilesystemId:
         if not fsid:
             pytest.skip("this kernel has no f_fsid for tmpfs")
         assert filesystem_id(shm) == f"fsid:tmpfs:{fsid:016x}"
-
-    @linux
-    def test_a_uuid_of_zeros_is_none(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fcntl, "ioctl", lambda *_: 0)
-        assert not filesystem_id(shm).startswith("uuid:")
+        monkeypatch.setattr(fcntl, "ioctl", lambda *_: 0)  # a UUID of zeros is none
+        assert not fresh_id(shm).startswith("uuid:")
 
     @linux
     def test_the_name_in_by_uuid_is_used_where_the_kernel_has_none(
@@ -218,39 +205,15 @@ class TestFilesystemId:
     ) -> None:
         link = tmp_path / "link"
         link.symlink_to(shm)
-        told = [filesystem_id(tmp_path), filesystem_id(shm), filesystem_id(link, link.lstat())]
-        filesystems._known.clear()  # noqa: SLF001
+        places = [(tmp_path, None), (shm, None), (link, link.lstat())]
+        told = [fresh_id(path, st) for path, st in places]
         monkeypatch.setattr(mounts, "_mount_number", lambda _: None)
-        assert filesystem_id(link, link.lstat()) == told[2]
-        assert [filesystem_id(tmp_path), filesystem_id(shm)] == told[:2]
+        assert [fresh_id(path, st) for path, st in places] == told
 
     @linux
     def test_what_has_nothing_lasting_has_an_id_for_this_boot(self) -> None:
         device = os.stat("/proc").st_dev
         assert filesystem_id(Path("/proc/self")) == f"dev:{device:x}:{kernel.boot_id()}"
-
-    def test_no_descriptor_is_left_open(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-
-        def next_descriptor() -> int:
-            fd = os.open(tmp_path, os.O_RDONLY)
-            os.close(fd)
-            return fd
-
-        before = next_descriptor()
-        for path in (tmp_path / "file", tmp_path, Path("/")):
-            filesystems._known.clear()  # noqa: SLF001
-            filesystem_id(path)
-        assert next_descriptor() == before
-
-
-class TestSameFilesystem:
-    def test_paths_need_not_exist(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        assert same_filesystem(tmp_path / "file", tmp_path / "a" / "b")
-
-    def test_memory_and_proc_are_not_the_same(self, shm: Path) -> None:
-        assert not same_filesystem(shm / "absent", Path("/proc/self"))
 
 
 def test_free_bytes_are_those_an_ordinary_user_can_write(shm: Path) -> None:
@@ -262,39 +225,27 @@ def test_free_bytes_are_those_an_ordinary_user_can_write(shm: Path) -> None:
 
 
 class TestProbe:
-    def test_a_local_directory_can_what_linux_filesystems_can(self, tmp_path: Path) -> None:
-        abilities = probe(tmp_path)
-        assert abilities.hard_link
-        assert abilities.symlink
-        assert abilities.flock
+    def test_a_local_directory_can_what_linux_filesystems_can_and_nothing_remains(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "mine").write_bytes(b"kept")
+        able = probe(tmp_path)
+        assert (able.hard_link, able.symlink, able.flock) == (True, True, True)
         if mount_of(tmp_path).fstype == "ext4":
-            assert abilities.lease
-            assert abilities.exchange
-            assert abilities.unnamed_tmp
-            assert not abilities.reflink
-            assert abilities.notes == ("no reflink: not supported by ext4",)
+            assert (able.lease, able.exchange, able.unnamed_tmp) == (True, True, True)
+            assert not able.reflink
+        assert os.listdir(tmp_path) == ["mine"]
 
     @linux
     def test_memory_can_all_but_reflinks_and_forgets(self, shm: Path) -> None:
         abilities = probe(shm)
         assert [name for name in ABILITIES if not getattr(abilities, name)] == ["reflink"]
-        assert abilities.notes == (
-            "tmpfs is empty after a reboot",
-            "no reflink: not supported by tmpfs",
-        )
 
-    def test_nothing_remains(self, tmp_path: Path) -> None:
-        (tmp_path / "mine").write_bytes(b"kept")
-        probe(tmp_path)
-        assert os.listdir(tmp_path) == ["mine"]
-
-    def test_an_ordinary_user_can_probe(self, public_dir: Path) -> None:
+    def test_an_ordinary_user_can_probe_where_they_can_write(self, public_dir: Path) -> None:
         os.chmod(public_dir, 0o777)
         expected = probe(public_dir)
         with ordinary_user():
             assert probe(public_dir) == expected
-
-    def test_a_directory_without_permission_is_unwritable(self, public_dir: Path) -> None:
         os.chmod(public_dir, 0o555)
         with ordinary_user(), pytest.raises(StoreUnwritableError) as caught:
             probe(public_dir)
@@ -302,35 +253,27 @@ class TestProbe:
         assert str(public_dir) in caught.value.message
         assert caught.value.hint
 
-    def test_what_is_no_directory_is_unwritable(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        for path in (tmp_path / "file", tmp_path / "absent"):
-            with pytest.raises(StoreUnwritableError, match="cannot write in"):
-                probe(path)
-        assert os.listdir(tmp_path) == ["file"]
-
-    def test_a_full_disk_is_called_full_and_nothing_remains(
+    def test_what_is_no_directory_is_unwritable_and_a_full_disk_called_full(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(*_: object) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(Path, "write_bytes", fail)
+        (tmp_path / "file").touch()
+        for path in (tmp_path / "file", tmp_path / "absent"):
+            with row(path), pytest.raises(StoreUnwritableError, match="cannot write in"):
+                probe(path)
+        monkeypatch.setattr(Path, "write_bytes", raising(errno.ENOSPC))
         with pytest.raises(NoSpaceError, match="No space"):
             probe(tmp_path)
-        assert os.listdir(tmp_path) == []
+        assert os.listdir(tmp_path) == ["file"]
 
     def test_what_the_system_refuses_is_noted_with_its_reason(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(*_: object, **__: object) -> None:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", fail)
+        monkeypatch.setattr(os, "link", raising(errno.EPERM))
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # excludes nobody
         abilities = probe(tmp_path)
-        assert not abilities.hard_link
-        assert not abilities.unnamed_tmp
-        assert "no hard link: Operation not permitted" in abilities.notes
+        assert (abilities.hard_link, abilities.unnamed_tmp, abilities.flock) == (
+            False, False, False,
+        )  # fmt: skip
         assert os.listdir(tmp_path) == []
 
     @linux
@@ -348,11 +291,142 @@ class TestProbe:
         monkeypatch.setattr(fcntl, "fcntl", busy)
         abilities = probe(tmp_path)
         assert not abilities.lease
-        fstype = mount_of(tmp_path).fstype
-        assert f"no lease: {fstype} treats every file as open for writing" in abilities.notes
 
-    def test_locks_that_exclude_nobody_are_no_locks(
+
+MOUNTINFO = r"""
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
+25 24 0:23 / /run/lock rw,relatime - tmpfs tmpfs rw,size=24682416k
+30 25 0:27 / /run/lock rw,nosuid - tmpfs over rw
+40 27 8:17 / /media/My\040Drive\011tab rw,relatime shared:1 - ext4 /dev/sdb1 rw
+41 27 8:33 / /back\134slash ro,relatime shared:2 master:1 propagate_from:7 - xfs /dev/sdc1 rw
+42 27 0:50 / /docker/overlay2/m rw - overlay overlay rw,lowerdir=/l\0541,upperdir=/u,index=off
+43 27 254:0 /srv/models /home/me/models rw,relatime - ext4 /dev/vda rw,discard
+44 27 0:55 / /nas rw,relatime - nfs4 10.0.0.1:/export\040one rw,vers=4.2
+45 27 0:56 / /mnt/c rw,noatime - 9p C:\134 rw,dirsync,aname=drvfs;path=C:\;uid=1000,trans=fd
+46 27 0:57 / /empty rw - tmpfs  rw
+"""
+
+
+def mounted(path: str) -> Mount:
+    line = find_mount(path, parse_mountinfo(MOUNTINFO))
+    assert line is not None
+    return line.mount
+
+
+class TestMountinfo:
+    def test_every_line_is_read_in_order(self) -> None:
+        lines = parse_mountinfo(MOUNTINFO)
+        assert [line.number for line in lines] == [22, 27, 25, 30, 40, 41, 42, 43, 44, 45, 46]
+        assert lines[4].device == os.makedev(8, 17)
+        assert find_mount("/x", []) is None
+
+    def test_the_longest_mount_point_wins_and_only_whole_names_count(self) -> None:
+        """Of two mounts at one point the last; a bind mount at its own; escapes are undone."""
+        points = {
+            "/proc": "/proc", "/proc/1": "/proc", "/process": "/", "/": "/",
+            "/home/me/models/a": "/home/me/models", "/home/me/other": "/",
+            "/media/My Drive\ttab/x": "/media/My Drive\ttab",
+        }  # fmt: skip
+        for path, point in points.items():
+            assert mounted(path).point == Path(point), path
+        sources = {
+            "/run/lock": "over", "/back\\slash": "/dev/sdc1", "/nas/x": "10.0.0.1:/export one",
+            "/empty": "",
+        }  # fmt: skip
+        for path, source in sources.items():
+            assert mounted(path).source == source, path
+        assert (mounted("/empty").fstype, mounted("/home/me/models").fstype) == ("tmpfs", "ext4")
+        assert mounted("/mnt/c/Users").family == "wsl"
+
+    def test_the_options_of_mount_and_filesystem_are_joined(self) -> None:
+        """A read-only mount of a writable filesystem is read-only; escaped commas end nothing."""
+        assert mounted("/run/lock/x").options == {"rw", "nosuid"}
+        assert mounted("/x").options == {"rw", "relatime", "discard"}
+        options = {"rw", "lowerdir=/l,1", "upperdir=/u", "index=off"}
+        assert mounted("/docker/overlay2/m/etc").options == options
+        assert mounted("/back\\slash/x").is_read_only
+        assert not mounted("/x").is_read_only
+
+    def test_odd_characters_end_no_line_and_lines_without_sense_are_passed_over(self) -> None:
+        text = (
+            "what is this\n27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 254 / /x rw - ext4 s rw\n"
+            "50 27 8:1 / /a\x0bb\x85c\u2028d rw - xfs s rw\n"
+        )
+        points = [line.mount.point for line in parse_mountinfo(text)]
+        assert points == [Path("/"), Path("/a\x0bb\x85c\u2028d")]
+
+    def test_filesystems_have_families(self) -> None:
+        """A Windows drive in WSL is told from other shares."""
+        families: dict[Family, str] = {
+            "local": "ext4 btrfs zfs exfat",
+            "network": "nfs nfs4 cifs smb3 9p glusterfs ceph lustre beegfs afs virtiofs"
+            " fuse.sshfs fuse.rclone fuse.juicefs",
+            "fuse": "fuse.mergerfs fuse fuseblk",
+            "overlay": "overlay fuse.fuse-overlayfs",
+            "memory": "tmpfs ramfs",
+            "wsl": "drvfs",
+            "unknown": "proc",
+        }
+        for family, names in families.items():
+            for name in names.split():
+                assert family_of(name, "source", frozenset()) == family, name
+        assert family_of("", "source", frozenset()) == "unknown"
+        drives = [("drvfs", {"rw"}), ("C:\\", {"rw"}), ("none", {"rw", "aname=drvfs;path=D:\\"})]
+        for source, options in drives:
+            assert family_of("9p", source, options) == "wsl", source
+        assert family_of("9p", "hostshare", {"rw", "trans=virtio"}) == "network"
+
+
+def test_the_nearest_existing_path_is_the_path_or_an_ancestor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dangling symlink does not exist; a relative path is answered relatively."""
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        (file, file), (tmp_path / "x" / "b" / "c", tmp_path), (file / "below" / "a", file),
+        (tmp_path / "link", tmp_path), (Path("a/b/c"), Path("a")), (Path("b"), Path()),
+    ]  # fmt: skip
+    for path, nearest in rows:
+        assert nearest_existing(path) == nearest, path
+
+
+@linux
+class TestThisMachine:
+    def test_the_mount_of_a_file_holds_it_and_a_symlink_is_on_the_mount_it_leads_to(
+        self, tmp_path: Path
+    ) -> None:
+        mount = mount_of(tmp_path / "not" / "there")
+        assert os.path.ismount(mount.point)
+        assert tmp_path.is_relative_to(mount.point)
+        (tmp_path / "link").symlink_to("/proc")
+        for path in (Path("/proc/self/status"), tmp_path / "link", tmp_path / "link" / "self"):
+            mount = mount_of(path)
+            assert (mount.point, mount.fstype) == (Path("/proc"), "proc"), path
+
+    def test_the_answer_is_the_same_when_the_kernel_does_not_tell_the_mount(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-        assert not probe(tmp_path).flock
+        places = [tmp_path, Path("/proc/self"), Path("/")]
+        told = [mount_of(place) for place in places]
+        monkeypatch.setattr(mounts, "_mount_number", lambda _: None)
+        assert [mount_of(place) for place in places] == told
+
+    def test_neither_is_on_a_network(self, tmp_path: Path) -> None:
+        assert not is_network(Path("/proc"))
+        assert is_network(tmp_path) == (mount_of(tmp_path).family in {"network", "wsl"})
+
+
+def test_without_mountinfo_at_least_the_mount_point_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "line_of", lambda _: None)
+    mount = mount_of(tmp_path / "absent")
+    assert os.path.ismount(mount.point)
+    assert tmp_path.resolve().is_relative_to(mount.point)
+    assert (mount.fstype, mount.family) == ("unknown", "unknown")
+    assert not mount.is_read_only

@@ -1,4 +1,7 @@
-"""One store object used by several threads, and by children of a fork."""
+"""One store object used by several threads, and by children of a fork.
+
+What happens when all of them are busy at once is in `tests.processes.test_many_processes`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from typing import TypeVar
 import pytest
 
 from tests.api import BlobNotFoundError, Store, StoreError
-from tests.api import store_faults as faults
 from tests.store.files import OTHER, WEIGHTS, digest_of, write
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -62,84 +64,6 @@ class TestFork:
         assert read(store, other) == OTHER
         assert store.put_stream([b"third"]).size == 5
         assert not store.verify(full=True).has_damage
-
-    def test_a_child_that_outlives_the_parents_store_loses_no_row(
-        self, store: Store, tmp_path: Path
-    ) -> None:
-        """The last connection to close removes the log: the child's must count too."""
-        go, done = os.pipe()
-        store.put_stream([WEIGHTS])
-        child = os.fork()
-        if child == 0:
-            try:
-                os.close(done)
-                store.put_stream([b"before"])
-                (tmp_path / "ready").touch()
-                os.read(go, 1)
-                store.put_stream([b"after"])
-                store.close()
-            finally:
-                os._exit(0)
-        os.close(go)
-        while not (tmp_path / "ready").exists():
-            assert os.waitpid(child, os.WNOHANG) == (0, 0)
-        store.close()
-        os.close(done)
-        os.waitpid(child, 0)
-        with Store(store.root) as again:
-            assert sum(1 for _ in again.blobs()) == 3
-            assert again.verify(full=True).unindexed == []
-
-    def test_children_work_at_the_same_time(self, store: Store, folder: Path) -> None:
-        contents = [bytes([n]) * 70_000 for n in range(6)]
-        children = []
-        for number in range(4):
-            child = os.fork()
-            if child == 0:
-                try:
-                    for data in contents[number % 2 :: 2] + contents:
-                        digest = store.put_stream([data]).digest
-                        path = folder / f"{number}-{digest[:8]}.bin"
-                        store.place(digest, path, kind="hardlink")
-                    os._exit(0)
-                finally:
-                    traceback.print_exc()
-                    os._exit(1)
-            children.append(child)
-        assert [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children] == [0] * 4
-        assert {blob.digest for blob in store.blobs()} == {digest_of(data) for data in contents}
-        assert {blob.links for blob in store.blobs()} == {5}
-        report = store.verify(full=True)
-        assert not report.has_damage
-        assert (report.unindexed, report.dead_links) == ([], [])
-        assert list(store.volume.layout.tmp.iterdir()) == []
-
-    def test_a_fork_while_another_thread_is_in_a_transaction(
-        self, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        digest = store.put_stream([WEIGHTS]).digest
-        inside, go_on = threading.Event(), threading.Event()
-
-        def hook(point: str) -> None:
-            if point == "place: linked" and threading.current_thread().name == "placing":
-                inside.set()
-                go_on.wait(30)
-
-        monkeypatch.setattr(faults, "hook", hook)
-        placing = threading.Thread(
-            target=lambda: store.place(digest, folder / "a.bin", kind="hardlink"), name="placing"
-        )
-        placing.start()
-        assert inside.wait(30)
-        forked: list[bytes] = []
-        forking = threading.Thread(target=lambda: forked.append(in_child(lambda: b"done")))
-        forking.start()
-        go_on.set()
-        placing.join()
-        forking.join()
-        assert forked == [b"done"]
-        assert in_child(lambda: store.put_stream([OTHER]).size) == len(OTHER)
-        assert store.get(digest).links == 2
 
     def test_a_child_made_within_a_transaction_cannot_use_it_and_harms_nothing(
         self, store: Store
@@ -239,39 +163,6 @@ class TestThreads:
             list(pool.map(work, ("one", "two")))
         found = {batch.label: batch.changes for batch in store.history()}
         assert found == {"one": 3, "two": 3}
-
-    def test_prune_against_threads_that_put_and_place(self, store: Store, folder: Path) -> None:
-        """Whoever has placed a blob keeps its bytes; whoever lost the race is told."""
-        stop = threading.Event()
-
-        def prune() -> None:
-            while not stop.is_set():
-                store.plan_prune().execute()
-
-        def work(number: int) -> int:
-            placed = 0
-            for turn in range(20):
-                data = bytes([turn % 3]) * 70_000
-                path = folder / f"{number}-{turn}.bin"
-                digest = store.put_stream([data]).digest if turn % 2 else digest_of(data)
-                try:
-                    store.place(digest, path, kind="hardlink")
-                except BlobNotFoundError:
-                    assert not path.exists()
-                    continue
-                assert path.read_bytes() == data
-                placed += 1
-            return placed
-
-        with ThreadPoolExecutor(5) as pool:
-            pruning = pool.submit(prune)
-            try:
-                placed = sum(pool.map(work, range(4)))
-            finally:
-                stop.set()
-            pruning.result()
-        assert placed == len(list(folder.iterdir()))
-        assert not store.verify(full=True).has_damage
 
     def test_equal_files_adopted_by_several_threads_are_one_blob(
         self, store: Store, folder: Path

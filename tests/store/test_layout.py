@@ -1,3 +1,5 @@
+"""The tree of a store: made whole, refused where it is somebody else's, closed to others."""
+
 from __future__ import annotations
 
 import os
@@ -17,7 +19,7 @@ from tests.api import (
     load_settings,
 )
 from tests.api import layout_Layout as Layout
-from tests.store.files import WEIGHTS, mode_of, snapshot, write
+from tests.store.files import WEIGHTS, blob_path, mode_of, row, snapshot, write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX modes")
 DIRECTORIES = ("bad", "blobs", "leases", "sets", "tmp", "trash")
@@ -44,25 +46,22 @@ class TestNew:
         for name in os.listdir(store.root):
             assert name.removesuffix("-wal").removesuffix("-shm") in (module.__doc__ or "")
 
-    def test_an_empty_directory_becomes_a_store(self, tmp_path: Path) -> None:
-        (tmp_path / "empty").mkdir()
-        with Store(tmp_path / "empty") as store:
-            assert list(store.blobs()) == []
-
-    def test_a_store_that_was_half_made_is_finished(self, tmp_path: Path) -> None:
+    def test_an_empty_or_half_made_one_is_finished_and_what_is_missing_made_again(
+        self, tmp_path: Path
+    ) -> None:
         root = tmp_path / "store"
+        root.mkdir()
+        Store(root).close()
+        for name in DIRECTORIES:
+            shutil.rmtree(root / name)
+            with Store(root) as again:
+                assert (again.root / name).is_dir()
+                again.put_stream([WEIGHTS])
+        shutil.rmtree(root)
         (root / "blobs").mkdir(parents=True)
-        (root / ".format-12345678").write_text("")
+        (root / ".format-12345678").touch()
         with Store(root) as store:
             store.put_stream([WEIGHTS])
-
-    @pytest.mark.parametrize("name", DIRECTORIES)
-    def test_a_directory_that_is_missing_is_made_again(self, store: Store, name: str) -> None:
-        store.close()
-        shutil.rmtree(store.root / name)
-        with Store(store.root) as again:
-            assert (again.root / name).is_dir()
-            again.put_stream([WEIGHTS])
 
     def test_opening_changes_nothing_in_a_store_that_is_whole(self, store: Store) -> None:
         store.put_stream([WEIGHTS])
@@ -89,27 +88,22 @@ class TestRefused:
         assert vars(caught.value)["root"] == root
         return caught.value
 
-    @pytest.mark.parametrize("name", ["photo.jpg", "models", ".hidden"])
-    def test_a_directory_of_somebody_else(self, tmp_path: Path, name: str) -> None:
-        root = tmp_path / "mine"
-        write(root / name, b"mine")
-        assert "not empty" in self.refused(root).message
-
-    def test_a_directory_that_only_looks_like_a_store(self, tmp_path: Path) -> None:
+    def test_a_directory_of_somebody_else(self, tmp_path: Path) -> None:
         """The cache of one Hub repo has `blobs` too."""
+        for name in ("photo.jpg", "models", ".hidden"):
+            write(tmp_path / name / name, b"mine")
+            assert "not empty" in self.refused(tmp_path / name).message, name
         root = tmp_path / "models--a--b"
         for name in ("blobs/abc", "refs/main", "snapshots/1/config.json"):
             write(root / name, b"x")
         self.refused(root)
 
-    @pytest.mark.parametrize(
-        "text", ["2", "99", "garbage", "", "-1", "1.5", "\xff", "\xb2", "9" * 5000]
-    )
-    def test_a_newer_or_unknown_format(self, store: Store, text: str) -> None:
-        store.put_stream([WEIGHTS])
+    def test_a_newer_or_unknown_format(self, store: Store) -> None:
         store.close()
-        (store.root / "format").write_text(text, encoding="utf-8")
-        assert "Update smartcache" in self.refused(store.root).hint
+        for text in ("2", "99", "garbage", "", "-1", "1.5", "\xff", "\xb2", "9" * 5000):
+            (store.root / "format").write_text(text, encoding="utf-8")
+            with row(text[:9]):
+                assert "Update smartcache" in self.refused(store.root).hint
 
     def test_what_is_no_store_if_none_may_be_made(self, tmp_path: Path) -> None:
         with pytest.raises(StoreFormatError):
@@ -123,22 +117,19 @@ class TestRefused:
         with pytest.raises(StoreFormatError, match="circle"):
             Store(tmp_path / "a")
 
-    @pytest.mark.parametrize("text", ["/a\0b", "", "relative/path", "/x" * 4000])
-    def test_a_forwarding_that_is_no_path(self, store: Store, text: str) -> None:
+    def test_a_forwarding_that_is_no_path(self, store: Store) -> None:
         store.close()
-        (store.root / "moved-to").write_text(text)
-        assert "moved-to" in str(self.refused(store.root))
+        for text in ("/a\0b", "", "relative/path", "/x" * 4000):
+            (store.root / "moved-to").write_text(text)
+            with row(repr(text)[:9]):
+                assert "moved-to" in str(self.refused(store.root))
 
-    def test_a_file_in_the_place_of_the_root(self, tmp_path: Path) -> None:
+    def test_a_file_in_the_place_of_the_root_or_in_the_way_to_it(self, tmp_path: Path) -> None:
         path = write(tmp_path / "file", b"mine")
-        with pytest.raises(StoreUnwritableError):
-            Store(path)
+        for root in (path, path / "store"):
+            with row(root), pytest.raises(StoreUnwritableError):
+                Store(root)
         assert path.read_bytes() == b"mine"
-
-    def test_a_file_in_the_way_to_the_root(self, tmp_path: Path) -> None:
-        write(tmp_path / "file", b"mine")
-        with pytest.raises(StoreUnwritableError):
-            Store(tmp_path / "file" / "store")
 
     @pytest.mark.skipif(
         hasattr(os, "geteuid") and os.geteuid() == 0, reason="root writes everywhere"
@@ -151,27 +142,24 @@ class TestRefused:
 
 
 class TestModes:
-    @pytest.mark.parametrize("mask", [0o002, 0o077, 0o000, 0o777])
-    def test_a_store_is_open_to_its_owner_only_whatever_the_umask(
-        self, tmp_path: Path, mask: int
-    ) -> None:
-        root = tmp_path / "store"
-        with Store(root):
-            pass
-        shutil.rmtree(root)
-        before = os.umask(mask)
-        try:
-            with Store(root) as store:
-                digest = store.put_stream([WEIGHTS]).digest
-                path = tmp_path / "a.safetensors"
-                store.place(digest, path, kind="hardlink")
-                with store.leases.hold("key"), store.volume.guard("test", exclusive=True):
-                    modes = {each: mode_of(each) for each in (root, *root.rglob("*"))}
-        finally:
-            os.umask(before)
-        assert modes.pop(Path(store.volume.layout.blob(digest))) == 0o444
-        for each, mode in modes.items():
-            assert mode == (0o700 if each.is_dir() else 0o600), each
+    def test_a_store_is_open_to_its_owner_only_whatever_the_umask(self, tmp_path: Path) -> None:
+        for mask in (0o002, 0o022, 0o077, 0o000, 0o777):
+            above = tmp_path / oct(mask)
+            root = above / "models" / "store"
+            before = os.umask(mask)
+            try:
+                with Store(root) as store:
+                    digest = store.put_stream([WEIGHTS]).digest
+                    store.place(digest, above / "a.safetensors", kind="hardlink")
+                    with store.key_locks.hold("key"), store.volume.guard("test", exclusive=True):
+                        modes = {each: mode_of(each) for each in (root, *root.rglob("*"))}
+            finally:
+                os.umask(before)
+            assert modes.pop(blob_path(store)) == 0o444
+            for each, mode in modes.items():
+                assert mode == (0o700 if each.is_dir() else 0o600), each
+            for folder in (above, above / "models"):  # nobody else can write them
+                assert mode_of(folder) == (0o755 & ~mask) | 0o700
 
     def test_an_empty_directory_made_for_it_is_closed_first(self, tmp_path: Path) -> None:
         (tmp_path / "store").mkdir()
@@ -193,36 +181,13 @@ class TestNames:
         digest = "ab" * 32
         assert Path(Layout(tmp_path).blob(digest)) == tmp_path / "blobs" / "ab" / digest
 
-    @pytest.mark.parametrize(
-        ("text", "is_one"),
-        [
-            ("ab" * 32, True),
-            ("AB" * 32, False),
-            ("ab" * 31, False),
-            ("ab" * 33, False),
-            ("zz" * 32, False),
-            ("ab" * 32 + "\n", False),
-            ("", False),
-        ],
-    )
-    def test_a_digest_is_64_lower_case_hexadecimal_characters(
-        self, text: str, is_one: bool
-    ) -> None:
-        assert is_digest(text) == is_one
+    def test_a_digest_is_64_lower_case_hexadecimal_characters(self) -> None:
+        assert is_digest("ab" * 32)
+        for text in ("AB" * 32, "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 32 + "\n", ""):
+            assert not is_digest(text), text
 
     def test_making_a_layout_touches_nothing(self, tmp_path: Path) -> None:
         layout = Layout(tmp_path / "none")
         assert not layout.exists()
         assert layout.forwarding() is None
         assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
-def test_nobody_else_can_write_the_folders_above_a_new_store(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        Layout(tmp_path / "share" / "models" / "store").create()
-    finally:
-        os.umask(before)
-    for folder in (tmp_path / "share", tmp_path / "share" / "models"):
-        assert folder.stat().st_mode & 0o777 == (0o755 & ~umask) | 0o700

@@ -1,3 +1,5 @@
+"""The whole store goes to another place, on this filesystem or another one."""
+
 from __future__ import annotations
 
 import os
@@ -19,12 +21,16 @@ from tests.store.files import (
     OTHER,
     WEIGHTS,
     Watch,
+    blob_path,
     digest_of,
     edit,
     inode_of,
     link_count,
     mode_of,
+    read,
+    row,
     snapshot,
+    undo,
     write,
 )
 
@@ -40,15 +46,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         return tmp_path / "moved" / "here"
     elsewhere: Path = request.getfixturevalue("elsewhere")
     return elsewhere / "moved" / "here"
-
-
-def blob_path(store: Store, digest: str = DIGEST) -> Path:
-    return Path(store.volume.layout.blob(digest))
-
-
-def read(store: Store, digest: str = DIGEST) -> bytes:
-    with store.open(digest) as file:
-        return file.read()
 
 
 def fill(store: Store, folder: Path) -> None:
@@ -69,17 +66,22 @@ def fill(store: Store, folder: Path) -> None:
 
 
 class TestMoved:
-    def test_everything_is_at_the_new_root(self, store: Store, folder: Path, target: Path) -> None:
+    def test_everything_is_at_the_new_root_and_the_old_one_leads_there(
+        self, store: Store, folder: Path, target: Path
+    ) -> None:
         fill(store, folder)
-        files = {p: p.read_bytes() for p in folder.iterdir()}
+        files = {path: path.read_bytes() for path in folder.iterdir()}
         blobs = [blob.digest for blob in store.blobs()]
+        inode = inode_of(folder / "hardlink.bin")
         plan = store.plan_move(target)
         assert (plan.root, plan.new_root, plan.symlinks) == (store.root, target, 1)
         assert plan.execute() == target
-        with Store(target) as moved:
+        assert sorted(os.listdir(store.root)) == ["blobs", "moved-to"]
+        assert blob_path(store).read_bytes() == WEIGHTS
+        with Store(store.root) as moved:
             assert moved.root == target
             assert [blob.digest for blob in moved.blobs()] == blobs
-            assert {read(moved, digest) for digest in blobs if digest != FORGOTTEN} >= {WEIGHTS}
+            assert read(moved) == WEIGHTS
             assert moved.aliases_of(moved.get(DIGEST))
             assert [o.name for o, _ in moved.owners()] == ["mine"]
             report = moved.verify(full=True)
@@ -87,42 +89,26 @@ class TestMoved:
             assert (report.stray, report.dead_links) == ([], [])
             assert len(list((target / "bad").iterdir())) == 1
             assert len(list((target / "trash").iterdir())) == 1
-        assert {p: p.read_bytes() for p in folder.iterdir()} == files
-
-    def test_links_stay_right(self, store: Store, folder: Path, target: Path) -> None:
-        fill(store, folder)
-        inode = inode_of(folder / "hardlink.bin")
-        plan = store.plan_move(target)
-        plan.execute()
-        with Store(target) as moved:
             assert os.readlink(folder / "symlink.bin") == str(blob_path(moved))
             assert inode_of(folder / "hardlink.bin") == inode
             assert (inode_of(blob_path(moved)) == inode) == plan.is_rename
+        assert {path: path.read_bytes() for path in folder.iterdir()} == files
 
-    def test_the_old_root_leads_to_the_new_one(
-        self, store: Store, folder: Path, target: Path
-    ) -> None:
+    @pytest.mark.usefixtures("no_exchange")
+    def test_everything_can_still_be_undone(self, store: Store, folder: Path, target: Path) -> None:
+        """A filesystem without exchange gets the same result."""
         fill(store, folder)
         store.plan_move(target).execute()
         assert sorted(os.listdir(store.root)) == ["blobs", "moved-to"]
-        assert blob_path(store).read_bytes() == WEIGHTS
-        with Store(store.root) as followed:
-            assert followed.root == target
-            assert read(followed) == WEIGHTS
-
-    def test_everything_can_still_be_undone(self, store: Store, folder: Path, target: Path) -> None:
-        fill(store, folder)
-        store.plan_move(target).execute()
+        assert os.listdir(target.parent) == [target.name]
         with Store(target) as moved:
-            notes = [done.note for done in moved.plan_undo().execute() if not done.is_undone]
-            assert notes == []
+            assert undo(moved) == []
             assert read(moved, FORGOTTEN) == b"forgotten"
         assert sorted(os.listdir(folder)) == ["adopted.safetensors", "replaced.safetensors"]
         assert mode_of(folder / "adopted.safetensors") == 0o664
         assert mode_of(folder / "replaced.safetensors") == 0o644
         for path in folder.iterdir():
-            assert path.read_bytes() == WEIGHTS
-            assert link_count(path) == 1
+            assert (path.read_bytes(), link_count(path)) == (WEIGHTS, 1)
 
     def test_somebody_who_had_it_open_is_told(self, store: Store, target: Path) -> None:
         store.put_stream([WEIGHTS])
@@ -182,56 +168,32 @@ class TestMoved:
         assert not (folder / "gone").is_symlink()
         assert (folder / "kept").read_bytes() == WEIGHTS
 
-    @pytest.mark.usefixtures("no_exchange")
-    def test_a_filesystem_without_exchange_gets_the_same_result(
-        self, store: Store, folder: Path, target: Path
-    ) -> None:
-        fill(store, folder)
-        store.plan_move(target).execute()
-        assert sorted(os.listdir(store.root)) == ["blobs", "moved-to"]
-        with Store(store.root) as moved:
-            assert moved.root == target
-            assert read(moved) == WEIGHTS
-        assert os.listdir(target.parent) == [target.name]
 
-
-class TestSameFilesystem:
-    def test_nothing_is_copied(self, store: Store, tmp_path: Path) -> None:
-        store.put_stream([WEIGHTS])
-        inode = inode_of(blob_path(store))
-        plan = store.plan_move(tmp_path / "new")
-        assert (plan.is_rename, plan.copied_size, plan.freed_size) == (True, 0, 0)
-        assert plan.warnings == ()
-        plan.execute()
-        with Store(tmp_path / "new") as moved:
-            assert inode_of(blob_path(moved)) == inode
+def test_on_the_same_filesystem_nothing_is_copied(store: Store, tmp_path: Path) -> None:
+    store.put_stream([WEIGHTS])
+    inode = inode_of(blob_path(store))
+    plan = store.plan_move(tmp_path / "new")
+    assert (plan.is_rename, plan.copied_size, plan.freed_size) == (True, 0, 0)
+    assert plan.warnings == ()
+    plan.execute()
+    with Store(tmp_path / "new") as moved:
+        assert inode_of(blob_path(moved)) == inode
 
 
 class TestOtherFilesystem:
-    def test_the_plan_says_what_is_copied_and_what_ends(
-        self, store: Store, elsewhere: Path
-    ) -> None:
-        blob = store.put_stream([WEIGHTS])
-        plan = store.plan_move(elsewhere / "new")
-        assert not plan.is_rename
-        assert plan.copied_size == blob.allocated
-        assert len(plan.warnings) == 1
-
-    def test_blobs_are_read_only_and_as_old_as_before(self, store: Store, elsewhere: Path) -> None:
-        blob = store.put_stream([WEIGHTS])
-        store.plan_move(elsewhere / "new").execute()
-        with Store(elsewhere / "new") as moved:
-            assert mode_of(blob_path(moved)) == 0o444
-            assert moved.get(DIGEST).key.mtime_ns == blob.key.mtime_ns
-
-    def test_files_that_shared_bytes_keep_them(
+    def test_what_is_copied_and_what_ends_is_said_and_files_keep_their_bytes(
         self, store: Store, folder: Path, elsewhere: Path
     ) -> None:
         path = write(folder / "a.safetensors")
-        store.adopt(path)
-        store.plan_move(elsewhere / "new").execute()
-        assert path.read_bytes() == WEIGHTS
-        assert link_count(path) == 1
+        blob = store.adopt(path)
+        plan = store.plan_move(elsewhere / "new")
+        assert (plan.is_rename, plan.copied_size) == (False, blob.allocated)
+        assert len(plan.warnings) == 1
+        plan.execute()
+        assert (path.read_bytes(), link_count(path)) == (WEIGHTS, 1)
+        with Store(elsewhere / "new") as moved:
+            assert mode_of(blob_path(moved)) == 0o444
+            assert moved.get(DIGEST).key.mtime_ns == blob.key.mtime_ns
 
     def test_progress_is_told_every_byte(self, store: Store, elsewhere: Path) -> None:
         store.put_stream([WEIGHTS])
@@ -301,59 +263,27 @@ class TestOtherFilesystem:
             assert not (elsewhere / "new" / ".moving").exists()
 
 
-class TestRefused:
-    def refused(self, store: Store, new: Path, error: type[Exception]) -> None:
-        store.put_stream([WEIGHTS])
-        before = snapshot(store.root)
-        with pytest.raises(error):
+def test_a_place_that_is_taken_or_within_the_store_is_refused(store: Store, folder: Path) -> None:
+    store.put_stream([WEIGHTS])
+    write(folder / "file")
+    write(folder / "directory" / "a")
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to("real")
+    (folder / "into").symlink_to(store.root)
+    for name in ("other", "former"):
+        with Store(folder / name) as other:
+            other.put_stream([OTHER])
+            if name == "former":
+                other.plan_move(folder / "moved").execute()
+    within = (store.root / "new", store.root, store.root.parent, folder / "into" / "new")
+    taken = [folder / name for name in ("file", "directory", "link", "other", "former")]
+    before = snapshot(folder.parent)
+    for new in (*within, *taken):
+        with row(new), pytest.raises(DestinationExistsError if new in taken else StoreError):
             store.plan_move(new)
-        assert snapshot(store.root) == before
-        assert read(store) == WEIGHTS
-
-    def test_into_itself(self, store: Store) -> None:
-        self.refused(store, store.root / "new", StoreError)
-
-    def test_onto_itself(self, store: Store) -> None:
-        self.refused(store, store.root, StoreError)
-
-    def test_onto_a_directory_that_it_lies_in(self, store: Store) -> None:
-        self.refused(store, store.root.parent, StoreError)
-
-    def test_into_itself_through_a_symlink(self, store: Store, folder: Path) -> None:
-        (folder / "link").symlink_to(store.root)
-        self.refused(store, folder / "link" / "new", StoreError)
-
-    def test_onto_a_directory_with_something_in_it(self, store: Store, folder: Path) -> None:
-        write(folder / "a")
-        self.refused(store, folder, DestinationExistsError)
-        assert os.listdir(folder) == ["a"]
-
-    def test_onto_a_file(self, store: Store, folder: Path) -> None:
-        write(folder / "a")
-        self.refused(store, folder / "a", DestinationExistsError)
-
-    def test_onto_a_symlink(self, store: Store, folder: Path) -> None:
-        (folder / "real").mkdir()
-        (folder / "link").symlink_to("real")
-        self.refused(store, folder / "link", DestinationExistsError)
-
-    def test_onto_another_store(self, store: Store, folder: Path) -> None:
-        with Store(folder / "other") as other:
-            other.put_stream([OTHER])
-        self.refused(store, folder / "other", DestinationExistsError)
-
-    def test_onto_the_former_root_of_another_store(self, store: Store, folder: Path) -> None:
-        with Store(folder / "other") as other:
-            other.put_stream([OTHER])
-            other.plan_move(folder / "moved").execute()
-        self.refused(store, folder / "other", DestinationExistsError)
-
-    def test_planning_changes_nothing(self, store: Store, target: Path) -> None:
-        store.put_stream([WEIGHTS])
-        before = snapshot(store.root)
-        store.plan_move(target)
-        assert snapshot(store.root) == before
-        assert not target.parent.exists()
+    store.plan_move(folder / "fine" / "here")
+    assert snapshot(folder.parent) == before
+    assert read(store) == WEIGHTS
 
 
 @pytest.mark.timeout(30)

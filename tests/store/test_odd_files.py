@@ -18,7 +18,7 @@ from tests.api import (
     open_own,
     read_own,
 )
-from tests.store.files import OTHER, WEIGHTS, digest_of, write
+from tests.store.files import OTHER, WEIGHTS, blob_path, digest_of, row, write
 
 DIGEST = digest_of(WEIGHTS)
 pytestmark = pytest.mark.timeout(30)  # what waits for a FIFO waits for ever
@@ -66,66 +66,64 @@ def put_in_place(path: str | Path, make: Make) -> Path:
 
 
 @odd_files
-class TestOpening:
-    def test_it_is_refused_for_reading_and_writing(self, make: Make, tmp_path: Path) -> None:
-        place = tmp_path / "folder" / "file"
-        place.parent.mkdir()
-        make(place)
-        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR | os.O_APPEND):
-            with pytest.raises(UnsafeFileError, match="is not a regular file"):
-                open_own(place, flags)
+def test_it_is_refused_for_reading_and_writing(make: Make, tmp_path: Path) -> None:
+    place = tmp_path / "folder" / "file"
+    place.parent.mkdir()
+    make(place)
+    for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR | os.O_APPEND):
+        with row(flags), pytest.raises(UnsafeFileError, match="is not a regular file"):
+            open_own(place, flags)
+    with pytest.raises(UnsafeFileError):
+        read_own(place, 10)
+    directory = os.open(place.parent, os.O_RDONLY)
+    try:
         with pytest.raises(UnsafeFileError):
-            read_own(place, 10)
-
-    def test_it_is_refused_through_a_descriptor_too(self, make: Make, tmp_path: Path) -> None:
-        place = tmp_path / "folder" / "file"
-        place.parent.mkdir()
-        make(place)
-        directory = os.open(place.parent, os.O_RDONLY)
-        try:
-            with pytest.raises(UnsafeFileError):
-                open_own("file", dir_fd=directory)
-        finally:
-            os.close(directory)
+            open_own("file", dir_fd=directory)
+    finally:
+        os.close(directory)
 
 
 @odd_files
-class TestInPlaceOfABlob:
-    def test_verify_names_it_as_damage_and_goes_on(self, make: Make, store: Store) -> None:
-        place = put_in_place(store.volume.layout.blob(DIGEST), make)
-        report = store.verify()
-        assert report.damaged == [DIGEST]
-        assert report.blobs == 2
-        assert not os.path.lexists(place)
-        assert [path.name.partition(".")[0] for path in store.volume.layout.bad.iterdir()] == [
-            DIGEST
-        ]
+def test_in_place_of_a_blob_it_is_damage_that_can_be_healed(
+    make: Make, store: Store, tmp_path: Path
+) -> None:
+    place = blob_path(store)
+    uses: dict[str, Callable[[], object]] = {
+        "verify": lambda: report_damage(store),
+        "open": lambda: store.open(DIGEST),
+        "path": lambda: store.path_of(DIGEST),
+        "place": lambda: store.place(DIGEST, tmp_path / "model.safetensors"),
+    }
+    for name, use in uses.items():
+        with row(name):
+            put_in_place(place, make)
+            with pytest.raises((DamagedBlobError, BlobNotFoundError)):
+                use()
+            store.put_stream([WEIGHTS])
+            assert not place.is_symlink()
+            assert place.read_bytes() == WEIGHTS
+    assert not os.path.lexists(tmp_path / "model.safetensors")
+    put_in_place(place, make)
+    store.plan_prune().execute()
+    assert os.path.lexists(place), "prune takes the others and leaves it"
+    assert not blob_path(store, digest_of(OTHER)).exists()
 
-    def test_verify_names_one_that_has_no_row(self, make: Make, store: Store) -> None:
-        with store.volume.index.write():
-            store.volume.index.drop_blob(store.get(DIGEST).id)
-        put_in_place(store.volume.layout.blob(DIGEST), make)
-        assert store.verify(repair=True).damaged == [DIGEST]
 
-    @pytest.mark.parametrize("use", ["open", "place", "path_of"])
-    def test_using_it_is_an_error(self, make: Make, use: str, store: Store, tmp_path: Path) -> None:
-        put_in_place(store.volume.layout.blob(DIGEST), make)
-        target = tmp_path / "model.safetensors"
-        with pytest.raises((DamagedBlobError, BlobNotFoundError)):
-            _ = store.place(DIGEST, target) if use == "place" else getattr(store, use)(DIGEST)
-        assert not os.path.lexists(target)
+def report_damage(store: Store) -> None:
+    report = store.verify()
+    assert (report.damaged, report.blobs) == ([DIGEST], 2)
+    assert not os.path.lexists(blob_path(store))
+    (bad,) = store.volume.layout.bad.iterdir()
+    assert bad.name.startswith(DIGEST)
+    store.get(DIGEST)
 
-    def test_putting_the_bytes_again_heals_it(self, make: Make, store: Store) -> None:
-        place = put_in_place(store.volume.layout.blob(DIGEST), make)
-        store.put_stream([WEIGHTS])
-        assert not place.is_symlink()
-        assert place.read_bytes() == WEIGHTS
 
-    def test_prune_removes_the_others_and_leaves_it(self, make: Make, store: Store) -> None:
-        place = put_in_place(store.volume.layout.blob(DIGEST), make)
-        store.plan_prune().execute()
-        assert os.path.lexists(place)
-        assert not os.path.exists(store.volume.layout.blob(digest_of(OTHER)))
+@odd_files
+def test_verify_names_one_that_has_no_row(make: Make, store: Store) -> None:
+    with store.volume.index.write():
+        store.volume.index.drop_blob(store.get(DIGEST).id)
+    put_in_place(blob_path(store), make)
+    assert store.verify(repair=True).damaged == [DIGEST]
 
 
 @odd_files
@@ -134,7 +132,7 @@ class TestInPlaceOfOtherFiles:
         put_in_place(store.volume.layout.journal, make)
         new = write(tmp_path / "a.bin", b"new" * 1000)
         for act in (store.history, store.plan_undo, lambda: store.adopt(new)):
-            with pytest.raises(UnsafeFileError, match=r"journal\.jsonl is not a regular file"):
+            with row(act), pytest.raises(UnsafeFileError, match=r"jsonl is not a regular file"):
                 act()
         assert store.verify().blobs == 2
 

@@ -1,9 +1,10 @@
+"""A blob gets a name in the user's folder: which kind of link, where, and never wrong bytes."""
+
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from tests.api import (
     BadDigestError,
     BlobNotFoundError,
     CannotLinkError,
-    DamagedBlobError,
     DestinationExistsError,
     NoSpaceError,
     Owner,
@@ -28,27 +28,24 @@ from tests.api import links_Kind as Kind
 from tests.store.files import (
     OTHER,
     WEIGHTS,
+    AtPoint,
     Watch,
+    blob_path,
     digest_of,
     edit,
     inode_of,
     link_count,
     mode_of,
+    raising,
+    read,
+    row,
     snapshot,
+    undo,
     write,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")
-AtPoint = Callable[[str, Callable[[], object]], None]
-
-
-@pytest.fixture
-def digest(store: Store) -> str:
-    return store.put_stream([WEIGHTS]).digest
-
-
-def blob_path(store: Store, digest: str) -> Path:
-    return Path(store.volume.layout.blob(digest))
+SHARED, OWN = ("hardlink", "reflink"), ("copy", "reflink")
 
 
 def working_kinds(folder: Path) -> list[Kind]:
@@ -56,140 +53,136 @@ def working_kinds(folder: Path) -> list[Kind]:
     return [kind for kind in KINDS if kind != "reflink" or able.reflink]
 
 
-def _links(store: Store, digest: str) -> list[tuple[object, ...]]:
+def linked(store: Store, digest: str) -> list[tuple[object, ...]]:
     """The links of a blob; a row that was put back may have been made a second later."""
     return [(each.path, each.kind, each.inode) for each in store.links_of(store.get(digest))]
 
 
 class TestLadder:
-    @pytest.mark.parametrize("name", ["a.safetensors", "a.GGUF", "a.bin", "a.pt", "a.onnx"])
-    def test_large_weights_share_their_bytes(
-        self, store: Store, folder: Path, digest: str, name: str
+    def test_large_weights_share_their_bytes_and_what_programs_edit_does_not(
+        self, store: Store, folder: Path, digest: str
     ) -> None:
-        link = store.place(digest, folder / name)
-        assert link.kind in ("hardlink", "reflink")
-        assert (folder / name).read_bytes() == WEIGHTS
+        for suffix in (".safetensors", ".GGUF", ".bin", ".pt", ".onnx"):
+            link = store.place(digest, folder / f"a{suffix}")
+            assert link.kind in SHARED, suffix
+            assert link.path.read_bytes() == WEIGHTS
+        for suffix in (".json", ".txt", ".yaml", ".py", ".md", "", ".jinja"):
+            link = store.place(digest, folder / f"a{suffix}")
+            assert link.kind in OWN, suffix
+            edit(link.path)
+        assert read(store) == WEIGHTS
 
-    @pytest.mark.parametrize("name", ["a.json", "a.txt", "a.yaml", "a.py", "a.md", "a", "a.jinja"])
-    def test_what_programs_edit_in_place_gets_bytes_of_its_own(
-        self, store: Store, folder: Path, digest: str, name: str
-    ) -> None:
-        link = store.place(digest, folder / name)
-        assert link.kind in ("copy", "reflink")
-        edit(folder / name)
-        assert blob_path(store, digest).read_bytes() == WEIGHTS
-
-    def test_small_weights_are_copied(self, store: Store, folder: Path) -> None:
-        small = store.put_stream([bytes(65_535)]).digest
-        assert store.place(small, folder / "a.safetensors").kind in ("copy", "reflink")
-        enough = store.put_stream([bytes(65_536)]).digest
-        assert store.place(enough, folder / "b.safetensors").kind in ("hardlink", "reflink")
-
-    def test_whole_says_that_a_file_is_weights_whatever_its_name_and_size(
+    def test_small_weights_are_copied_unless_they_are_said_to_be_whole(
         self, store: Store, folder: Path
     ) -> None:
-        small = store.put_stream([b"{}"]).digest
-        link = store.place(small, folder / "abc.json", whole=True)
-        assert link.kind in ("hardlink", "reflink")
-        if link.kind == "hardlink":
-            assert inode_of(folder / "abc.json") == inode_of(blob_path(store, small))
+        for size, kinds in ((65_535, OWN), (65_536, SHARED)):
+            small = store.put_stream([bytes(size)]).digest
+            assert store.place(small, folder / f"{size}.safetensors").kind in kinds
+        tiny = store.put_stream([b"{}"]).digest
+        assert store.place(tiny, folder / "abc.json", whole=True).kind in SHARED
 
-    def test_users_who_want_writable_files_never_get_hard_links(
+    def test_settings_choose_the_size_and_files_that_stay_writable(
         self, tmp_path: Path, folder: Path
     ) -> None:
-        settings = load_settings(home=tmp_path / "writable", keep_writable=True)
-        with Store(settings=settings) as store:
-            blob = store.put_stream([WEIGHTS])
-            link = store.place(blob.digest, folder / "a.safetensors")
-            assert link.kind in ("copy", "reflink")
-            assert mode_of(folder / "a.safetensors") & 0o200
-            edit(folder / "a.safetensors")
-            assert blob_path(store, blob.digest).read_bytes() == WEIGHTS
-
-    def test_the_size_from_which_is_linked_can_be_set(self, tmp_path: Path, folder: Path) -> None:
         settings = load_settings(home=tmp_path / "other", link_min_size=10)
         with Store(settings=settings) as store:
-            blob = store.put_stream([b"0123456789"])
-            assert store.place(blob.digest, folder / "a.bin").kind in ("hardlink", "reflink")
+            small = store.put_stream([b"0123456789"]).digest
+            assert store.place(small, folder / "a.bin").kind in SHARED
+        with Store(settings=replace(settings, keep_writable=True)) as store:
+            store.put_stream([WEIGHTS])
+            link = store.place(digest_of(WEIGHTS), folder / "a.safetensors")
+            assert link.kind in OWN
+            assert mode_of(link.path) & 0o200
+            edit(link.path)
+            assert read(store) == WEIGHTS
 
-    def test_another_filesystem_gets_a_copy(
-        self, store: Store, elsewhere: Path, digest: str
-    ) -> None:
-        link = store.place(digest, elsewhere / "a.safetensors")
-        assert link.kind == "copy"
-        assert (elsewhere / "a.safetensors").read_bytes() == WEIGHTS
-
-    def test_a_kind_that_does_not_work_there_is_an_error_that_leaves_nothing(
+    def test_another_filesystem_gets_a_copy_and_no_other_kind(
         self, store: Store, elsewhere: Path, digest: str
     ) -> None:
         for kind in ("hardlink", "reflink"):
-            with pytest.raises(CannotLinkError):
+            with row(kind), pytest.raises(CannotLinkError):
                 store.place(digest, elsewhere / "a.safetensors", kind=kind)
         assert list(elsewhere.iterdir()) == []
-        assert store.links_of(store.get(digest)) == []
-        assert store.history() == []
+        assert (linked(store, digest), store.history()) == ([], [])
+        assert store.place(digest, elsewhere / "a.safetensors").kind == "copy"
+        assert (elsewhere / "a.safetensors").read_bytes() == WEIGHTS
 
-    @pytest.mark.parametrize(
-        "code", [errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS]
-    )
     def test_a_filesystem_that_refuses_hard_links_gets_the_next_kind(
-        self,
-        store: Store,
-        folder: Path,
-        digest: str,
-        monkeypatch: pytest.MonkeyPatch,
-        code: int,
+        self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """EPERM is what protected_hardlinks says of another user's file."""
         real = os.link
+        refusal = 0
 
         def refuse(source: str | Path, target: str | Path, **more: bool) -> None:
-            if str(source) == str(blob_path(store, digest)):
-                raise OSError(code, os.strerror(code))
+            if str(source) == str(blob_path(store)):
+                raise OSError(refusal, os.strerror(refusal))
             real(source, target, **more)
 
         monkeypatch.setattr(os, "link", refuse)
-        link = store.place(digest, folder / "a.safetensors")
-        assert link.kind in ("copy", "reflink")
-        assert (folder / "a.safetensors").read_bytes() == WEIGHTS
-        with pytest.raises(CannotLinkError):
-            store.place(digest, folder / "b.safetensors", kind="hardlink")
-        assert os.listdir(folder) == ["a.safetensors"]
+        for refusal in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS):
+            path = folder / f"{errno.errorcode[refusal]}.safetensors"
+            with row(path.name):
+                with pytest.raises(CannotLinkError):
+                    store.place(digest, path, kind="hardlink")
+                assert not path.exists()
+                assert store.place(digest, path).kind in OWN
+                assert path.read_bytes() == WEIGHTS
+        assert len(os.listdir(folder)) == 5
 
-    def test_a_copy_is_verified_while_it_is_made_and_tells_its_progress(
-        self, store: Store, folder: Path, digest: str
+    def test_a_blob_with_as_many_links_as_there_can_be_is_placed_all_the_same(
+        self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        watch = Watch()
-        store.place(digest, folder / "a.json", kind="copy", progress=watch)
-        assert watch.done == watch.total == len(WEIGHTS)
+        store.place(digest, folder / "a.safetensors", kind="hardlink")
+        full, real = inode_of(blob_path(store)), os.link
+
+        def limited(source: str | Path, target: str | Path, **more: bool) -> None:
+            if inode_of(source) == full:
+                raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+            real(source, target, **more)
+
+        monkeypatch.setattr(os, "link", limited)
+        store.place(digest, folder / "b.safetensors")
+        assert inode_of(folder / "a.safetensors") == full != inode_of(folder / "b.safetensors")
+        for name in ("a.safetensors", "b.safetensors"):
+            assert (folder / name).read_bytes() == WEIGHTS
+        report = store.verify(full=True)
+        assert (report.has_damage, report.dead_links) == (False, [])
+        assert undo(store) == []
+        assert list(folder.iterdir()) == []
 
 
 class TestKinds:
     def test_a_hard_link_is_the_blob_itself(self, store: Store, folder: Path, digest: str) -> None:
         link = store.place(digest, folder / "a.json", kind="hardlink")
-        assert link.kind == "hardlink"
-        assert inode_of(folder / "a.json") == inode_of(blob_path(store, digest)) == link.inode
+        assert inode_of(link.path) == inode_of(blob_path(store)) == link.inode
         blob = store.get(digest)
         assert (blob.links, blob.trust) == (2, Trust.VERIFIED)
         assert not blob.is_held_only_by_smartcache
 
-    def test_a_copy_is_the_users_own(self, store: Store, folder: Path, digest: str) -> None:
+    def test_a_copy_is_the_users_own_and_tells_its_progress(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        watch = Watch()
         mask = os.umask(0o027)
         try:
-            link = store.place(digest, folder / "a.safetensors", kind="copy")
+            link = store.place(digest, folder / "a.bin", kind="copy", progress=watch)
         finally:
             os.umask(mask)
-        assert link.kind == "copy"
-        assert mode_of(folder / "a.safetensors") == 0o640
-        assert link_count(folder / "a.safetensors") == 1
-        assert os.stat(folder / "a.safetensors").st_mtime_ns == store.get(digest).key.mtime_ns
+        assert watch.done == watch.total == len(WEIGHTS)
+        assert (mode_of(link.path), link_count(link.path)) == (0o640, 1)
+        assert os.stat(link.path).st_mtime_ns == store.get(digest).key.mtime_ns
         assert store.get(digest).is_held_only_by_smartcache
 
-    def test_a_symlink_points_at_the_blob(self, store: Store, folder: Path, digest: str) -> None:
+    def test_a_symlink_points_at_the_blob_and_keeps_it(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
         link = store.place(digest, folder / "a.safetensors", kind="symlink")
-        assert link.kind == "symlink"
-        assert os.readlink(folder / "a.safetensors") == str(blob_path(store, digest))
-        assert link.inode == inode_of(folder / "a.safetensors")
+        assert os.readlink(link.path) == str(blob_path(store))
+        assert link.inode == inode_of(link.path)
+        assert store.plan_prune().victims == ()
+        link.path.unlink()
+        assert [victim.digest for victim in store.plan_prune().victims] == [digest]
 
     def test_a_reflink_has_bytes_of_its_own_or_is_refused(
         self, store: Store, folder: Path, digest: str
@@ -198,87 +191,78 @@ class TestKinds:
         if probe(folder).reflink:
             assert store.place(digest, path, kind="reflink").kind == "reflink"
             edit(path)
-            assert blob_path(store, digest).read_bytes() == WEIGHTS
+            assert read(store) == WEIGHTS
         else:
             with pytest.raises(CannotLinkError):
                 store.place(digest, path, kind="reflink")
             assert list(folder.iterdir()) == []
 
-    def test_every_link_is_recorded_with_its_kind(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        kinds = [kind for kind in working_kinds(folder) if kind != "auto"]
-        for kind in kinds:
-            store.place(digest, folder / f"{kind}.bin", kind=kind)
-        found = {link.path.stem: link.kind for link in store.links_of(store.get(digest))}
-        assert found == {kind: kind for kind in kinds}
-
-    def test_an_owner_holds_what_is_placed_for_it(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        owner = Owner(kind="folder", name="models", path=folder)
-        store.place(digest, folder / "a.safetensors", owner=owner)
-        assert [o.name for o, _ in store.holders_of(store.get(digest))] == ["models"]
-
-    def test_a_relative_path_is_meant_from_here(
+    def test_every_link_is_recorded_with_its_kind_for_its_owner(
         self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        owner = Owner(kind="folder", name="models", path=folder)
+        kinds = [kind for kind in working_kinds(folder) if kind != "auto"]
         monkeypatch.chdir(folder)
-        assert store.place(digest, "a.safetensors").path == folder / "a.safetensors"
+        for kind in kinds:
+            store.place(digest.upper(), f"{kind}.bin", kind=kind, owner=owner)
+        links = store.links_of(store.get(digest))
+        assert {link.path: link.kind for link in links} == {folder / f"{k}.bin": k for k in kinds}
+        assert [o.name for o, _ in store.holders_of(store.get(digest))] == ["models"]
 
-    @pytest.mark.parametrize("name", [b"\xff\xfe.safetensors", "模".encode() * 80 + b".bin"])
-    @pytest.mark.parametrize("overwrite", [False, True])
     def test_names_may_be_long_and_need_not_be_utf_8(
-        self, store: Store, folder: Path, digest: str, name: bytes, overwrite: bool
+        self, store: Store, folder: Path, digest: str
     ) -> None:
-        path = folder / os.fsdecode(name)
-        for kind in working_kinds(folder):
-            if overwrite:
-                write(path, OTHER)
-            link = store.place(digest, path, kind=kind, overwrite=overwrite)
-            assert link.path == path
-            assert path.read_bytes() == WEIGHTS
-            assert os.listdir(folder) == [path.name]
-            path.unlink()
+        for name in (b"\xff\xfe.safetensors", "模".encode() * 80 + b".bin"):
+            path = folder / os.fsdecode(name)
+            for kind in working_kinds(folder):
+                for overwrite in (False, True):
+                    with row(kind, overwrite):
+                        if overwrite:
+                            write(path, OTHER)
+                        link = store.place(digest, path, kind=kind, overwrite=overwrite)
+                        assert link.path == path
+                        assert path.read_bytes() == WEIGHTS
+                        assert os.listdir(folder) == [path.name]
+                        path.unlink()
 
-    @pytest.mark.parametrize("upper", [False, True])
-    def test_digests_are_taken_in_either_case(
-        self, store: Store, folder: Path, digest: str, upper: bool
+    def test_what_is_no_digest_no_blob_or_a_blob_that_vanished_is_refused(
+        self, store: Store, folder: Path, digest: str
     ) -> None:
-        store.place(digest.upper() if upper else digest, folder / "a.safetensors")
-        assert (folder / "a.safetensors").read_bytes() == WEIGHTS
-
-    def test_what_is_no_digest_or_no_blob_is_refused(self, store: Store, folder: Path) -> None:
-        with pytest.raises(BadDigestError):
-            store.place("zz", folder / "a")
-        with pytest.raises(BlobNotFoundError):
-            store.place("0" * 64, folder / "a")
+        blob_path(store).unlink()
+        for kind in KINDS:
+            for text, error in (("zz", BadDigestError), ("0" * 64, BlobNotFoundError),
+                                (digest, BlobNotFoundError)):  # fmt: skip
+                with row(kind, text), pytest.raises(error):
+                    store.place(text, folder / "a", kind=kind)
         assert list(folder.iterdir()) == []
+
+
+def put_there(path: Path, what: str) -> None:
+    if what == "file":
+        write(path, OTHER)
+    elif what == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(write(path.with_name("target"), OTHER) if what == "symlink" else "nowhere")
 
 
 class TestDestination:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_a_missing_directory_is_not_made(
+    def test_what_is_there_is_not_overwritten_unasked_nor_a_directory_made(
         self, store: Store, folder: Path, digest: str, kind: Kind
     ) -> None:
         with pytest.raises(FileNotFoundError):
             store.place(digest, folder / "missing" / "a.safetensors", kind=kind)
-        assert list(folder.iterdir()) == []
-        assert store.links_of(store.get(digest)) == []
-        assert store.history() == []
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("there", ["file", "directory", "symlink", "dangling"])
-    def test_what_is_there_is_not_overwritten_unasked(
-        self, store: Store, folder: Path, digest: str, kind: Kind, there: str
-    ) -> None:
-        path = folder / "a.safetensors"
-        self.put_there(path, there)
+        for there in ("file", "directory", "symlink", "dangling"):
+            put_there(folder / there, there)
         before = snapshot(folder)
+        for there in ("file", "directory", "symlink", "dangling"):
+            with row(there), pytest.raises(DestinationExistsError):
+                store.place(digest, folder / there, kind=kind)
         with pytest.raises(DestinationExistsError):
-            store.place(digest, path, kind=kind)
+            store.place(digest, folder / "directory", kind=kind, overwrite=True)
         assert snapshot(folder) == before
-        assert store.links_of(store.get(digest)) == []
+        assert (linked(store, digest), store.history()) == ([], [])
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_file_that_appears_meanwhile_is_not_overwritten(
@@ -290,120 +274,83 @@ class TestDestination:
             store.place(digest, path, kind=kind)
         assert path.read_bytes() == OTHER
         assert os.listdir(folder) == ["a.safetensors"]
-        assert store.links_of(store.get(digest)) == []
+        assert linked(store, digest) == []
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("there", ["file", "symlink", "dangling"])
     def test_overwriting_replaces_the_name_and_nothing_else(
-        self, store: Store, folder: Path, digest: str, kind: Kind, there: str
-    ) -> None:
-        """A second name of the old file and the file behind a symlink keep their bytes."""
-        if kind not in working_kinds(folder):
-            pytest.skip("no reflinks on this filesystem")
-        path = folder / "a.safetensors"
-        self.put_there(path, there)
-        if there == "file":
-            os.link(path, folder / "second")
-        before = snapshot(folder)
-        before.pop(path.name)
-        store.place(digest, path, kind=kind, overwrite=True)
-        assert path.read_bytes() == WEIGHTS
-        after = snapshot(folder)
-        after.pop(path.name)
-        if there == "file":
-            before["second"] = ("file", "second", *before["second"][2:])
-        assert after == before
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_overwriting_a_link_of_another_blob_leaves_that_blob_whole(
-        self, store: Store, folder: Path, digest: str, kind: Kind
-    ) -> None:
-        if kind not in working_kinds(folder):
-            pytest.skip("no reflinks on this filesystem")
-        other = store.put_stream([OTHER]).digest
-        for there in ("hardlink", "symlink"):
-            path = folder / f"{there}.safetensors"
-            store.place(other, path, kind=there)
-            store.place(digest, path, kind=kind, overwrite=True)
-            assert path.read_bytes() == WEIGHTS
-            assert blob_path(store, other).read_bytes() == OTHER
-            assert [link.path for link in store.links_of(store.get(digest))].count(path) == 1
-        assert store.links_of(store.get(other)) == []
-        assert not store.verify(full=True).has_damage
-
-    @pytest.mark.parametrize("kind", ["copy", "symlink"])
-    def test_overwriting_a_hard_link_of_the_same_blob_never_writes_through_it(
-        self, store: Store, folder: Path, digest: str, kind: Kind
-    ) -> None:
-        path = folder / "a.safetensors"
-        store.place(digest, path, kind="hardlink")
-        store.place(digest, path, kind=kind, overwrite=True)
-        assert path.read_bytes() == WEIGHTS
-        assert inode_of(path) != inode_of(blob_path(store, digest))
-        assert os.listdir(folder) == ["a.safetensors"]
-        assert not store.verify(full=True).has_damage
-
-    def test_a_directory_is_never_overwritten(
         self, store: Store, folder: Path, digest: str
     ) -> None:
-        path = folder / "a.safetensors"
-        path.mkdir()
-        for kind in KINDS:
-            with pytest.raises(DestinationExistsError):
-                store.place(digest, path, kind=kind, overwrite=True)
-        assert list(path.iterdir()) == []
+        """A second name of the old file and the file behind a symlink keep their bytes."""
+        for kind in working_kinds(folder):
+            for there in ("file", "symlink", "dangling"):
+                with row(kind, there):
+                    place = folder / f"{kind} {there}"
+                    path = place / "a.safetensors"
+                    place.mkdir()
+                    put_there(path, there)
+                    if there == "file":
+                        os.link(path, place / "second")
+                    store.place(digest, path, kind=kind, overwrite=True)
+                    assert path.read_bytes() == WEIGHTS
+                    others = {each for each in place.iterdir() if each != path}
+                    assert len(others) == (0 if there == "dangling" else 1)
+                    for other in others:
+                        assert (other.read_bytes(), mode_of(other)) == (OTHER, 0o644)
 
-    @pytest.mark.parametrize("kind", ["hardlink", "symlink"])
-    def test_a_link_of_the_blob_that_is_there_already_is_enough(
-        self, store: Store, folder: Path, digest: str, kind: Kind
+    def test_overwriting_a_link_never_writes_through_it(
+        self, store: Store, folder: Path, digest: str
     ) -> None:
-        path = folder / "a.safetensors"
-        first = store.place(digest, path, kind=kind)
-        inode = inode_of(path)
-        for again in (kind, "auto"):
-            assert store.place(digest, path, kind=again).kind == first.kind
-            assert store.place(digest, path, kind=again, overwrite=True).kind == first.kind
-        assert inode_of(path) == inode
-        assert len(store.history()) == 1
-
-    def test_an_adopted_file_is_a_link_already(self, store: Store, folder: Path) -> None:
-        path = write(folder / "a.safetensors")
-        blob = store.adopt(path)
-        assert store.place(blob.digest, path).kind == "hardlink"
-        assert len(store.history()) == 1
-
-    @pytest.mark.parametrize("kind", ["hardlink", "symlink", "copy"])
-    @pytest.mark.parametrize("there", ["file", "hardlink", "symlink", "copy"])
-    def test_a_rename_that_fails_leaves_everything_as_it_was(
-        self,
-        store: Store,
-        folder: Path,
-        digest: str,
-        request: pytest.FixtureRequest,
-        kind: Kind,
-        there: str,
-    ) -> None:
-        path = folder / "a.safetensors"
         other = store.put_stream([OTHER]).digest
-        if there == "file":
-            write(path, OTHER)
-        else:
-            store.place(other, path, kind=there)  # type: ignore[arg-type]
-        before = (snapshot(folder), _links(store, other))
+        for kind in working_kinds(folder):
+            for held, there in ((other, "hardlink"), (other, "symlink"), (digest, "hardlink")):
+                with row(kind, there):
+                    path = folder / f"{kind} {there} {held[:4]}.safetensors"
+                    store.place(held, path, kind=there)  # type: ignore[arg-type]
+                    store.place(digest, path, kind=kind, overwrite=True)
+                    assert path.read_bytes() == WEIGHTS
+                    if kind in ("copy", "symlink"):
+                        assert inode_of(path) != inode_of(blob_path(store))
+                    assert [each[0] for each in linked(store, digest)].count(path) == 1
+        assert read(store, other) == OTHER
+        assert linked(store, other) == []
+        assert not store.verify(full=True).has_damage
+
+    def test_a_link_of_the_blob_that_is_there_already_is_enough(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        adopted = write(folder / "adopted.safetensors")
+        store.replace(adopted, digest)
+        assert store.place(digest, adopted).kind == "hardlink"
+        for kind in ("hardlink", "symlink"):
+            path = folder / f"{kind}.safetensors"
+            first = store.place(digest, path, kind=kind)
+            for again in (kind, "auto"):
+                for overwrite in (False, True):
+                    found = store.place(digest, path, kind=again, overwrite=overwrite)
+                    assert (found.kind, found.inode) == (first.kind, first.inode), kind
+        assert len(store.history()) == 3
+
+    def test_a_rename_that_fails_leaves_everything_as_it_was(
+        self, store: Store, folder: Path, digest: str, request: pytest.FixtureRequest
+    ) -> None:
+        kinds: tuple[Kind, ...] = ("hardlink", "symlink", "copy")
+        other = store.put_stream([OTHER]).digest
+        write(folder / "file", OTHER)
+        for there in kinds:
+            store.place(other, folder / there, kind=there)
+        before = (snapshot(folder), linked(store, other))
         failing: pytest.MonkeyPatch = request.getfixturevalue("failing_renames")
-        with pytest.raises(OSError, match="Input/output error"):
-            store.place(digest, path, kind=kind, overwrite=True)
+        for kind in kinds:
+            for path in folder.iterdir():
+                with row(kind, path.name), pytest.raises(OSError, match="Input/output error"):
+                    store.place(digest, path, kind=kind, overwrite=True)
         failing.undo()
-        assert (snapshot(folder), _links(store, other)) == before
-        assert store.links_of(store.get(digest)) == []
+        assert (snapshot(folder), linked(store, other)) == before
+        assert linked(store, digest) == []
 
     def test_a_full_disk_leaves_nothing(
         self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(*_: object) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        real = os.write
+        fail, real = raising(errno.ENOSPC), os.write
         with monkeypatch.context() as patch:
             large = len(WEIGHTS) // 2
             patch.setattr(os, "write", lambda fd, d: fail() if len(d) > large else real(fd, d))
@@ -412,192 +359,68 @@ class TestDestination:
         assert list(folder.iterdir()) == []
         assert store.history() == []
 
-    def put_there(self, path: Path, what: str) -> None:
-        if what == "file":
-            write(path, OTHER)
-        elif what == "directory":
-            path.mkdir()
-        elif what == "symlink":
-            path.symlink_to(write(path.with_name("target"), OTHER))
-        else:
-            path.symlink_to("nowhere")
-
-
-class TestNeverWrongBytes:
-    """`place` hands out no blob whose stat cannot vouch for it without hashing it again."""
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("how", ["edited", "truncated", "time set back"])
-    def test_a_damaged_blob_is_not_placed(
-        self, store: Store, folder: Path, digest: str, kind: Kind, how: str
-    ) -> None:
-        path = blob_path(store, digest)
-        st = path.stat()
-        if how == "truncated":
-            path.chmod(0o644)
-            os.truncate(path, 10)
-        else:
-            edit(path)
-        if how == "time set back":
-            os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
-        with pytest.raises(DamagedBlobError):
-            store.place(digest, folder / "a.safetensors", kind=kind)
-        assert list(folder.iterdir()) == []
-        assert not path.exists()
-
-    def test_an_edit_through_a_link_is_not_laundered_by_our_next_link(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        """Our own link changes the change time: the row must not take the edit's for it."""
-        store.place(digest, folder / "a.safetensors", kind="hardlink")
-        st = (folder / "a.safetensors").stat()
-        edit(folder / "a.safetensors")
-        os.utime(folder / "a.safetensors", ns=(st.st_atime_ns, st.st_mtime_ns))
-        with pytest.raises(DamagedBlobError):
-            store.place(digest, folder / "b.safetensors", kind="hardlink")
-        assert os.listdir(folder) == ["a.safetensors"]
-
-    @pytest.mark.parametrize("kind", ["hardlink", "copy"])
-    def test_an_edit_at_the_last_moment_is_not_placed(
-        self, store: Store, folder: Path, digest: str, kind: Kind, at_point: AtPoint
-    ) -> None:
-        at_point("place: journaled", lambda: edit(blob_path(store, digest)))
-        with pytest.raises(DamagedBlobError):
-            store.place(digest, folder / "a.safetensors", kind=kind)
-        assert list(folder.iterdir()) == []
-
-    def test_an_edit_right_after_our_link_is_found_at_the_next_use(
-        self, store: Store, folder: Path, digest: str, at_point: AtPoint
-    ) -> None:
-        at_point("place: linked", lambda: edit(blob_path(store, digest)))
-        store.place(digest, folder / "a.safetensors", kind="hardlink")
-        with pytest.raises(DamagedBlobError):
-            store.place(digest, folder / "b.safetensors", kind="hardlink")
-
-    def test_a_blob_that_vanished_is_not_found(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        blob_path(store, digest).unlink()
-        for kind in KINDS:
-            with pytest.raises(BlobNotFoundError):
-                store.place(digest, folder / "a.safetensors", kind=kind)
-        assert list(folder.iterdir()) == []
-
-    @pytest.mark.parametrize("kind", ["hardlink", "symlink", "copy"])
-    @pytest.mark.parametrize("point", ["place: journaled", "place: filled"])
     def test_a_blob_that_is_pruned_meanwhile_is_not_found_and_leaves_nothing(
-        self,
-        store: Store,
-        folder: Path,
-        digest: str,
-        kind: Kind,
-        point: str,
-        at_point: AtPoint,
+        self, store: Store, folder: Path, at_point: AtPoint
     ) -> None:
-        if point == "place: filled" and kind != "copy":
-            pytest.skip("only copies are filled")
-        at_point(point, lambda: store.plan_prune().execute())
-        with pytest.raises(BlobNotFoundError):
-            store.place(digest, folder / "a.safetensors", kind=kind)
-        assert list(folder.iterdir()) == []
-        assert store.history() == []
-
-    def test_a_symlink_keeps_its_blob_from_being_pruned(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.place(digest, folder / "a.safetensors", kind="symlink")
-        assert store.plan_prune().victims == ()
-        (folder / "a.safetensors").unlink()
-        assert [victim.digest for victim in store.plan_prune().victims] == [digest]
-
-
-class TestTooManyLinks:
-    def test_a_full_inode_is_left_to_its_links_and_the_blob_gets_a_new_one(
-        self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store.place(digest, folder / "a.safetensors", kind="hardlink")
-        full = inode_of(blob_path(store, digest))
-        real = os.link
-
-        def limited(source: str | Path, target: str | Path) -> None:
-            if inode_of(source) == full:
-                raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
-            real(source, target)
-
-        monkeypatch.setattr(os, "link", limited)
-        store.place(digest, folder / "b.safetensors", kind="hardlink")
-        assert inode_of(folder / "a.safetensors") == full
-        assert inode_of(folder / "b.safetensors") == inode_of(blob_path(store, digest)) != full
-        for name in ("a.safetensors", "b.safetensors"):
-            assert (folder / name).read_bytes() == WEIGHTS
-            assert mode_of(folder / name) == 0o444
-        report = store.verify(full=True)
-        assert not report.has_damage
-        assert report.dead_links == []
-        assert {done.note for done in store.plan_undo().execute()} == {""}
-        assert list(folder.iterdir()) == []
-
-    @pytest.mark.soak
-    def test_the_filesystem_itself_says_when_it_is_enough(self, store: Store, folder: Path) -> None:
-        digest = store.put_stream([b"tiny"]).digest
-        paths = [folder / f"{number}.bin" for number in range(65_002)]
-        with store.batch("many links"):
-            for path in paths:
-                store.place(digest, path, kind="hardlink")
-        assert all(path.read_bytes() == b"tiny" for path in paths)
-        if len({inode_of(path) for path in paths}) == 1:
-            pytest.skip("this filesystem allows more links")
-        assert not store.verify(full=True).has_damage
+        moments: tuple[tuple[Kind, str], ...] = (
+            ("hardlink", "place: journaled"), ("symlink", "place: journaled"),
+            ("copy", "place: journaled"), ("copy", "place: filled"),
+        )  # fmt: skip
+        for kind, point in moments:
+            digest = store.put_stream([WEIGHTS]).digest
+            at_point(point, lambda: store.plan_prune().execute())
+            with row(kind, point), pytest.raises(BlobNotFoundError):
+                store.place(digest, folder / "a.safetensors", kind=kind)
+            assert list(folder.iterdir()) == []
+            assert store.history() == []
 
 
 class TestVolumes:
+    @pytest.fixture
+    def other(self, store: Store, elsewhere: Path) -> Store:
+        """The part of the store on another filesystem."""
+        return store.add_volume(elsewhere / ".smartcache")
+
     def test_a_blob_of_another_volume_is_found_opened_and_copied(
-        self, store: Store, folder: Path, elsewhere: Path
+        self, store: Store, folder: Path, other: Store
     ) -> None:
-        other = store.add_volume(elsewhere / ".smartcache")
-        digest = other.put_stream([WEIGHTS], algorithms=["sha256"]).digest
-        with store.open(digest) as file:
-            assert file.read() == WEIGHTS
-        found = store.resolve(digest)
-        assert store.find("blake3", digest) == found
+        digest = other.put_stream([WEIGHTS]).digest
+        assert read(store) == WEIGHTS
+        assert store.find("blake3", digest) == store.resolve(digest)
         assert store.place(digest, folder / "a.safetensors").kind == "copy"
-        assert store.path_of(digest).is_relative_to(elsewhere)
+        assert store.path_of(digest) == blob_path(other)
 
     def test_the_volume_of_the_destination_is_preferred(
-        self, store: Store, folder: Path, elsewhere: Path, digest: str
+        self, store: Store, folder: Path, elsewhere: Path, other: Store
     ) -> None:
-        other = store.add_volume(elsewhere / ".smartcache")
-        other.put_stream([WEIGHTS])
-        for where, volume in ((folder, store), (elsewhere, other)):
-            link = store.place(digest, where / "a.safetensors", kind="hardlink")
-            assert inode_of(link.path) == inode_of(blob_path(volume, digest))
+        for volume, place in ((store, folder), (other, elsewhere)):
+            digest = volume.put_stream([WEIGHTS]).digest
+            link = store.place(digest, place / "a.safetensors", kind="hardlink")
+            assert inode_of(link.path) == inode_of(blob_path(volume))
 
     def test_a_file_is_adopted_by_the_volume_of_its_filesystem(
-        self, store: Store, elsewhere: Path
+        self, store: Store, elsewhere: Path, other: Store
     ) -> None:
-        other = store.add_volume(elsewhere / ".smartcache")
         blob = store.adopt(write(elsewhere / "a.safetensors"))
-        assert inode_of(blob_path(other, blob.digest)) == inode_of(elsewhere / "a.safetensors")
+        assert inode_of(blob_path(other)) == inode_of(elsewhere / "a.safetensors")
         assert list(store.blobs()) == []
-        (result,) = store.volume_of(elsewhere).replace_many(
-            [(write(elsewhere / "b.safetensors"), blob.digest)]
-        )
+        pairs = [(write(elsewhere / "b.safetensors"), blob.digest)]
+        (result,) = store.volume_of(elsewhere).replace_many(pairs)
         assert result.outcome == "replaced"
 
-    def test_a_reopened_store_knows_its_neighbours(self, store: Store, elsewhere: Path) -> None:
-        store.add_volume(elsewhere / ".smartcache").put_stream([WEIGHTS])
+    def test_a_reopened_store_knows_its_neighbours_that_are_mounted(
+        self, store: Store, elsewhere: Path, other: Store
+    ) -> None:
+        other.put_stream([WEIGHTS])
         with Store(store.root) as again:
             assert again.find("blake3", digest_of(WEIGHTS)) is not None
-            assert [s.root for s in again.stores()] == [store.root, elsewhere / ".smartcache"]
-
-    def test_a_volume_that_is_not_mounted_is_left_out(self, store: Store, elsewhere: Path) -> None:
-        with store.add_volume(elsewhere / ".smartcache") as other:
-            other.put_stream([WEIGHTS])
-        os.rename(elsewhere / ".smartcache", elsewhere / "unplugged")
+            assert [s.root for s in again.stores()] == [store.root, other.root]
+        other.close()
+        other.root.rename(elsewhere / "unplugged")
         with Store(store.root) as again:
             assert again.find("blake3", digest_of(WEIGHTS)) is None
             assert [s.root for s in again.stores()] == [store.root]
-        assert not (elsewhere / ".smartcache").exists()
+        assert not other.root.exists()
 
     def test_a_second_volume_on_the_same_filesystem_is_refused(
         self, store: Store, folder: Path

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.api import NothingToUndoError, Store, hash_file
-from tests.api import store_faults as faults
-from tests.api import store_recovery as recovery
+from tests.api import store_replace as recovery
 from tests.processes.children import NOBODY, Child, folder_of
+from tests.processes.killing import Moment, die_at, in_child, was_killed
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 
 DIGEST = digest_of(WEIGHTS)
@@ -21,18 +20,12 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 def killed(work: Callable[[], object], point: str) -> None:
     """Do some work in a child that is killed at a point of it."""
-    pid = os.fork()
-    if pid == 0:
 
-        def hook(reached: str) -> None:
-            if reached == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        faults.hook = hook
+    def run() -> None:
+        die_at(Moment(point, 1))
         work()
-        os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status), f"{point} was not reached"
+
+    assert was_killed(in_child(run)), f"{point} was not reached"
 
 
 def half_replaced(root: Path, folder: Path) -> Path:

@@ -22,37 +22,31 @@ def facts(error: NoSpaceError) -> tuple[int, int]:
     return vars(error)["needed"], vars(error)["free"]
 
 
-def test_undo_needs_room_where_the_file_was(tmp_path: Path) -> None:
-    """The store's own disk has plenty."""
+def adopt_and_replace(store: Store, folder: Path) -> None:
+    files = [write(folder / name) for name in ("a.safetensors", "b.safetensors")]
+    store.replace(files[1], store.adopt(files[0]).digest)
 
+
+def test_undo_needs_room_where_the_file_is_and_nowhere_else(tmp_path: Path) -> None:
     def work() -> tuple[int, int]:
-        disk = disk_with_room_for_half(tmp_path)
-        disk.clear()
+        disk = Disk(tmp_path / "disk", 500 * PAGE)
         with Store(tmp_path / "store") as store:
-            store.put_file(write(disk.point / "a.safetensors"), how="move")
-            disk.fill(but=1)
-            with pytest.raises(NoSpaceError, match=f"at {disk.point}") as caught:
-                store.plan_undo().execute()
-            assert len(store.history()) == 1
-            disk.clear()
-            (result,) = store.plan_undo().execute()
-            assert result.is_undone
-            return facts(caught.value)
-
-    assert in_own_namespace(work) == (len(WEIGHTS), PAGE)
-
-
-def test_files_on_a_full_disk_need_no_room_on_it_if_they_get_none(tmp_path: Path) -> None:
-    def work() -> None:
-        disk = disk_with_room_for_half(tmp_path)
-        with Store(tmp_path / "store") as store:
-            files = [write(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
-            digest = store.adopt(files[0]).digest
-            store.replace(files[1], digest)
+            adopt_and_replace(store, tmp_path)
             disk.fill()
             assert all(each.is_undone for each in store.plan_undo().execute())
+        disk.clear()
+        with Store(disk.point / "store") as store:
+            adopt_and_replace(store, disk.point)
+            disk.fill(but=5)
+            with pytest.raises(NoSpaceError, match=f"at {disk.point}") as caught:
+                store.plan_undo().execute()
+            assert len(store.history()) == 2
+            disk.clear()
+            assert all(each.is_undone for each in store.plan_undo().execute())
+            return facts(caught.value)
 
-    in_own_namespace(work)
+    needed, free = in_own_namespace(work)
+    assert needed == len(WEIGHTS) > free
 
 
 def test_eject_needs_room_where_symlinks_are(tmp_path: Path) -> None:

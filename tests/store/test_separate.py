@@ -34,6 +34,14 @@ def shared(store: Store, folder: Path) -> tuple[Path, Path]:
     return a, b
 
 
+@pytest.fixture
+def linked(folder: Path) -> tuple[Path, Path]:
+    """Two names of one file."""
+    a = write(folder / "a.bin", mode=0o444)
+    os.link(a, folder / "b.bin")
+    return a, folder / "b.bin"
+
+
 def separate(*paths: Path, store: Store | None = None, recursive: bool = False) -> None:
     volumes = [] if store is None else [store.volume]
     for each in plan_separate(paths, volumes, recursive=recursive).execute():
@@ -61,22 +69,18 @@ def test_without_a_store_a_link_becomes_a_file_of_its_own_with_its_metadata(
     assert sorted(path.name for path in a.parent.iterdir()) == [a.name, b.name]
 
 
-def test_the_last_name_of_a_file_needs_no_copy(folder: Path) -> None:
-    a = write(folder / "a.bin", mode=0o444)
-    os.link(a, folder / "b.bin")
-    inode = inode_of(a)
-    plan = plan_separate([a, folder / "b.bin"])
-    assert plan.needed_size == len(WEIGHTS)
-    plan.execute()
-    assert inode in {inode_of(a), inode_of(folder / "b.bin")}
-    assert mode_of(folder / "b.bin") == mode_of(a) == 0o644
-
-
-def test_one_of_two_names_leaves_the_other_as_it_is(folder: Path) -> None:
-    a = write(folder / "a.bin", mode=0o444)
-    os.link(a, folder / "b.bin")
-    separate(a)
-    assert (mode_of(folder / "b.bin"), mode_of(a)) == (0o444, 0o644)
+def test_one_of_two_names_leaves_the_other_as_it_is_and_the_last_needs_no_copy(
+    linked: tuple[Path, Path],
+) -> None:
+    a, b = linked
+    inode, watch = inode_of(a), Watch()
+    assert plan_separate(linked).needed_size == len(WEIGHTS)
+    plan_separate([a]).execute(watch)
+    assert (watch.total, watch.done) == (len(WEIGHTS), len(WEIGHTS))
+    assert (mode_of(a), mode_of(b), inode_of(b)) == (0o644, 0o444, inode)
+    assert plan_separate(linked).needed_size == 0
+    separate(*linked)
+    assert (mode_of(b), inode_of(b)) == (0o644, inode)
 
 
 def test_files_that_share_nothing_and_can_be_written_are_left_out(folder: Path) -> None:
@@ -125,62 +129,47 @@ def test_a_folder_needs_to_be_asked_for_and_skips_the_store_symlinks_and_git(
     assert "is a symlink" in plan_separate([folder / "sub" / "link"]).skipped[0][1]
 
 
-def test_a_file_that_is_being_written_stays(folder: Path) -> None:
-    a = write(folder / "a.bin")
-    os.link(a, folder / "b.bin")
+def test_a_file_that_is_being_written_or_was_replaced_since_the_plan_stays(
+    linked: tuple[Path, Path],
+) -> None:
+    a, b = linked
     plan = plan_separate([a])
-    with open(folder / "b.bin", "ab"):
-        (result,) = plan.execute()
+    b.chmod(0o644)
+    with open(b, "ab"):
+        (result,) = plan_separate([a]).execute()
     assert "open for writing" in result.problem
-    assert inode_of(a) == inode_of(folder / "b.bin")
-
-
-def test_a_file_that_somebody_replaced_after_the_plan_stays(folder: Path) -> None:
-    a = write(folder / "a.bin")
-    os.link(a, folder / "b.bin")
-    plan = plan_separate([a])
-    write(folder / "new", OTHER).replace(a)
+    assert inode_of(a) == inode_of(b)
+    write(a.with_name("new"), OTHER).replace(a)
     (result,) = plan.execute()
     assert "another file is there now" in result.problem
     assert a.read_bytes() == OTHER
 
 
 def test_room_is_checked_before_the_first_copy(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    linked: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a = write(folder / "a.bin")
-    os.link(a, folder / "b.bin")
-    before = snapshot(folder)
+    before = snapshot(linked[0].parent)
     monkeypatch.setattr(store_separate, "free_bytes", lambda _: len(WEIGHTS) - 1)
     with pytest.raises(NoSpaceError, match="100 KB"):
-        plan_separate([a]).execute()
-    assert snapshot(folder) == before
-
-
-def test_it_says_how_far_it_is_in_bytes(folder: Path) -> None:
-    a = write(folder / "a.bin")
-    os.link(a, folder / "b.bin")
-    watch = Watch()
-    plan_separate([a]).execute(watch)
-    assert (watch.total, watch.done) == (len(WEIGHTS), len(WEIGHTS))
+        plan_separate(linked[:1]).execute()
+    assert snapshot(linked[0].parent) == before
 
 
 @pytest.mark.parametrize(
     "moment", ["separate: written", "separate: named", "swap: exchanged", "separate: in place"]
 )
 def test_killed_at_any_moment_the_file_is_whole_and_a_second_run_finishes(
-    folder: Path, moment: str
+    linked: tuple[Path, Path], moment: str
 ) -> None:
-    a = write(folder / "a.bin", mode=0o444)
-    os.link(a, folder / "b.bin")
+    a, b = linked
 
     def work() -> None:
         die_at(Moment(moment, 1))
         plan_separate([a]).execute()
 
     assert was_killed(in_child(work))
-    assert (a.read_bytes(), (folder / "b.bin").read_bytes()) == (WEIGHTS, WEIGHTS)
+    assert (a.read_bytes(), b.read_bytes()) == (WEIGHTS, WEIGHTS)
     separate(a)
-    assert inode_of(a) != inode_of(folder / "b.bin")
+    assert inode_of(a) != inode_of(b)
     if moment == "separate: written":
-        assert len(list(folder.iterdir())) == 2
+        assert len(list(a.parent.iterdir())) == 2

@@ -5,7 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from tests.processes.children import NOBODY, Child
 from tests.store.files import (
     OTHER,
     WEIGHTS,
+    AtPoint,
     Watch,
     allocated,
     digest_of,
@@ -37,6 +38,7 @@ from tests.store.files import (
     link_count,
     mode_of,
     snapshot,
+    undo,
     write,
 )
 from tests.store.reflink_disks import DISKS, reflink_disk
@@ -45,7 +47,6 @@ from tests.store.small_disks import bind
 if sys.platform != "linux":
     pytest.skip("Linux system calls", allow_module_level=True)
 
-AtPoint = Callable[[str, Callable[[], object]], None]
 DIGEST = digest_of(WEIGHTS)
 CHUNK = kernel.DEDUPE_SIZE
 
@@ -231,7 +232,7 @@ class TestShared:
         assert result.outcome == "replaced"
         assert allocated(paths[1]) < 1_000_000
         assert result.freed == allocated(paths[1])
-        assert [done.note for done in store.plan_undo().execute()] == [""]
+        assert undo(store) == []
         assert shared_size(paths[1]) == 0
         assert allocated(paths[1]) < 1_000_000
 
@@ -241,7 +242,7 @@ class TestShared:
     ) -> None:
         path = write(folder / os.fsdecode(name))
         assert share(store, source, path).outcome == "replaced"
-        assert [done.note for done in store.plan_undo().execute()] == [""]
+        assert undo(store) == []
         assert shared_size(path) == 0
 
     def test_the_owner_of_a_read_only_file_needs_no_permission_to_write(self, place: Path) -> None:
@@ -372,7 +373,7 @@ class TestRefused:
         assert (result.outcome, result.error.reason) == ("skipped", "different")
         assert result.freed == shared_size(second) == CHUNK
         assert second.read_bytes() == data[:-1] + b"?"
-        assert [done.note for done in store.plan_undo().execute()] == [""]
+        assert undo(store) == []
         assert shared_size(second) == 0
         assert second.read_bytes() == data[:-1] + b"?"
 
@@ -419,7 +420,7 @@ class TestRaced:
         share(store, source, target)
         assert target.read_bytes() == OTHER
         before = snapshot(folder)
-        assert [done.note for done in store.plan_undo().execute()] == [""]
+        assert undo(store) == []
         assert snapshot(folder) == before
 
     @pytest.mark.parametrize("point", ["share: journaled", "share: part shared"])

@@ -1,6 +1,10 @@
+"""The store is compared with the disk, healed from what is left, and its index made again."""
+
 from __future__ import annotations
 
 import os
+import random
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +16,8 @@ from tests.api import (
     DamagedBlobError,
     IndexDamagedError,
     Owner,
+    PruneRefusedError,
+    SmartcacheError,
     Store,
     Trust,
     VerifyReport,
@@ -22,10 +28,14 @@ from tests.store.files import (
     OTHER,
     WEIGHTS,
     Watch,
+    blob_path,
     digest_of,
     edit,
+    in_turn,
     inode_of,
     mode_of,
+    read,
+    row,
     snapshot,
     write,
 )
@@ -34,133 +44,66 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")
 DIGEST = digest_of(WEIGHTS)
 
 
-@pytest.fixture
-def digest(store: Store) -> str:
-    return store.put_stream([WEIGHTS], algorithms=["sha256"]).digest
-
-
-def blob_path(store: Store, digest: str = DIGEST) -> Path:
-    return Path(store.volume.layout.blob(digest))
-
-
 def findings(report: VerifyReport) -> dict[str, list[object]]:
     names = ("damaged", "missing", "unindexed", "stray", "writable", "dead_links", "healed")
     return {name: list(getattr(report, name)) for name in names if getattr(report, name)}
 
 
-def read(store: Store, digest: str = DIGEST) -> bytes:
-    with store.open(digest) as file:
-        return file.read()
+def holders(store: Store, digest: str = DIGEST) -> list[str]:
+    return [str(owner) for owner, _ in store.holders_of(store.get(digest))]
 
 
-def set_time_back(path: Path, act: Callable[[Path], None]) -> None:
-    st = path.stat()
-    act(path)
-    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+def linked_paths(store: Store, digest: str = DIGEST) -> list[Path]:
+    return [link.path for link in store.links_of(store.get(digest))]
 
 
-class TestSound:
-    @pytest.mark.parametrize("full", [False, True])
-    def test_a_sound_store_has_no_findings(self, store: Store, folder: Path, full: bool) -> None:
+class TestFindings:
+    def test_a_sound_store_has_none(self, store: Store, folder: Path) -> None:
         store.put_stream([OTHER])
         store.adopt(write(folder / "a.safetensors"))
         for kind in ("hardlink", "symlink", "copy"):
             store.place(DIGEST, folder / kind, kind=kind)
-        report = store.verify(full=full, repair=True)
-        assert findings(report) == {}
-        assert not report.has_damage
-        assert (report.blobs, report.is_full) == (2, full)
+        for full in (False, True):
+            report = store.verify(full=full, repair=True)
+            assert findings(report) == {}
+            assert (report.has_damage, report.blobs, report.is_full) == (False, 2, full)
 
     @pytest.mark.usefixtures("digest")
-    def test_quick_hashes_nothing_that_stat_vouches_for(self, store: Store) -> None:
-        store.verify()
-        report = store.verify()
-        assert (report.blobs, report.hashed_size) == (1, 0)
-
-    @pytest.mark.usefixtures("digest")
-    def test_full_hashes_every_byte_with_progress(self, store: Store) -> None:
+    def test_quick_hashes_nothing_that_stat_vouches_for_and_full_every_byte(
+        self, store: Store
+    ) -> None:
         store.put_stream([OTHER])
-        watch = Watch()
-        report = store.verify(full=True, progress=watch)
-        size = len(WEIGHTS) + len(OTHER)
-        assert (report.hashed_size, watch.done, watch.total) == (size, size, size)
-        assert watch.unit == "bytes"
-
-    def test_a_link_made_by_somebody_else_is_worked_off_by_a_hash(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        os.link(blob_path(store), folder / "theirs")
         report = store.verify()
-        assert report.hashed_size == len(WEIGHTS)
-        blob = store.get(digest)
-        assert (blob.trust, blob.links) == (Trust.VERIFIED, 2)
+        assert (report.blobs, report.hashed_size) == (2, 0)
+        watch = Watch()
+        size = len(WEIGHTS) + len(OTHER)
+        assert store.verify(full=True, progress=watch).hashed_size == size
+        assert (watch.done, watch.total, watch.unit) == (size, size, "bytes")
 
-
-class TestDamage:
-    @pytest.mark.parametrize("full", [False, True])
-    @pytest.mark.parametrize(
-        "harm",
-        [
-            edit,
-            lambda path: os.truncate(path, 10),
-            lambda path: edit(path, b"more", offset=len(WEIGHTS)),
-            lambda path: os.replace(write(path.with_name("new"), OTHER), path),
-            lambda path: set_time_back(path, edit),
-        ],
-        ids=["flipped", "truncated", "grown", "replaced", "time set back"],
-    )
-    def test_quick_and_full_find_what_stat_can_show(
-        self, store: Store, digest: str, harm: Callable[[Path], None], full: bool
-    ) -> None:
-        blob_path(store).chmod(0o644)
-        harm(blob_path(store))
-        blob_path(store).chmod(0o444)
-        damaged = blob_path(store).read_bytes()
-        report = store.verify(full=full)
-        assert findings(report) == {"damaged": [digest]}
-        assert report.has_damage
-        (bad,) = store.volume.layout.bad.iterdir()
-        assert bad.read_bytes() == damaged
-        assert not blob_path(store).exists()
-        with pytest.raises(BlobNotFoundError):
-            store.get(digest)
-
-    def test_full_finds_what_the_disk_forgot_without_a_trace_in_stat(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        """Bit rot: another inode made to look like the recorded one in the index."""
-        os.replace(write(folder / "rotten", b"R" + WEIGHTS[1:], mode=0o444), blob_path(store))
-        store.volume.index.refresh(store.get(digest).id, os.stat(blob_path(store)), Trust.VERIFIED)
-        assert findings(store.verify()) == {}
-        assert store.verify(full=True).damaged == [digest]
-
-    def test_a_lost_blob_keeps_its_row_for_whoever_brings_the_bytes(
+    def test_a_missing_blob_is_named_kept_in_mind_and_no_victim_of_prune(
         self, store: Store, digest: str
     ) -> None:
         store.pin(digest)
-        edit(blob_path(store))
-        store.verify()
-        assert store.verify().missing == [digest]
+        blob_path(store).unlink()
+        for _ in range(2):
+            report = store.verify()
+            assert findings(report) == {"missing": [digest]}
+            assert report.has_damage
+        assert store.plan_prune().victims == ()
+        with pytest.raises(BlobNotFoundError):
+            store.pin(digest)
         store.put_stream([WEIGHTS])
         assert findings(store.verify(full=True)) == {}
         assert store.aliases_of(store.get(digest))
-        assert store.holders_of(store.get(digest))
+        assert holders(store) == ["pin kept"]
 
-    def test_a_missing_blob_is_named(self, store: Store, digest: str) -> None:
-        blob_path(store).unlink()
-        report = store.verify()
-        assert findings(report) == {"missing": [digest]}
-        assert report.has_damage
-
-    @pytest.mark.parametrize("full", [False, True])
-    def test_a_writable_blob_is_hashed_and_made_read_only(
-        self, store: Store, digest: str, full: bool
-    ) -> None:
-        blob_path(store).chmod(0o666)
-        report = store.verify(full=full)
-        assert findings(report) == {"writable": [digest]}
-        assert not report.has_damage
-        assert mode_of(blob_path(store)) == 0o444
+    def test_a_writable_blob_is_hashed_and_made_read_only(self, store: Store, digest: str) -> None:
+        for full in (False, True):
+            blob_path(store).chmod(0o666)
+            report = store.verify(full=full)
+            assert findings(report) == {"writable": [digest]}
+            assert (report.has_damage, mode_of(blob_path(store))) == (False, 0o444)
+            assert findings(store.verify(full=full)) == {}
 
     def test_a_file_that_shares_a_damaged_inode_is_left_alone(
         self, store: Store, folder: Path, digest: str
@@ -168,19 +111,18 @@ class TestDamage:
         store.place(digest, folder / "a.safetensors", kind="hardlink")
         edit(folder / "a.safetensors")
         before = snapshot(folder)
-        assert store.verify(repair=True).has_damage
+        for _ in range(2):
+            report = store.verify(repair=True)
+            assert (report.has_damage, report.healed) == (True, []), "it is not forgotten"
         assert snapshot(folder) == before
 
-
-class TestOrphans:
     def test_quick_names_a_blob_without_a_row_and_full_gives_it_one(
         self, store: Store, digest: str
     ) -> None:
         store.volume.index.clear()
         store.volume.index.drop_lost()
-        assert findings(store.verify()) == {"unindexed": [digest]}
-        assert findings(store.verify()) == {"unindexed": [digest]}
-        assert findings(store.verify(full=True)) == {"unindexed": [digest]}
+        for full in (False, False, True):
+            assert findings(store.verify(full=full)) == {"unindexed": [digest]}
         assert findings(store.verify()) == {}
         assert read(store) == WEIGHTS
 
@@ -193,6 +135,7 @@ class TestOrphans:
         report = store.verify(full=True)
         assert findings(report) == {"damaged": [digest], "unindexed": [digest]}
         assert not blob_path(store).exists()
+        assert len(list(store.volume.layout.bad.iterdir())) == 1
 
     def test_what_is_no_blob_is_named_and_left_alone(self, store: Store, digest: str) -> None:
         blobs = store.volume.layout.blobs
@@ -202,256 +145,129 @@ class TestOrphans:
         report = store.verify(full=True, repair=True)
         assert sorted(report.stray) == sorted(strays)
         assert not report.has_damage
-        assert all(stray.read_bytes() == b"mine" for stray in strays)
+        assert {stray.read_bytes() for stray in strays} == {b"mine"}
 
-    @pytest.mark.parametrize("act", ["forget", "prune", "trash"])
-    def test_a_blob_that_is_removed_properly_meanwhile_is_no_finding(
-        self, store: Store, digest: str, act: str
-    ) -> None:
-        def remove() -> None:
-            if act == "prune":
-                store.plan_prune().execute()
-            else:
-                store.forget(digest, to_trash=act == "trash")
+    def test_a_blob_that_is_removed_properly_meanwhile_is_no_finding(self, store: Store) -> None:
+        ways: dict[str, Callable[[], object]] = {
+            "forget": lambda: store.forget(DIGEST, to_trash=False),
+            "trash": lambda: store.forget(DIGEST),
+            "prune": lambda: store.plan_prune().execute(),
+        }
+        for name, remove in ways.items():
+            store.put_stream([WEIGHTS])
+            assert findings(store.verify(progress=Watch(remove))) == {}, name
 
-        assert findings(store.verify(progress=Watch(remove))) == {}
-
-
-class TestLinks:
     def test_dead_links_are_named_and_forgotten_on_repair(
         self, store: Store, folder: Path, digest: str
     ) -> None:
         """A copy that is gone harms nobody: it is forgotten in silence."""
-        paths = [folder / kind for kind in ("hardlink", "symlink")]
-        for path in [*paths, folder / "copy"]:
-            store.place(digest, path, kind=path.name)  # type: ignore[arg-type]
-            path.unlink()
-        assert findings(store.verify()) == {"dead_links": paths}
-        assert not store.verify().has_damage
-        assert findings(store.verify(repair=True)) == {"dead_links": paths}
-        assert findings(store.verify()) == {}
-        assert store.links_of(store.get(digest)) == []
-
-    def test_names_that_are_not_utf_8_do_not_stop_the_walk(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        paths = [folder / os.fsdecode(name) for name in (b"\x01", b"a", b"\xff", b"\xff\xff")]
-        for path in paths:
-            store.place(digest, path, kind="hardlink")
-            path.unlink()
-        assert store.verify().dead_links == paths
+        for kind in ("hardlink", "symlink", "copy"):
+            for name in (b"\x01", b"a", b"\xff", b"\xff\xff"):
+                path = folder / os.fsdecode(kind.encode() + name)
+                store.place(digest, path, kind=kind)
+                path.unlink()
+        report = store.verify()
+        assert len(report.dead_links) == 8
+        assert not any("copy" in path.name for path in report.dead_links)
+        assert findings(store.verify(repair=True)) == {"dead_links": report.dead_links}
+        assert (findings(store.verify()), linked_paths(store)) == ({}, [])
 
 
 class TestRepair:
-    def test_a_replaced_blob_is_healed_from_the_file_it_was_adopted_from(
+    def test_a_lost_blob_is_healed_from_what_is_left_of_it(
         self, store: Store, folder: Path
     ) -> None:
-        path = write(folder / "a.safetensors")
-        store.adopt(path)
-        os.replace(write(folder / "x", OTHER, mode=0o444), blob_path(store))
-        report = store.verify(repair=True)
-        assert findings(report) == {"damaged": [DIGEST], "healed": [DIGEST]}
-        assert not report.has_damage
-        assert inode_of(blob_path(store)) == inode_of(path)
-        assert read(store) == WEIGHTS
+        """From a link, which shares again if it is read-only, or a copy of the user's."""
+        sources: dict[str, tuple[str, int, bool]] = {
+            "link": ("hardlink", 0o444, True),
+            "link made writable": ("hardlink", 0o644, False),
+            "copy": ("copy", 0o644, False),
+        }
+        for name, (kind, mode, is_shared) in sources.items():
+            with row(name):
+                store.put_stream([WEIGHTS], algorithms=["sha256"])
+                store.pin(DIGEST, "mine")
+                path = folder / name
+                store.place(DIGEST, path, kind=kind)  # type: ignore[arg-type]
+                blob_path(store).unlink()
+                path.chmod(mode)
+                before = snapshot(folder)
+                assert store.verify(full=True).healed == [], "nobody asked for it"
+                report = store.verify(repair=True)
+                assert findings(report) == {"missing": [DIGEST], "healed": [DIGEST]}
+                assert not report.has_damage
+                assert (inode_of(blob_path(store)) == inode_of(path)) is is_shared
+                assert mode_of(blob_path(store)) == 0o444
+                assert snapshot(folder) == before
+                assert read(store) == WEIGHTS
+                assert set(store.aliases_of(store.get(DIGEST))) == {"sha256"}
+                assert (holders(store), linked_paths(store)) == (["pin mine"], [path])
+                store.unpin(DIGEST)
+                store.plan_undo().execute()
 
-    def test_a_missing_blob_is_healed_from_a_link(
+    def test_a_damaged_blob_is_healed_and_keeps_all_that_was_known_of_it(
         self, store: Store, folder: Path, digest: str
     ) -> None:
-        store.place(digest, folder / "a.safetensors", kind="hardlink")
-        blob_path(store).unlink()
-        report = store.verify(repair=True)
-        assert findings(report) == {"missing": [digest], "healed": [digest]}
-        assert inode_of(blob_path(store)) == inode_of(folder / "a.safetensors")
-        assert mode_of(blob_path(store)) == 0o444
+        """In place, or replaced by another file: then its link is whole and shares again."""
+        store.pin(digest, "mine")
+        aliases = store.aliases_of(store.get(digest))
+        copy = store.place(digest, folder / "c.json", kind="copy").path
+        link = store.place(digest, folder / "b.safetensors", kind="hardlink").path
+        for number in range(2):
+            if number:
+                edit(blob_path(store))
+            else:
+                os.replace(write(folder / "x", OTHER, mode=0o444), blob_path(store))
+            report = store.verify(repair=True)
+            assert findings(report) == {"damaged": [DIGEST], "healed": [DIGEST]}
+            assert not report.has_damage
+            assert store.aliases_of(store.get(digest)) == aliases
+            assert (holders(store), linked_paths(store)) == (["pin mine"], [link, copy])
+            assert (inode_of(link) == inode_of(blob_path(store))) is (number == 0)
+            assert read(store) == WEIGHTS
 
-    def test_a_file_the_user_made_writable_is_copied_not_shared(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        path = folder / "a.safetensors"
-        store.place(digest, path, kind="hardlink")
-        blob_path(store).unlink()
-        path.chmod(0o644)
-        assert store.verify(repair=True).healed == [digest]
-        assert inode_of(blob_path(store)) != inode_of(path)
-        assert mode_of(path) == 0o644
-
-    def test_a_missing_blob_is_healed_from_a_copy(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.place(digest, folder / "a.json", kind="copy")
-        before = snapshot(folder)
-        blob_path(store).unlink()
-        assert store.verify(repair=True).healed == [digest]
-        assert inode_of(blob_path(store)) != inode_of(folder / "a.json")
-        assert snapshot(folder) == before
-        assert read(store) == WEIGHTS
-
-    def test_a_missing_blob_is_healed_from_another_volume(
+    def test_a_lost_blob_is_healed_from_another_volume_unless_that_is_damaged(
         self, store: Store, elsewhere: Path, digest: str
     ) -> None:
-        store.add_volume(elsewhere / ".smartcache").put_stream([WEIGHTS])
+        other = store.add_volume(elsewhere / ".smartcache")
+        other.put_stream([WEIGHTS])
         blob_path(store).unlink()
         assert store.verify(repair=True).healed == [digest]
         assert read(store) == WEIGHTS
-
-    @pytest.mark.usefixtures("digest")
-    def test_a_damaged_neighbour_heals_nothing(self, store: Store, elsewhere: Path) -> None:
-        other = store.add_volume(elsewhere / ".smartcache")
-        other.put_stream([WEIGHTS])
         edit(blob_path(other))
-        blob_path(store).unlink()
+        edit(blob_path(store))
         report = store.verify(repair=True)
-        assert report.healed == []
-        assert report.has_damage
+        assert (report.healed, report.has_damage) == ([], True)
 
-    def test_an_edited_file_heals_nothing(self, store: Store, folder: Path, digest: str) -> None:
+    def test_an_edited_copy_heals_nothing(self, store: Store, folder: Path, digest: str) -> None:
         store.place(digest, folder / "a.json", kind="copy")
         edit(folder / "a.json")
         blob_path(store).unlink()
         report = store.verify(repair=True)
-        assert report.healed == []
-        assert report.has_damage
+        assert (report.healed, report.has_damage) == ([], True)
         assert not blob_path(store).exists()
 
-    def test_without_repair_nothing_is_healed(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.place(digest, folder / "a.json", kind="copy")
-        blob_path(store).unlink()
-        assert store.verify(full=True).healed == []
-        assert not blob_path(store).exists()
 
-    def test_aliases_owners_and_links_are_as_before(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.pin(digest, "mine")
-        store.place(digest, folder / "a.json", kind="copy")
-        aliases = store.aliases_of(store.get(digest))
-        edit(blob_path(store))
-        store.verify(repair=True)
-        blob = store.get(digest)
-        assert store.aliases_of(blob) == aliases
-        assert [owner.name for owner, _ in store.holders_of(blob)] == ["mine"]
-        assert [link.path for link in store.links_of(blob)] == [folder / "a.json"]
+def remove_index(store: Store) -> None:
+    store.close()
+    for path in store.root.glob("index.sqlite3*"):
+        path.unlink()
 
 
 class TestRebuild:
     def test_everything_on_the_disk_is_found_again(self, store: Store, folder: Path) -> None:
         store.put_stream([OTHER])
-        store.adopt(write(folder / "a.safetensors"))
-        write(folder / "b.safetensors")
-        store.replace(folder / "b.safetensors", DIGEST)
+        store.adopt(write(folder / "a.safetensors"), algorithms=["sha256", "git-sha1"])
+        store.replace(write(folder / "b.safetensors"), DIGEST)
         for kind in ("hardlink", "symlink", "copy"):
             store.place(DIGEST, folder / kind, kind=kind)
         store.pin(DIGEST, "mine")
-        before = self.facts(store)
-        files = snapshot(folder)
-        assert store.rebuild() == 2
+        before, files = self.facts(store), snapshot(folder)
+        watch = Watch()
+        assert store.rebuild(progress=watch) == watch.done == watch.total == 2
         assert self.facts(store) == before
         assert snapshot(folder) == files
         assert findings(store.verify(full=True)) == {}
-
-    def test_other_hashes_of_what_is_still_there_are_kept(self, store: Store) -> None:
-        kept = store.put_stream([WEIGHTS], algorithms=["sha256", "git-sha1"])
-        gone = store.put_stream([OTHER], algorithms=["sha256"])
-        before, lost = store.aliases_of(kept), store.aliases_of(gone)
-        blob_path(store, gone.digest).unlink()
-        store.rebuild()
-        found = store.find("sha256", before["sha256"])
-        assert found is not None
-        assert found.digest == kept.digest
-        assert store.aliases_of(found) == before
-        assert store.find("sha256", lost["sha256"]) is None
-        assert [blob.digest for blob in store.blobs()] == [kept.digest]
-
-    def test_rows_made_this_way_are_hashed_before_use(self, store: Store, digest: str) -> None:
-        edit(blob_path(store))
-        store.rebuild()
-        assert store.get(digest).trust == Trust.UNPROVEN
-        with pytest.raises(DamagedBlobError):
-            store.open(digest)
-
-    def test_a_lost_index_is_rebuilt_at_open(self, store: Store, folder: Path, digest: str) -> None:
-        store.place(digest, folder / "a.safetensors", kind="hardlink")
-        store.close()
-        for path in store.root.glob("index.sqlite3*"):
-            path.unlink()
-        with Store(store.root) as again:
-            assert read(again) == WEIGHTS
-            links = again.links_of(again.get(digest))
-            assert [link.path for link in links] == [folder / "a.safetensors"]
-
-    def test_a_lost_index_with_its_log_left_behind_is_rebuilt_too(
-        self, store: Store, digest: str
-    ) -> None:
-        store.volume.layout.index.unlink()
-        with Store(store.root) as again:
-            assert read(again) == WEIGHTS
-            assert [blob.digest for blob in again.blobs()] == [digest]
-
-    def test_symlinks_and_pins_of_a_blob_that_is_missing_hold_it_when_it_comes_back(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.place(digest, folder / "a.safetensors", kind="symlink")
-        pinned = store.put_stream([OTHER]).digest
-        store.pin(pinned, "mine")
-        for name in (digest, pinned):
-            blob_path(store, name).unlink()
-        store.rebuild()
-        store.confirm_links()
-        store.put_stream([WEIGHTS])
-        store.put_stream([OTHER])
-        assert store.plan_prune().victims == ()
-        store.plan_eject(drop_pinned=True).execute()
-        assert (folder / "a.safetensors").read_bytes() == WEIGHTS
-
-    def test_links_that_are_gone_or_others_now_are_not_recorded(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        for name in ("gone", "other", "kept"):
-            store.place(digest, folder / name, kind="hardlink")
-        (folder / "gone").unlink()
-        os.replace(write(folder / "new", OTHER), folder / "other")
-        store.rebuild()
-        assert [link.path.name for link in store.links_of(store.get(digest))] == ["kept"]
-
-    def test_owners_that_only_the_index_knew_are_gone_so_prune_is_careful(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.own(Owner(kind="folder", name="m", path=folder), [digest])
-        store.rebuild()
-        assert store.owners() == []
-
-    def test_progress_is_told(self, store: Store) -> None:
-        for number in range(5):
-            store.put_stream([bytes([number])])
-        watch = Watch()
-        assert store.rebuild(progress=watch) == 5
-        assert (watch.done, watch.total) == (5, 5)
-
-    @pytest.mark.usefixtures("digest")
-    @pytest.mark.parametrize("harm", ["garbage", "half"])
-    def test_a_damaged_index_is_named_and_can_be_replaced(self, store: Store, harm: str) -> None:
-        store.close()
-        index = store.volume.layout.index
-        data = index.read_bytes()
-        index.write_bytes(b"no database " * 1000 if harm == "garbage" else data[: len(data) // 2])
-        with pytest.raises(IndexDamagedError) as caught:
-            self.use(store.root)
-        assert "--rebuild" in caught.value.hint
-        volume = replace_damaged_index(store.root, store.settings)
-        try:
-            assert rebuild(volume) == 1
-        finally:
-            volume.close()
-        assert any(path.name.startswith("index.sqlite3") for path in (store.root / "bad").iterdir())
-        with Store(store.root) as again:
-            assert read(again) == WEIGHTS
-
-    def use(self, root: Path) -> None:
-        with Store(root) as store:
-            store.verify(full=True)
 
     def facts(self, store: Store) -> list[object]:
         return [
@@ -459,8 +275,158 @@ class TestRebuild:
                 blob.digest,
                 blob.size,
                 blob.inode,
+                store.aliases_of(blob),
                 [(link.path, link.kind, link.inode) for link in store.links_of(blob)],
                 [(owner.kind, owner.name) for owner, _ in store.holders_of(blob)],
             )
             for blob in store.blobs()
         ]
+
+    def test_what_is_not_on_the_disk_any_more_is_not_recorded(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        gone = store.put_stream([OTHER], algorithms=["sha256"])
+        lost = store.aliases_of(gone)["sha256"]
+        blob_path(store, gone.digest).unlink()
+        for name in ("gone", "other", "kept"):
+            store.place(digest, folder / name, kind="hardlink")
+        (folder / "gone").unlink()
+        os.replace(write(folder / "new", OTHER), folder / "other")
+        store.own(Owner(kind="folder", name="m", path=folder), [digest])
+        store.rebuild()
+        assert store.find("sha256", lost) is None
+        assert [blob.digest for blob in store.blobs()] == [digest]
+        assert linked_paths(store) == [folder / "kept"]
+        assert store.owners() == [], "only the index knew them: prune is careful"
+
+    def test_a_lost_index_is_rebuilt_at_open_and_prune_waits_until_links_are_confirmed(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        store.put_stream([OTHER])
+        store.pin(digest, "mine")
+        store.place(digest, folder / "a.safetensors", kind="symlink")
+        ways: dict[str, Callable[[], object]] = {
+            "removed": lambda: remove_index(store),
+            "empty": in_turn(lambda: remove_index(store), store.volume.layout.index.touch),
+            "without its log": store.volume.layout.index.unlink,
+        }
+        for name, lose in ways.items():
+            lose()
+            for _ in range(2):
+                with row(name), Store(store.root) as again:
+                    found = {blob.digest: read(again, blob.digest) for blob in again.blobs()}
+                    assert found == {DIGEST: WEIGHTS, digest_of(OTHER): OTHER}
+                    assert holders(again) == ["pin mine"]
+                    assert linked_paths(again) == [folder / "a.safetensors"]
+                    with pytest.raises(PruneRefusedError):
+                        again.plan_prune()
+        with Store(store.root) as again:
+            again.confirm_links()
+            assert again.plan_prune().execute().removed == 1
+            assert read(again) == WEIGHTS
+            assert findings(again.verify(full=True)) == {}
+
+    def test_rows_made_this_way_are_hashed_before_use(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        edit(blob_path(store))
+        remove_index(store)
+        with Store(store.root) as again:
+            assert again.get(digest).trust == Trust.UNPROVEN
+            with pytest.raises(DamagedBlobError):
+                again.place(digest, folder / "a.safetensors", kind="hardlink")
+
+    def test_what_held_lost_bytes_holds_them_again_when_they_come_back(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        """Neither the index nor the bytes were there for a while; the journal remembers."""
+        path = folder / "a.safetensors"
+        store.pin(digest, "mine")
+        store.place(digest, path, kind="symlink")
+        store.put_stream([OTHER])
+        store.pin(digest_of(OTHER))
+        store.unpin(digest_of(OTHER))
+        store.plan_prune().execute()
+        blob_path(store).unlink()
+        remove_index(store)
+        with Store(store.root) as again:
+            assert again.verify().missing == [digest]
+            again.put_stream([WEIGHTS])
+            assert (holders(again), linked_paths(again)) == (["pin mine"], [path])
+            assert again.plan_prune(after_rebuild=True).victims == ()
+            assert not again.verify().has_damage
+            again.plan_eject(drop_pinned=True).execute()
+        assert path.read_bytes() == WEIGHTS
+
+
+def use_everything(root: Path) -> None:
+    with Store(root) as store:
+        store.put_stream([b"more"])
+        store.verify(full=True)
+        store.pin(DIGEST, "again")
+
+
+class TestDamagedIndex:
+    def test_it_is_named_and_can_be_made_again(self, store: Store, digest: str) -> None:
+        store.put_stream([OTHER])
+        store.pin(digest)
+        store.close()
+        index = store.root / "index.sqlite3"
+        size = index.stat().st_size
+        noise = random.Random(5).randbytes(size)
+        harms: dict[str, Callable[[bytes], bytes]] = {
+            "all": lambda _: noise,
+            "header": lambda sound: b"no database at all" + sound[18:],
+            "all but the first page": lambda sound: sound[:4096] + noise[4096:],
+            "cut in half": lambda sound: sound[: size // 2 + 100],
+        }
+        for name, harm in harms.items():
+            with row(name):
+                index.write_bytes(harm(index.read_bytes()))
+                with pytest.raises(IndexDamagedError) as caught:
+                    use_everything(store.root)
+                assert "--rebuild" in caught.value.hint
+                volume = replace_damaged_index(store.root, store.settings)
+                assert rebuild(volume) >= 2
+                volume.close()
+                with Store(store.root) as again:
+                    assert read(again) == WEIGHTS
+                    assert "pin kept" in holders(again)
+                    with pytest.raises(PruneRefusedError):
+                        again.plan_prune()
+                    assert not again.verify(full=True).has_damage
+                assert any("index" in path.name for path in (store.root / "bad").iterdir())
+                connection = sqlite3.connect(index)
+                assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+                connection.close()
+
+    def test_bytes_flipped_in_it_are_never_anything_but_damage_to_it(
+        self, store: Store, tmp_path: Path, digest: str
+    ) -> None:
+        """Tables that lack a column, texts that are none, numbers without sense, circles."""
+        store.pin(digest)
+        store.place(digest, tmp_path / "a.safetensors", kind="symlink")
+        store.close()
+        path = store.root / "index.sqlite3"
+        sound, chance = path.read_bytes(), random.Random(7)
+        for turn in range(60):
+            data = bytearray(sound)
+            end = 4096 if turn % 2 else len(sound)  # the schema, or all pages
+            for place in chance.sample([n for n in range(100, end) if sound[n]], 3):
+                data[place] = chance.randrange(256)
+            remove_index(store)
+            path.write_bytes(data)
+            try:
+                use_everything(store.root)
+                with Store(store.root) as again:
+                    again.usage()
+                    again.owners()
+            except SmartcacheError as error:
+                assert isinstance(error, IndexDamagedError | BlobNotFoundError), turn  # noqa: PT017
+
+    def test_a_sound_index_is_not_replaced(self, store: Store, digest: str) -> None:
+        store.close()
+        replace_damaged_index(store.root, store.settings).close()
+        with Store(store.root) as again:
+            assert [blob.digest for blob in again.blobs()] == [digest]
+        assert list((store.root / "bad").iterdir()) == []

@@ -29,7 +29,7 @@ from tests.api import (
     DatasetChangedError,
     DatasetError,
     EncoderError,
-    Leases,
+    KeyLocks,
     OutputMissingError,
     SmartCache,
     SourcesVanishedError,
@@ -281,7 +281,7 @@ def _there(dataset: Dataset) -> list[int]:
     return [number for number in range(len(dataset.listing)) if number not in missing]
 
 
-def _is_alone(leases: Leases, marks: Path, seed: int) -> int:
+def _is_alone(key_locks: KeyLocks, marks: Path, seed: int) -> int:
     """Hold and claim keys at random; fail if anybody else holds one of them at the same time."""
     chance = random.Random(seed)
     keys = [f"key {number}" for number in range(4)]
@@ -290,9 +290,9 @@ def _is_alone(leases: Leases, marks: Path, seed: int) -> int:
         some = chance.sample(keys, chance.randint(1, 4))
         with ExitStack() as stack:
             if chance.random() < 0.5:
-                some = leases.try_hold(some, stack)
+                some = key_locks.try_hold(some, stack)
             else:
-                stack.enter_context(leases.hold(some))
+                stack.enter_context(key_locks.hold(some))
             for key in some:
                 os.close(os.open(marks / key, os.O_CREAT | os.O_EXCL))
             time.sleep(chance.random() * 0.001)
@@ -316,25 +316,25 @@ class TestClaims:
                 return real(fd, command, *given)
 
             monkeypatch.setattr(fcntl, "fcntl", refuse)
-        leases = Leases(tmp_path / "leases")
+        key_locks = KeyLocks(tmp_path / "leases")
         with ExitStack() as stack:
             children = [
-                stack.enter_context(Child(partial(_is_alone, leases, tmp_path, seed)))
+                stack.enter_context(Child(partial(_is_alone, key_locks, tmp_path, seed)))
                 for seed in range(3)
             ]
             assert all(child.result() for child in children)
-        assert set(os.listdir(leases.directory)) <= {"claims"}
+        assert set(os.listdir(key_locks.directory)) <= {"claims"}
 
     def test_who_asks_for_what_it_has_claimed_is_told(self, tmp_path: Path) -> None:
-        leases = Leases(tmp_path / "leases")
+        key_locks = KeyLocks(tmp_path / "leases")
         with ExitStack() as stack:
-            assert leases.try_hold(["a", "b", "a"], stack) == ["a", "b"]
-            with pytest.raises(StoreError, match="would wait for itself"), leases.hold("a"):
+            assert key_locks.try_hold(["a", "b", "a"], stack) == ["a", "b"]
+            with pytest.raises(StoreError, match="would wait for itself"), key_locks.hold("a"):
                 pass
-            assert leases.try_hold(["a", "c"], stack) == ["c"]
-        assert leases.busy("a") is None
-        with leases.hold("a", timeout=0):
-            assert leases.try_hold(["a"], stack) == []
+            assert key_locks.try_hold(["a", "c"], stack) == ["c"]
+        assert key_locks.busy("a") is None
+        with key_locks.hold("a", timeout=0):
+            assert key_locks.try_hold(["a"], stack) == []
         stack.close()
 
 

@@ -137,8 +137,9 @@ class TestWhere:
             listed.append(os.path.relpath(os.fsdecode(path), photos.path))
             return real(path)
 
-        monkeypatch.setattr(os, "scandir", scandir)
-        looked(Sources(f"{photos.path}/{pattern}"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", scandir)
+            looked(Sources(f"{photos.path}/{pattern}"))
         assert listed == entered
 
     def test_a_folder_named_like_a_pattern_is_a_folder(
@@ -1258,9 +1259,10 @@ class TestVanished:
                 raise PermissionError(13, "Permission denied")
             return real(path)
 
-        monkeypatch.setattr(os, "scandir", scandir)
-        with pytest.raises(DatasetError, match="sub cannot be listed: Permission denied"):
-            looked(photos.path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", scandir)
+            with pytest.raises(DatasetError, match="sub cannot be listed: Permission denied"):
+                looked(photos.path)
 
     def test_a_folder_that_is_removed_meanwhile_is_no_error(
         self, looked: Looker, photos: Photos, monkeypatch: pytest.MonkeyPatch
@@ -1275,8 +1277,9 @@ class TestVanished:
                 (photos.path / "sub").rmdir()
             return real(path)
 
-        monkeypatch.setattr(os, "scandir", scandir)
-        assert looked.names(photos.path) == ["a.png"]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", scandir)
+            assert looked.names(photos.path) == ["a.png"]
 
 
 class TestMeanwhile:

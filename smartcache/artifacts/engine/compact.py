@@ -58,14 +58,11 @@ from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.values.layout import known_layout
 from smartcache.errors import DamagedArtifactError, LayoutError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
-from smartcache.store.faults import reached
-from smartcache.store.kernel import sync_directory
-from smartcache.store.locks import Claim, claim, is_free, lock
-from smartcache.store.statkey import allocated_bytes
+from smartcache.system import Claim, allocated_bytes, claim, is_free, lock, reached, sync_directory
 
 _log = logging.getLogger(__name__)
 COMPACTING = "\0compact"
-"""The lease of who compacts."""
+"""The key that whoever compacts holds."""
 _SMALL = 8
 """Packs below an eighth of the full size are joined when there are as many as this."""
 _PATIENCE = 20.0
@@ -255,7 +252,7 @@ def compact(
 ) -> CompactResult:
     """Compact what is worth it; one process at a time does so."""
     engine.refuse_read_only()
-    with engine.leases.hold(COMPACTING, what="compacting"):
+    with engine.key_locks.hold(COMPACTING, what="compacting"):
         copying = _Copying(engine)
         gone = freed = 0
         try:
@@ -284,7 +281,7 @@ def compact(
 
 
 def copy_packs(engine: Engine, packs: list[Pack]) -> None:
-    """Copy packs into sealed ones of this folder; for one who holds the lease on COMPACTING."""
+    """Copy packs into sealed ones of this folder; for one who holds the key COMPACTING."""
     copying = _Copying(engine)
     try:
         for pack in packs:
@@ -611,8 +608,8 @@ class Eviction:
 def victims(engine: Engine, *, free: int = 0, unused_since: int | None = None) -> Iterator[Victim]:
     """Choose what goes: what is past its time, what was not used since, then until `free` bytes.
 
-    Never pinned artifacts, those that somebody is computing (a lease), nor those that this process
-    has an open sample of.
+    Never pinned artifacts, those that somebody is computing (a locked key), nor those that this
+    process has an open sample of.
     """
     catalog = engine.catalog
     table = catalog.snapshot()
@@ -639,7 +636,7 @@ def victims(engine: Engine, *, free: int = 0, unused_since: int | None = None) -
             if (
                 key is None
                 or key in keep
-                or engine.leases.busy(key_text(key)) is not None
+                or engine.key_locks.busy(key_text(key)) is not None
                 or (row not in expired and catalog.is_pinned(key))
             ):
                 continue
@@ -704,7 +701,7 @@ def keep(engine: Engine) -> None:
         return
     is_first = not engine.look_at
     engine.look_at = engine.churn + max(1, min(engine.pack_bytes, (bound or _NO_BOUND) // 16))
-    if (bound is not None or not is_first) and engine.leases.busy(COMPACTING) is None:
+    if (bound is not None or not is_first) and engine.key_locks.busy(COMPACTING) is None:
         try:
             enforce(engine)
         except (SmartcacheError, OSError) as error:  # what was put is there all the same

@@ -50,11 +50,7 @@ from smartcache.errors import (
     SmartcacheError,
     StoreUnwritableError,
 )
-from smartcache.store.faults import reached
-from smartcache.store.filesystems import is_network
-from smartcache.store.kernel import boot_id, sync_directory
-from smartcache.store.leases import Leases
-from smartcache.store.locks import lock
+from smartcache.system import KeyLocks, boot_id, is_network, lock, reached, sync_directory
 
 _log = logging.getLogger(__name__)
 _TRIES = 20
@@ -79,7 +75,7 @@ class Engine:
             folder.path, bytes.fromhex(folder.id), bytes.fromhex(folder.instance),
             read_only=read_only,
         )  # fmt: skip
-        self.leases = Leases(folder.path / "leases")
+        self.key_locks = KeyLocks(folder.path / "leases")
         self.far: Far | None = None
         """How packs that lie in tiers are read."""
         self.catalog.files.elsewhere = self._open_far
@@ -134,8 +130,8 @@ class Engine:
         """The hour in which a use was noted, of artifacts that are in no table."""
 
     def _open_far(self, name: str) -> FarPack:
-        leases = None if self.read_only else self.leases
-        return FarPack.open(self.path / f"{name}{FAR}", self.far, leases)
+        key_locks = None if self.read_only else self.key_locks
+        return FarPack.open(self.path / f"{name}{FAR}", self.far, key_locks)
 
     def follow(self, folder: SetFolder) -> None:
         """Have the options that the set has now."""

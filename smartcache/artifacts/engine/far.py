@@ -49,8 +49,7 @@ from smartcache.errors import (
     MissingObjectError,
     SetFormatError,
 )
-from smartcache.store.kernel import sync_directory
-from smartcache.store.leases import Leases
+from smartcache.system import KeyLocks, sync_directory
 
 _log = logging.getLogger(__name__)
 FAR: Final = ".far"
@@ -250,15 +249,15 @@ class FarPack:
     """A pack that lies in a tier, open for reading."""
 
     def __init__(
-        self, about: Skeleton, path: Path, far: Far | None = None, leases: Leases | None = None
+        self, about: Skeleton, path: Path, far: Far | None = None, key_locks: KeyLocks | None = None
     ) -> None:
-        """Take the skeleton and its path; without `leases` nothing is written here."""
+        """Take the skeleton and its path; without `key_locks` nothing is written here."""
         self.about = about
         self.path = path
         self.size = about.size
         self._tail_at = self.size - len(self.about.tail)
         self._far = far
-        self._leases = leases
+        self._key_locks = key_locks
         self._folder = path.parent / FOLDER / path.name.removesuffix(FAR)
         self._fetching: set[int] = set()
         self._is_told = False
@@ -266,12 +265,12 @@ class FarPack:
         self._origin: Origin | None = None
 
     @classmethod
-    def open(cls, path: Path, far: Far | None = None, leases: Leases | None = None) -> Self:
+    def open(cls, path: Path, far: Far | None = None, key_locks: KeyLocks | None = None) -> Self:
         """Open the pack whose skeleton is at a path."""
         with open(path, "rb") as file:
             data = file.read(_MOST)
         try:
-            return cls(Skeleton.parse(data), path, far, leases)
+            return cls(Skeleton.parse(data), path, far, key_locks)
         except SetFormatError as error:
             hint = "Remove it, and open the set with its tier again."
             raise SetFormatError(f"{path}: {error}", hint=hint, path=path) from error
@@ -415,9 +414,9 @@ class FarPack:
             return found
         holding: AbstractContextManager[object] = nullcontext()
         origin = self._connected()
-        if self._leases is not None:
+        if self._key_locks is not None:
             key = f"far {self.path.name}" + (f" {number}" if origin.has_ranges else "")
-            holding = self._leases.hold(key, what="fetching a chunk")
+            holding = self._key_locks.hold(key, what="fetching a chunk")
         with holding:
             found = self._here(number)  # another thread or process may have fetched it
             if found is not None:
@@ -458,7 +457,7 @@ class FarPack:
         told = self.about.hashes[number * _HASH : number * _HASH + _HASH]
         if len(data) != self._length(number) or blake3(data).digest(_HASH) != told:
             raise DamagedObjectError(self._wrong(number, origin), tier=origin.name)
-        if self._leases is not None:
+        if self._key_locks is not None:
             try:
                 return self._write(number, data)
             except OSError as error:  # what has arrived is right, whatever is wrong with this disk

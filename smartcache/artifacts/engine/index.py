@@ -20,13 +20,12 @@ import numpy as np
 from smartcache.artifacts.engine.packs import Column
 from smartcache.errors import (
     IndexDamagedError,
-    LeaseTimeoutError,
+    LockTimeoutError,
     NoSpaceError,
     StoreError,
     StoreUnwritableError,
 )
-from smartcache.store.database import Database
-from smartcache.store.safety import make_or_open_own
+from smartcache.system import Database, make_or_open_own
 
 _log = logging.getLogger(__name__)
 NAME = "index.sqlite3"
@@ -50,23 +49,23 @@ CREATE TABLE uses (hash INTEGER PRIMARY KEY, used_at INTEGER NOT NULL);
 class SetIndex(Database):
     """The index of one set."""
 
-    migrations: ClassVar[tuple[str, ...] | None] = (_VERSION_1,)
+    migrations: ClassVar[tuple[str, ...]] = (_VERSION_1,)
     began_at = 0
     """When it was made: of uses before that, it knows nothing."""
 
     def failure(self, key: bytes) -> tuple[str, int, int] | None:
         """Return reason, count and time of a failure that is remembered."""
-        row = self._one("SELECT reason, count, failed_at FROM failures WHERE key = ?", key)
+        row = self.select_one("SELECT reason, count, failed_at FROM failures WHERE key = ?", key)
         return None if row is None else (str(row[0]), int(row[1]), int(row[2]))
 
     def failures(self) -> list[tuple[bytes, str, int, int]]:
         """Return all failures that are remembered."""
-        rows = self._all("SELECT key, reason, count, failed_at FROM failures ORDER BY key")
+        rows = self.select("SELECT key, reason, count, failed_at FROM failures ORDER BY key")
         return [(bytes(row[0]), str(row[1]), int(row[2]), int(row[3])) for row in rows]
 
     def failed(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of some keys whose failures are remembered."""
-        if self._one("SELECT 1 FROM failures LIMIT 1") is None:
+        if self.select_one("SELECT 1 FROM failures LIMIT 1") is None:
             return set()
         return {key for key in keys if self.failure(key) is not None}
 
@@ -77,29 +76,29 @@ class SetIndex(Database):
             " SET reason = excluded.reason, count = count + 1, failed_at = excluded.failed_at"
         )
         with self.write():
-            self._run(sql, key, reason, now)
+            self.execute(sql, key, reason, now)
 
     def drop_failures(self, keys: Iterable[bytes]) -> int:
         """Forget failures; say how many there were."""
-        if self._one("SELECT 1 FROM failures LIMIT 1") is None:
+        if self.select_one("SELECT 1 FROM failures LIMIT 1") is None:
             return 0
         with self.write():
-            return self._run_many("DELETE FROM failures WHERE key = ?", [(key,) for key in keys])
+            return self.execute_many("DELETE FROM failures WHERE key = ?", [(key,) for key in keys])
 
     def packs(self) -> dict[str, tuple[int, int]]:
         """Return, by name, the size that each pack had at least, and how many records."""
-        rows = self._all("SELECT name, size, records FROM packs")
+        rows = self.select("SELECT name, size, records FROM packs")
         return {str(row[0]): (int(row[1]), int(row[2])) for row in rows}
 
     def add_pack(self, name: str, size: int, records: int) -> None:
         """Note what a pack has."""
         with self.write():
-            self._run("INSERT OR REPLACE INTO packs VALUES (?, ?, ?)", name, size, records)
+            self.execute("INSERT OR REPLACE INTO packs VALUES (?, ?, ?)", name, size, records)
 
     def drop_packs(self, names: Iterable[str]) -> None:
         """Forget packs."""
         with self.write():
-            self._run_many("DELETE FROM packs WHERE name = ?", [(name,) for name in names])
+            self.execute_many("DELETE FROM packs WHERE name = ?", [(name,) for name in names])
 
     def add_uses(self, uses: Mapping[int, int]) -> None:
         """Note when artifacts were used, by the hashes of their keys."""
@@ -108,23 +107,23 @@ class SetIndex(Database):
             " SET used_at = max(used_at, excluded.used_at)"
         )
         with self.write():
-            self._run_many(sql, [(_signed(each), time) for each, time in uses.items()])
+            self.execute_many(sql, [(_signed(each), time) for each, time in uses.items()])
 
     def last_use(self, hash_: int) -> int:
         """Return when an artifact was last used, by the hash of its key; 0: it is not noted."""
-        row = self._one("SELECT used_at FROM uses WHERE hash = ?", _signed(hash_))
+        row = self.select_one("SELECT used_at FROM uses WHERE hash = ?", _signed(hash_))
         return 0 if row is None else int(row[0])
 
     def begin(self, now: int) -> None:
         """Note when it was made, unless it has uses already."""
-        if self.note(_BEGAN) is None and self._one("SELECT 1 FROM uses LIMIT 1") is None:
+        if self.note(_BEGAN) is None and self.select_one("SELECT 1 FROM uses LIMIT 1") is None:
             with self.write():
                 self.set_note(_BEGAN, str(now))
         self.began_at = int(self.note(_BEGAN) or 0)
 
     def uses(self) -> tuple[Column, Column]:
         """Return the hashes, sorted, and when each was last used."""
-        rows = self._all("SELECT hash, used_at FROM uses")
+        rows = self.select("SELECT hash, used_at FROM uses")
         both = np.array(rows, np.int64).reshape(-1, 2)
         hashes = np.ascontiguousarray(both[:, 0]).view(np.uint64)
         order = np.argsort(hashes)
@@ -138,7 +137,7 @@ class SetIndex(Database):
         if len(gone):
             with self.write():
                 rows = [(_signed(each),) for each in gone.tolist()]
-                self._run_many("DELETE FROM uses WHERE hash = ?", rows)
+                self.execute_many("DELETE FROM uses WHERE hash = ?", rows)
 
 
 def _signed(number: int) -> int:
@@ -153,7 +152,7 @@ def open_index(folder: Path, now: int, *, wal: bool) -> SetIndex:
         index = SetIndex(path, wal=wal)
         index.failures()
         index.begin(now)
-    except (NoSpaceError, StoreUnwritableError, LeaseTimeoutError):
+    except (NoSpaceError, StoreUnwritableError, LockTimeoutError):
         raise
     except (IndexDamagedError, StoreError, ValueError, TypeError) as error:
         _log.warning("%s is damaged, and begins anew: no artifact is lost (%s)", path, error)

@@ -52,10 +52,7 @@ from smartcache.artifacts.engine.records import (
     scan,
 )
 from smartcache.errors import ArtifactError, DamagedArtifactError, NoSpaceError, SetFormatError
-from smartcache.store.faults import reached
-from smartcache.store.kernel import reserve, sync_directory
-from smartcache.store.locks import Claim, claim
-from smartcache.store.mounts import mount_of
+from smartcache.system import Claim, claim, mount_of, reached, reserve, sync_directory
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Column = np.ndarray[Any, np.dtype[Any]]

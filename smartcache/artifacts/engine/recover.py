@@ -38,14 +38,12 @@ from smartcache.errors import (
     DamagedArtifactError,
     DigestMismatchError,
     LayoutError,
-    LeaseTimeoutError,
+    LockTimeoutError,
     SetFormatError,
     SmartcacheError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.store.faults import reached
-from smartcache.store.kernel import sync_directory
-from smartcache.store.locks import lock
+from smartcache.system import lock, reached, sync_directory
 
 _log = logging.getLogger(__name__)
 COMPUTE = "What is damaged counts as missing and is computed again when needed."
@@ -285,9 +283,9 @@ def _alone(engine: Engine, target: Path) -> Iterator[None]:
     """Be the only one who brings a pack; what others were killed over goes."""
     for left in target.parent.glob(f"*{ARRIVING}"):
         key = f"arriving {left.name.partition('.')[0]}"
-        with suppress(LeaseTimeoutError), engine.leases.hold(key, timeout=0):
+        with suppress(LockTimeoutError), engine.key_locks.hold(key, timeout=0):
             left.unlink(missing_ok=True)
-    with engine.leases.hold(f"arriving {target.stem}", what="bringing a pack"):
+    with engine.key_locks.hold(f"arriving {target.stem}", what="bringing a pack"):
         yield
 
 
@@ -367,7 +365,7 @@ def sealed(engine: Engine, sizes: Mapping[str, int] = MappingProxyType({})) -> I
     """
     engine.refuse_read_only()
     catalog = engine.catalog
-    with engine.leases.hold(COMPACTING, what="pushing"):
+    with engine.key_locks.hold(COMPACTING, what="pushing"):
         with engine.mutex:
             engine.leave_pack(sealed=True)
         catalog.refresh()

@@ -23,7 +23,7 @@ from smartcache.errors import (
     StoreError,
 )
 from smartcache.sizes import format_size
-from smartcache.store.store import Store
+from smartcache.store import Store
 
 _log = logging.getLogger(__name__)
 _HASH = re.compile(r"(?:(sha256|blake3):)?([0-9a-fA-F]{8,64})")
@@ -71,10 +71,10 @@ def _with_hash(cache: SmartCache, algorithm: str | None, start: str) -> Iterator
         known = dict(
             pair
             for each in store.stores()
-            for pair in each.volume.index.aliases("sha256")
+            for pair in each.volume.index.digests_by_sha256()
             if pair[0].startswith(start)
         )
-        others = {file.sha256 for file in store.volume.index.files_by_sha256()}
+        others = {file.sha256 for file in store.catalog.files_by_sha256()}
         for sha256 in {*known, *(each for each in others if each.startswith(start))}:
             with suppress(KeyError):
                 yield known.get(sha256, sha256), mapping[sha256]
@@ -102,13 +102,13 @@ def _with_name(cache: SmartCache, name: str) -> Iterator[tuple[str, Path]]:
     mapping = cache.cache_mapping()
     digests: dict[str, str] = {}
     for each in cache.store.stores():
-        digests.update(each.volume.index.aliases("sha256"))
+        digests.update(each.volume.index.digests_by_sha256())
         for blob in each.blobs():
             for link in each.links_of(blob):
                 if link.path.name == name:
                     with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
                         yield blob.digest, each.path_of(blob.digest)
-    for file in cache.store.volume.index.files_by_sha256():
+    for file in cache.store.catalog.files_by_sha256():
         if file.path.name == name:
             with suppress(KeyError):
                 yield digests.get(file.sha256, file.sha256), mapping[file.sha256]

@@ -50,7 +50,7 @@ FOLDER = "smartcache"
 _FINGERPRINT = {"kind": "ComfyUI training dataset", "format": 1}
 _INDEX = "index"
 _SAVING = "saving"
-"""The lease that one save of a dataset holds; never a key."""
+"""What one save of a dataset locks; never the key of an artifact."""
 _DEEPEST = 50
 _SHARD = re.compile(r"shard_(\d{4,})\.pkl")
 _AGAIN = "Save it again, or restore the folder from a backup."

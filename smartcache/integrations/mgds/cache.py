@@ -818,7 +818,7 @@ class CacheModule:
                         if not busy:
                             break
                         self._stop_if_asked()
-                        self._artifacts.wait_for(_lease(busy[0].content, variation), _GLANCE)
+                        self._artifacts.wait_for(_lock_key(busy[0].content, variation), _GLANCE)
                         waiting, busy = iter(busy), []
                         continue
                     ended, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -872,7 +872,7 @@ class CacheModule:
         artifacts, needed = self._artifacts, self._stored_names
         number = task.numbers[0]
         index = int(self._where[number])
-        with artifacts.claim([_lease(task.content, variation)]) as claim:
+        with artifacts.claim([_lock_key(task.content, variation)]) as claim:
             if not claim.keys:
                 return None
             resolution = task.wanted
@@ -1179,7 +1179,7 @@ def _absolute(path: str) -> bytes:
     return os.fsencode(path if is_plain else os.path.abspath(path))
 
 
-def _lease(content: bytes, variation: int) -> str:
+def _lock_key(content: bytes, variation: int) -> str:
     return f"{content.hex()} {variation}"
 
 

@@ -26,10 +26,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from blake3 import blake3
 
 from smartcache.progress import Progress, silent
-from smartcache.store.database import Database
-from smartcache.store.digest import hash_many
-from smartcache.store.mounts import is_network
-from smartcache.store.statkey import LATEST_NS
+from smartcache.system import LATEST_NS, Database, hash_many, is_network
 
 NAME: Final = "sources.sqlite"
 SET: Final = "mgds"
@@ -72,7 +69,7 @@ class Kept(NamedTuple):
 class Index(Database):
     """The SQLite file of one cache folder; for any number of threads and processes."""
 
-    migrations: ClassVar[tuple[str, ...] | None] = (_VERSION_1,)
+    migrations: ClassVar[tuple[str, ...]] = (_VERSION_1,)
 
     @classmethod
     def in_folder(cls, folder: Path) -> Index:
@@ -83,12 +80,12 @@ class Index(Database):
 
     def contexts(self) -> dict[str, int]:
         """Return the numbers of all contexts."""
-        return dict(self._all("SELECT data, id FROM contexts"))
+        return dict(self.select("SELECT data, id FROM contexts"))
 
     def add_context(self, data: str) -> int:
         """Return the number of a context."""
-        self._run("INSERT OR IGNORE INTO contexts (data) VALUES (?)", data)
-        return self._value("SELECT id FROM contexts WHERE data = ?", data)
+        self.execute("INSERT OR IGNORE INTO contexts (data) VALUES (?)", data)
+        return self.number("SELECT id FROM contexts WHERE data = ?", data)
 
     def items(self, role: str, variation: int) -> dict[tuple[int, bytes], bytes]:
         """Return the contents of items by context and source, in this order."""
@@ -96,22 +93,22 @@ class Index(Database):
             "SELECT context, source, content FROM items WHERE role = ? AND variation = ?"
             " ORDER BY context, source"
         )
-        rows = self._all(sql, role, variation)
+        rows = self.select(sql, role, variation)
         return {(context, source): content for context, source, content in rows}
 
     def add_items(self, role: str, variation: int, rows: Mapping[tuple[int, bytes], bytes]) -> None:
         """Note which contents items have now."""
         values = [(role, variation, *key, content) for key, content in rows.items()]
         with self.write():
-            self._run_many("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?)", values)
+            self.execute_many("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?)", values)
 
     def shrink(self) -> None:
         """Give the memory of pages back: all of them were looked at."""
-        self._run("PRAGMA shrink_memory")
+        self.execute("PRAGMA shrink_memory")
 
     def sources(self) -> Iterator[tuple[bytes, bytes]]:
         """Go through the source and content of every item."""
-        return self._each("SELECT source, content FROM items")
+        return self.stream("SELECT source, content FROM items")
 
     def forget(self, sources: Iterable[bytes]) -> None:
         """Forget sources that were removed for good."""
@@ -119,18 +116,18 @@ class Index(Database):
         with self.write():
             for note in self.notes("items "):
                 self.set_note(note, None)
-            self._run_many("DELETE FROM items WHERE source = ?", rows)
-            self._run_many("DELETE FROM files WHERE path = ?", rows)
+            self.execute_many("DELETE FROM items WHERE source = ?", rows)
+            self.execute_many("DELETE FROM files WHERE path = ?", rows)
 
     # files
 
     def known(self, paths: Sequence[bytes] | None = None) -> dict[bytes, bytes]:
         """Return the memos of files, and perhaps of others; None: of all."""
         if paths is None or len(paths) >= _MANY:
-            return dict(self._each("SELECT path, memo FROM files"))
+            return dict(self.stream("SELECT path, memo FROM files"))
         found = {}
         for path in paths:
-            row = self._one("SELECT memo FROM files WHERE path = ?", path)
+            row = self.select_one("SELECT memo FROM files WHERE path = ?", path)
             if row is not None:
                 found[path] = bytes(row[0])
         return found
@@ -177,7 +174,7 @@ class Index(Database):
                     rows.append((done.path, memo))
         if rows:
             with self.write():
-                self._run_many("INSERT OR REPLACE INTO files VALUES (?, ?)", rows)
+                self.execute_many("INSERT OR REPLACE INTO files VALUES (?, ?)", rows)
         return found
 
     # artifacts
@@ -192,13 +189,13 @@ class Index(Database):
         )
         if contents is None:
             once: dict[str | None, str | None] = {}
-            for content, *texts in self._each(sql, artifacts, variation):
+            for content, *texts in self.stream(sql, artifacts, variation):
                 # Most rows have their texts in common, and SQLite gives each its own.
                 yield Kept(content, *[once.setdefault(text, text) for text in texts])  # type: ignore[arg-type]
             return
         for content in contents:
             yield from map(
-                Kept._make, self._all(f"{sql} AND content = ?", artifacts, variation, content)
+                Kept._make, self.select(f"{sql} AND content = ?", artifacts, variation, content)
             )
 
     def keep(
@@ -213,16 +210,16 @@ class Index(Database):
         Of a content, one resolution is that of a method.
         """
         with self.write():
-            self._run_many(
+            self.execute_many(
                 "INSERT OR REPLACE INTO sizes VALUES (?, ?, ?)",
                 [(content, *size) for content, size in (sizes or {}).items()],
             )
-            self._run_many(
+            self.execute_many(
                 "UPDATE kept SET method = NULL"
                 " WHERE artifacts = ? AND variation = ? AND content = ? AND method = ?",
                 [(artifacts, variation, row.content, row.method) for row in rows if row.method],
             )
-            self._run_many(
+            self.execute_many(
                 "INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [(artifacts, variation, *row) for row in rows],
             )
@@ -231,12 +228,12 @@ class Index(Database):
         """Forget contents whose artifacts were deleted."""
         rows = [(content,) for content in contents]
         with self.write():
-            self._run_many("DELETE FROM kept WHERE content = ?", rows)
-            self._run_many("DELETE FROM sizes WHERE content = ?", rows)
+            self.execute_many("DELETE FROM kept WHERE content = ?", rows)
+            self.execute_many("DELETE FROM sizes WHERE content = ?", rows)
 
     def sizes(self) -> dict[bytes, float]:
         """Return the aspects (height by width) of all images, by content."""
-        rows = self._all("SELECT content, height, width FROM sizes")
+        rows = self.select("SELECT content, height, width FROM sizes")
         return {content: height / width for content, height, width in rows}
 
 

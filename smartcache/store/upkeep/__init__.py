@@ -1,0 +1,1 @@
+"""Looking after a store as a whole: removing, checking, counting, leaving, moving."""
