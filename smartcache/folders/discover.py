@@ -52,13 +52,7 @@ _MOST_KEYS: Final = 10_000
 _LOADER_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError)
 """What the safe loader raises for tags that do not fit their values, such as `!!int ""`."""
 _NO_MODELS: Final = frozenset({"base_path", "is_default", "custom_nodes"})
-_FLAGS: Final = (
-    os.O_RDONLY
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_NOCTTY", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _NO_ACCESS_TIME: Final = getattr(os, "O_NOATIME", 0)
 
 
@@ -122,7 +116,7 @@ class _Search:
         """Return the path that a place of the table stands for here, and how that is known."""
         first, _, below = place.partition("/")
         if not first:
-            return (ROOT / below, _DEFAULT) if os.name == "posix" else None
+            return (ROOT / below, _DEFAULT)
         if first == "~":
             return None if self._home is None else (self._home / below, _DEFAULT)
         value = variable(first[1:])
@@ -258,7 +252,7 @@ def _ollama_services(search: _Search) -> None:
         "usr/lib/systemd/system/ollama.service",
     )
     files = [ROOT / name for unit in units for name in sorted(glob.glob(unit, root_dir=ROOT))]
-    for file in files if os.name == "posix" else ():
+    for file in files:
         for line in search.read_text(file).splitlines():
             key, _, value = line.strip().partition("=")
             if key.strip() != "Environment":

@@ -100,7 +100,7 @@ def put_stream(  # noqa: PLR0913 - what a blob can be made of
     with writing(volume) as tmp:
         hashes = _write(tmp, chunks, size=size, wanted=wanted, advance=advance)
         check_expected(hashes, announced, what="The stream")
-        settle(tmp.fd, mtime_ns, mode, durable=durable)
+        seal(tmp.fd, mtime_ns, mode, durable=durable)
         return commit(volume, tmp.path, hashes, unsynced=not durable)
 
 
@@ -169,7 +169,7 @@ def _write(
     return hashes
 
 
-def settle(
+def seal(
     descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY, *, durable: bool = True
 ) -> None:
     """Make a finished tmp file read-only and durable, with a time that no later write can share.
@@ -338,7 +338,7 @@ def take_in(
             if clone(descriptor, tmp.fd):
                 hashes, _ = hash_file(tmp.path, wanted, threads=volume.settings.threads)
                 check_expected(hashes, expected, what="The file")
-                settle(tmp.fd, st.st_mtime_ns, st.st_mode)
+                seal(tmp.fd, st.st_mtime_ns, st.st_mode)
                 return commit(volume, tmp.path, hashes)
     return put_stream(
         volume, read_chunks(descriptor), size=st.st_size, expected=expected, algorithms=wanted,

@@ -30,7 +30,6 @@ import os
 import re
 import secrets
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,6 +63,7 @@ from smartcache.system import (
     free_bytes,
     is_digest,
     is_network,
+    is_supported,
     lock,
     read_own,
     sync_directory,
@@ -271,9 +271,9 @@ class Volume:
         catalog: Catalog | None = None,
     ) -> None:
         """Open a root; `catalog` is the main store's, if this is a volume on another filesystem."""
-        if sys.platform not in ("linux", "darwin"):
+        if not is_supported():
             hint = "Use it under WSL, with the store on the Linux side."
-            raise StoreError(f"The store does not work on {sys.platform} yet", hint=hint)
+            raise StoreError("The store does not work on this system yet", hint=hint)
         self.settings = settings
         self.layout = layout = Layout(follow(Path(os.path.abspath(root))))
         if layout.format.exists():

@@ -44,6 +44,7 @@ from smartcache.system.kernel import drop_lease as drop_lease
 from smartcache.system.kernel import effective_user as effective_user
 from smartcache.system.kernel import exchange as exchange
 from smartcache.system.kernel import extents as extents
+from smartcache.system.kernel import is_supported as is_supported
 from smartcache.system.kernel import lease_intact as lease_intact
 from smartcache.system.kernel import link_fd as link_fd
 from smartcache.system.kernel import open_quietly as open_quietly

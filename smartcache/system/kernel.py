@@ -348,6 +348,11 @@ def boot_id() -> str:
     return found or f"process-{os.urandom(16).hex()}"
 
 
+def is_supported() -> bool:
+    """Say whether this is a system that a store works on."""
+    return sys.platform in ("linux", "darwin")
+
+
 def effective_user() -> int:
     """Return the user id that file permissions are checked against."""
     return os.geteuid()

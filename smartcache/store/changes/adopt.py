@@ -214,7 +214,7 @@ def _adopt_chunk(
                 _write_rows(volume, works, owner)
                 is_recorded = True
         finally:
-            _settle(volume, works, batch, owner, is_recorded=is_recorded)
+            _note_outcomes(volume, works, batch, owner, is_recorded=is_recorded)
     results = [_result(volume, work) for work in works]
     for result in results:
         if result.outcome == "duplicate":
@@ -284,7 +284,7 @@ def _write_rows(volume: Volume, works: list[_Work], owner: int | None) -> None:
     reached("adopt: rows written")
 
 
-def _settle(
+def _note_outcomes(
     volume: Volume, works: list[_Work], batch: Batch, owner: int | None, *, is_recorded: bool
 ) -> None:
     """Write the outcomes of a chunk to the journal.

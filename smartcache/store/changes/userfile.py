@@ -152,7 +152,7 @@ def prove_all(
     _hash(volume, {file.fd: file for file in young}, wanted, progress, keys)
     for file in files:
         if file.error is None and (file.fd not in old or _take_lease(file)):
-            _settle(file, keys[file.fd], is_young=file.fd not in old)
+            _hold_still(file, keys[file.fd], is_young=file.fd not in old)
 
 
 def _take_lease(file: UserFile) -> bool:
@@ -186,7 +186,7 @@ def _hash(
         remember(volume, read, started)
 
 
-def _settle(file: UserFile, key: StatKey, *, is_young: bool) -> None:
+def _hold_still(file: UserFile, key: StatKey, *, is_young: bool) -> None:
     """See that a leased file still is what was hashed; who comes later is seen by the lease."""
     is_held = file.lease == "held"
     if is_young and is_held:
