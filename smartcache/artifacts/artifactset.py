@@ -54,6 +54,8 @@ _FOR_EVER = (1 << 32) - 1
 """Unix seconds, in 2106: what would end later does not end at all."""
 _TRIES = 20
 """How often keys are looked up again that compaction moves away."""
+_PUTS = 1000
+"""How often something is kept that others delete at once."""
 _LONGEST_REASON = 2000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 """Seconds between two looks of a task at what somebody else computes."""
@@ -638,7 +640,7 @@ class ArtifactSet:
         ttl: float | timedelta | None,
     ) -> object:
         """Keep what was computed, and return what was kept; under the lock it is not evicted."""
-        for _ in range(_TRIES):
+        for _ in range(_PUTS):
             self.put(key, made, metadata=metadata, ttl=ttl)
             self._engine.index.drop_failures([check_key(key)])
             # What has a short time to live may be past it by now, and was computed all the same.
