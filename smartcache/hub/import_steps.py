@@ -22,6 +22,7 @@ from smartcache.errors import (
     DamagedBlobError,
     DestinationExistsError,
     DigestMismatchError,
+    FileChangedError,
     FileSkippedError,
     SizeMismatchError,
 )
@@ -34,6 +35,7 @@ from smartcache.store import CHUNK, Blob, Owner, Store, explained
 from smartcache.system import Algorithm, Hasher, preallocate, reached, sync_directory
 
 _log = logging.getLogger(__name__)
+_LOOKS = 20
 _STAGE = ".smartcache-import"
 """In a repo's folder: what has no name yet. A leftover one is removed by the next import."""
 
@@ -71,15 +73,19 @@ def near_store(store: Store, cache_dir: Path) -> Store | None:
 
 def look(store: Store, target: Target) -> State:
     """Say whether a file is there already with the right bytes; its hash is remembered."""
-    try:
-        if os.stat(target.path).st_size != target.size:
+    for _ in range(_LOOKS):
+        try:
+            if os.stat(target.path).st_size != target.size:
+                return "wrong"
+            found = store.digest_of(target.path, tuple(target.expected))
+        except FileNotFoundError:
+            return "absent"  # or a symlink that leads nowhere: nothing is lost with it
+        except FileChangedError:
+            continue  # another process has linked or unlinked it while it was read
+        except FileSkippedError:
             return "wrong"
-        found = store.digest_of(target.path, tuple(target.expected))
-    except FileNotFoundError:
-        return "absent"  # or a symlink that leads nowhere: nothing is lost with it
-    except FileSkippedError:
-        return "wrong"
-    return "right" if dict(found.values).items() >= target.expected.items() else "wrong"
+        return "right" if dict(found.values).items() >= target.expected.items() else "wrong"
+    return "wrong"
 
 
 def known_blob(store: Store, expected: dict[Algorithm, str], size: int) -> Blob | None:
