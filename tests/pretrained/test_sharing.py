@@ -343,12 +343,13 @@ class TestChanged:
         assert vae_alone(folder).vae is second.vae
 
     def test_not_one_whose_file_was_made_one_with_an_equal_file(
-        self, models: Models, folder: Path
+        self, models: Models, folder: Path, tmp_path: Path
     ) -> None:
         """As `dedup` does it; what is in memory is the old file, and nobody has written to that."""
+        equal = shutil.copytree(models.first, tmp_path / "equal")
         first = vae_alone(folder)
-        replace_by_link(models.first / VAE, folder / VAE)
-        assert vae_alone(models.first).vae is first.vae
+        replace_by_link(equal / VAE, folder / VAE)
+        assert vae_alone(equal).vae is first.vae
         assert vae_alone(folder).vae is first.vae
 
     def test_but_one_whose_old_file_was_written_to_under_another_name(
@@ -356,7 +357,7 @@ class TestChanged:
     ) -> None:
         first = vae_alone(folder)
         os.link(folder / VAE, tmp_path / "other")
-        replace_by_link(models.first / VAE, folder / VAE)
+        replace_by_link(shutil.copytree(models.first, tmp_path / "equal") / VAE, folder / VAE)
         content = (tmp_path / "other").read_bytes()
         (tmp_path / "other").write_bytes(content)
         assert vae_alone(folder).vae is not first.vae
