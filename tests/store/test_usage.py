@@ -379,6 +379,7 @@ class TestSeveralFolders:
                 *each, total = folder_usage(paths)
                 assert {name: getattr(total, name) for name in names} == alone
                 assert each == [of(path) for path in paths]
+        assert folder_usage([]) == []
 
     def test_a_path_that_is_not_there_is_an_error_that_names_it(self, folder: Path) -> None:
         write(folder / "a.bin")

@@ -95,7 +95,7 @@ def folder_usage(
             counted.add(top)
             _walk(top, st, [tally, total] if is_new else [tally], job)
             found.append(tally.result(path))
-    return found if len(given) == 1 else [*found, total.result(None)]
+    return found if len(given) <= 1 else [*found, total.result(None)]
 
 
 def _resolved(path: Path) -> tuple[str, os.stat_result]:
