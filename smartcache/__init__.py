@@ -41,11 +41,15 @@ if TYPE_CHECKING:
         plan_download,
         snapshot_download,
     )
-    from smartcache.integrations import disable, enable
-    from smartcache.pretrained.api import from_pretrained, from_single_file
-    from smartcache.pretrained.encoders import load_encoders
-    from smartcache.pretrained.registry import components
-    from smartcache.pretrained.sharing import unshare
+    from smartcache.pretrained import (
+        components,
+        disable,
+        enable,
+        from_pretrained,
+        from_single_file,
+        load_encoders,
+        unshare,
+    )
     from smartcache.store import Store
 
 __version__ = "0.1.0"
@@ -97,19 +101,19 @@ _HOMES = {
     "SmartCache": "cache",
     "Store": "store",
     "cache_mapping": "functions",
-    "components": "pretrained.registry",
+    "components": "pretrained",
     "compute_key": "artifacts",
-    "disable": "integrations",
-    "enable": "integrations",
-    "from_pretrained": "pretrained.api",
-    "from_single_file": "pretrained.api",
+    "disable": "pretrained",
+    "enable": "pretrained",
+    "from_pretrained": "pretrained",
+    "from_single_file": "pretrained",
     "hf_hub_download": "functions",
-    "load_encoders": "pretrained.encoders",
+    "load_encoders": "pretrained",
     "load_settings": "config",
     "plan_download": "functions",
     "register_codec": "artifacts",
     "snapshot_download": "functions",
-    "unshare": "pretrained.sharing",
+    "unshare": "pretrained",
 }
 """The module of each public name that is not an error."""
 

@@ -7,7 +7,7 @@ the config file) nothing happens. Neither library is imported.
 """
 
 from smartcache.config import load_settings
-from smartcache.integrations import enable
+from smartcache.pretrained import enable
 
 if load_settings().everywhere:
     enable(always=True)

@@ -7,7 +7,8 @@ one object. A layer is imported when it is first used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,10 +21,7 @@ from smartcache.store import Store, has_sets
 if TYPE_CHECKING:
     from smartcache.artifacts import ArtifactSet, ArtifactSets, Memoized, Memory, Rule, SetInfo
     from smartcache.folders import Allow, DedupPlan, Scan
-    from smartcache.hub.dropin import Call
-    from smartcache.hub.lending import Purpose
-    from smartcache.hub.mapping import CacheMapping
-    from smartcache.hub.plan import DownloadPlan
+    from smartcache.hub import CacheMapping, Call, DownloadPlan
     from smartcache.remote import Remotes, Sent, Tier
     from smartcache.store import BlobSource
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
@@ -40,6 +38,7 @@ class SmartCache:
         self.store = Store(settings=self.settings)
         self.store.open_tiers = self._open_tiers
         self._remotes: Remotes | None = None
+        self._looking = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -56,15 +55,11 @@ class SmartCache:
 
         Without `progress` huggingface_hub's own bars are shown.
         """
-        from smartcache.hub import dropin
-
-        return dropin.download(self.store, call, look=self.look_again, progress=progress)
+        return call.download(self.store, look=self.look_again, progress=progress)
 
     def dry_run(self, call: Call) -> object:
         """Say what such a call would download, as huggingface_hub does: of a file, or of all."""
-        from smartcache.hub import dropin
-
-        return dropin.dry_run(self.store, call, look=self.look_again)
+        return call.dry_run(self.store, look=self.look_again)
 
     def plan_download(
         self, call: Call, *, also: Iterable[str | Path] = (), progress: Progress = silent
@@ -73,7 +68,7 @@ class SmartCache:
 
         `also` are folders to look in, for this download only.
         """
-        from smartcache.hub.plan import plan_download, with_folders
+        from smartcache.hub import plan_download, with_folders
 
         request = with_folders(call.request(), also)
         return plan_download(self.store, request, look=self.look_again, progress=progress)
@@ -83,20 +78,31 @@ class SmartCache:
 
         For the time when the Hub cannot be asked. False: it is there, or no tier has it.
         """
-        from smartcache.hub.dropin import has_snapshot
-        from smartcache.hub.tiered import pull_without_hub
+        from smartcache.hub import has_snapshot, pull_without_hub
 
         request = call.request()
         return not has_snapshot(request) and pull_without_hub(self.store, request)
 
-    def lending(self, call: Call, purpose: Purpose) -> AbstractContextManager[str]:
+    def attending(
+        self,
+        call: Call,
+        *,
+        inside: str = "",
+        has_weights: bool = True,
+        mapping: MutableMapping[str, str] | None = None,
+    ) -> AbstractContextManager[str]:
         """Let a library load from a repo in a `with` block that gives the commit.
 
-        What this machine has is at hand, what the library fetches is proven and shared.
+        Whatever it downloads is answered with what this machine has; what it fetches is proven and
+        shared. Weights below `inside`, if any are loaded, are proven before. `mapping`,
+        {sha256: path}, names further files that may be used, and gets those that are loaded.
         """
-        from smartcache.hub.lending import lending
+        from smartcache.hub import attending
 
-        return lending(self.store, call, purpose, look=self.look_again)
+        return attending(
+            self.store, call.request(), inside=inside, has_weights=has_weights, mapping=mapping,
+            look=self.look_again,
+        )  # fmt: skip
 
     def look_for_damage(self, folder: str | Path) -> list[Path]:
         """Return the weight files of a folder that are links to blobs and were written to.
@@ -107,6 +113,10 @@ class SmartCache:
 
     def look_again(self, *, after: timedelta = timedelta(hours=1)) -> None:
         """See the files of model folders again that were not walked for a while; stats only."""
+        with self._looking:  # who waited finds that it is done
+            self._look_again(after)
+
+    def _look_again(self, after: timedelta) -> None:
         from smartcache.folders import downloads_folder, folders_to_scan, known_folders, look
 
         now = datetime.now(UTC)
@@ -345,7 +355,7 @@ class SmartCache:
 
     def cache_mapping(self) -> CacheMapping:
         """Return {sha256: path} of everything known, as a read-only mapping."""
-        from smartcache.hub.mapping import cache_mapping
+        from smartcache.hub import cache_mapping
 
         return cache_mapping(self.store)
 

@@ -6,26 +6,26 @@ that the import is all that changes in a program. What they do not know goes thr
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
 
 from smartcache.cache import SmartCache
 from smartcache.config import Settings, load_settings
-from smartcache.errors import NoSpaceError, StoreUnwritableError
-from smartcache.hub import dropin
-from smartcache.hub.dropin import Call, FileOptions, SnapshotOptions
-from smartcache.store import Layout
+from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableError
+from smartcache.hub import Call, FileOptions, SnapshotOptions
+from smartcache.store import Layout, Store
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-    from smartcache.hub.mapping import CacheMapping
-    from smartcache.hub.plan import DownloadPlan
+    from smartcache.hub import CacheMapping, DownloadPlan
 
 _log = logging.getLogger(__name__)
 _gate = threading.Lock()
@@ -50,6 +50,44 @@ def _index_file(cache: SmartCache) -> tuple[int, int] | None:
     except OSError:
         return None
     return st.st_dev, st.st_ino
+
+
+def answering() -> AbstractContextManager[object]:
+    """Let every download of huggingface_hub in this process be answered from the store.
+
+    In the `with` block, in all threads. Where no store can be used, nothing is answered.
+    """
+    from smartcache.hub import serving
+
+    return serving(_to_serve)
+
+
+def uninstall() -> None:
+    """Give huggingface_hub its own functions back, unless somebody answers or has wrapped ours."""
+    from smartcache.hub import uninstall
+
+    uninstall()
+
+
+def pausing() -> AbstractContextManager[None]:
+    """Let huggingface_hub download as it would alone in a `with` block, in all threads."""
+    from smartcache.hub import pausing
+
+    return pausing()
+
+
+def _to_serve() -> tuple[Store, Callable[[], None]] | None:
+    try:
+        cache = shared()
+    except (SmartcacheError, OSError) as error:
+        _warn_once(f"smartcache is not used: {error}")
+        return None
+    return cache.store, cache.look_again
+
+
+@functools.lru_cache(maxsize=100)
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 @overload
@@ -116,7 +154,7 @@ def _answer(call: Call, *, dry_run: bool) -> object:
     if not is_known:
         return call.delegate()
     if dry_run and not _has_store():
-        return dropin.dry_run(None, call)
+        return call.dry_run(None)
     try:
         cache = shared()
     except (StoreUnwritableError, NoSpaceError) as error:

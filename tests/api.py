@@ -168,74 +168,65 @@ from smartcache.folders.scan import (
 )
 from smartcache.folders.scan import scan_folders as scan
 from smartcache.folders.walk import MOST_NAMED, Problem, Walked, is_incomplete, walk
-from smartcache.functions import shared
-from smartcache.hub import RepoType
-from smartcache.hub import bundle_writing as hub_bundle_writing
-from smartcache.hub import exporting as hub_exporting
-from smartcache.hub import mapping as hub_mapping
+from smartcache.functions import answering, shared
+from smartcache.hub import RepoType, serving
+from smartcache.hub import layout as hub_layout
 from smartcache.hub import patches as hub_patches
 from smartcache.hub import remote as hub_remote
-from smartcache.hub import sharedstore as hub_sharedstore
-from smartcache.hub import tree as hub_tree
-from smartcache.hub.arrivals import Arrivals
-from smartcache.hub.bars import StoppedError, bar_class
-from smartcache.hub.bundle import COMPLETE, MANIFEST, MOST_MANIFEST, Manifest, decode
-from smartcache.hub.bundle import Content as bundle_Content
-from smartcache.hub.bundle import checksum as bundle_checksum
-from smartcache.hub.bundle import encode as bundle_encode
-from smartcache.hub.bundle_reading import opened
-from smartcache.hub.bundle_writing import TarSink
-from smartcache.hub.dropin import Call, FileOptions, SnapshotOptions
-from smartcache.hub.exporting import ExportPlan, Wanted, plan_export
-from smartcache.hub.following import Followed, Follower
-from smartcache.hub.importing import ImportPlan, plan_import
-from smartcache.hub.lending import Purpose
-from smartcache.hub.lent import Loans
-from smartcache.hub.mapping import cache_mapping, import_mapping
+from smartcache.hub.api import Call, FileOptions, SnapshotOptions
+from smartcache.hub.bring import Bringing
+from smartcache.hub.care import bundle as hub_bundle
+from smartcache.hub.care import mapping as hub_mapping
+from smartcache.hub.care.bundle import (
+    COMPLETE,
+    MANIFEST,
+    MOST_MANIFEST,
+    Manifest,
+    TarSink,
+    decode,
+    opened,
+)
+from smartcache.hub.care.bundle import Content as bundle_Content
+from smartcache.hub.care.bundle import checksum as bundle_checksum
+from smartcache.hub.care.bundle import encode as bundle_encode
+from smartcache.hub.care.carry import ExportPlan, ImportPlan, Wanted, plan_export, plan_import
+from smartcache.hub.care.census import Census
+from smartcache.hub.care.mapping import cache_mapping, import_mapping
+from smartcache.hub.care.remove import RemovalPlan, RemovalResult, plan_cache_prune, plan_removal
+from smartcache.hub.care.seed import plan_seed
+from smartcache.hub.care.verify import Finding as verifying_Finding
+from smartcache.hub.care.verify import RepoVerifyReport, plan_repair, verify_repos
+from smartcache.hub.layout import CachedRepo, find_repo, scan_caches
 from smartcache.hub.outcome import DownloadResult
-from smartcache.hub.plan import DownloadPlan
+from smartcache.hub.outcome import Watch as outcome_Watch
+from smartcache.hub.places import CachePlace
+from smartcache.hub.plan import MOST_UNKNOWN, DownloadPlan
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo, announced_by
 from smartcache.hub.remote import Access
-from smartcache.hub.removal import RemovalPlan, plan_cache_prune, plan_removal
-from smartcache.hub.removing import RemovalResult
-from smartcache.hub.repairing import plan_repair
-from smartcache.hub.repos import CachedRepo, find_repo, scan_caches
-from smartcache.hub.seed import plan_seed
-from smartcache.hub.sharing import Census
-from smartcache.hub.sources import MOST_UNKNOWN
-from smartcache.hub.targets import CacheTarget
-from smartcache.hub.verifying import Finding as verifying_Finding
-from smartcache.hub.verifying import RepoVerifyReport, verify_repos
-from smartcache.pretrained import registry as pretrained_registry
-from smartcache.pretrained.arguments import Asked
-from smartcache.pretrained.canonical import NotComparableError, canonical
-from smartcache.pretrained.devices import (
+from smartcache.hub.transfer import Followed, StoppedError, bar_class
+from smartcache.pretrained import components, load_encoders, unshare
+from smartcache.pretrained import share as pretrained_share
+from smartcache.pretrained.alive import keep, look_at, size_of
+from smartcache.pretrained.api import load, repo_file
+from smartcache.pretrained.call import (
+    Asked,
     Placement,
     accelerator,
+    dtype_arguments,
     is_on,
     modules_of,
+    one_at_a_time,
+    part_of,
     placement,
     resolve_device,
 )
-from smartcache.pretrained.devices import free_bytes as devices_free_bytes
-from smartcache.pretrained.dtypes import dtype_arguments
-from smartcache.pretrained.encoders import load_encoders
+from smartcache.pretrained.call import free_bytes as call_free_bytes
+from smartcache.pretrained.content import Content, NotComparableError, canonical, content_of
 from smartcache.pretrained.failures import explained as failures_explained
-from smartcache.pretrained.gate import one_at_a_time
-from smartcache.pretrained.guards import Guard, guard, lift
-from smartcache.pretrained.identity import Content as identity_Content
-from smartcache.pretrained.identity import content_of
-from smartcache.pretrained.keeping import keep
+from smartcache.pretrained.failures import is_weights, variant_of
 from smartcache.pretrained.kinds import class_of
-from smartcache.pretrained.loading import load
-from smartcache.pretrained.mapped import MappedFiles
-from smartcache.pretrained.parts import part_of
-from smartcache.pretrained.registry import Holder as registry_Holder
-from smartcache.pretrained.registry import Key, Registry, Request, components, registry
-from smartcache.pretrained.sharing import unshare
-from smartcache.pretrained.singlefile import RepoFile, repo_file
-from smartcache.pretrained.state import describe, have_equal_values, size_of
-from smartcache.pretrained.weights import is_weights, variant_of
+from smartcache.pretrained.share import Guard, Registry, Request, guard, lift, registry
+from smartcache.pretrained.share import Holder as share_Holder
 from smartcache.progress import Job, Progress, Unit, bars, silent
 from smartcache.remote import Remotes, Tier, plan_gc, plan_pull, plan_push, verify_tier
 from smartcache.report import html as report_html
@@ -389,7 +380,6 @@ __all__ = [
     "Adoption",
     "Algorithm",
     "Allowance",
-    "Arrivals",
     "ArtifactError",
     "ArtifactGoneError",
     "ArtifactNotFoundError",
@@ -405,8 +395,9 @@ __all__ = [
     "Blob",
     "BlobInUseError",
     "BlobNotFoundError",
+    "Bringing",
     "BundleError",
-    "CacheTarget",
+    "CachePlace",
     "CachedRepo",
     "Call",
     "Candidate",
@@ -422,6 +413,7 @@ __all__ = [
     "Command",
     "Computed",
     "ConfigError",
+    "Content",
     "Copy",
     "DamagedArtifactError",
     "DamagedBlobError",
@@ -453,7 +445,6 @@ __all__ = [
     "FolderSums",
     "FolderUsage",
     "Followed",
-    "Follower",
     "Grouping",
     "Guard",
     "Handle",
@@ -468,7 +459,6 @@ __all__ = [
     "Job",
     "Journal",
     "Kept",
-    "Key",
     "KeyLocks",
     "Keys",
     "Known",
@@ -477,10 +467,8 @@ __all__ = [
     "Left",
     "LinkKind",
     "Listing",
-    "Loans",
     "LockTimeoutError",
     "Manifest",
-    "MappedFiles",
     "Member",
     "MemberRow",
     "Memo",
@@ -510,7 +498,6 @@ __all__ = [
     "Progress",
     "PrunePlan",
     "PruneRefusedError",
-    "Purpose",
     "Registry",
     "RememberedFailureError",
     "RemoteFile",
@@ -519,7 +506,6 @@ __all__ = [
     "RemovalResult",
     "Replacement",
     "Repo",
-    "RepoFile",
     "RepoNotCachedError",
     "RepoType",
     "RepoVerifyReport",
@@ -589,6 +575,7 @@ __all__ = [
     "WrongVariantError",
     "accelerator",
     "announced_by",
+    "answering",
     "array_bytes",
     "artifacts",
     "artifacts_compact",
@@ -607,6 +594,7 @@ __all__ = [
     "bundle_checksum",
     "bundle_encode",
     "cache_mapping",
+    "call_free_bytes",
     "canonical",
     "carry_plan_export",
     "carry_plan_import",
@@ -632,8 +620,6 @@ __all__ = [
     "decoders",
     "default_of",
     "delete_exactly",
-    "describe",
-    "devices_free_bytes",
     "discover",
     "doctor_Finding",
     "dtype_arguments",
@@ -667,17 +653,13 @@ __all__ = [
     "guard",
     "hash_file",
     "hash_many",
-    "have_equal_values",
-    "hub_bundle_writing",
-    "hub_exporting",
+    "hub_bundle",
+    "hub_layout",
     "hub_mapping",
     "hub_patches",
     "hub_remote",
-    "hub_sharedstore",
-    "hub_tree",
     "identify",
     "identify_names",
-    "identity_Content",
     "import_mapping",
     "is_digest",
     "is_free",
@@ -702,6 +684,7 @@ __all__ = [
     "load_settings",
     "lock",
     "look",
+    "look_at",
     "main",
     "make_report",
     "markdown",
@@ -719,6 +702,7 @@ __all__ = [
     "open_own",
     "opened",
     "out",
+    "outcome_Watch",
     "pad",
     "parse_age",
     "parse_mountinfo",
@@ -739,7 +723,7 @@ __all__ = [
     "plan_repair",
     "plan_seed",
     "plan_separate",
-    "pretrained_registry",
+    "pretrained_share",
     "printable",
     "probe",
     "prunable_size",
@@ -751,7 +735,6 @@ __all__ = [
     "register_codec",
     "register_key_rule",
     "registry",
-    "registry_Holder",
     "remember_module",
     "render",
     "replace_damaged_index",
@@ -763,6 +746,8 @@ __all__ = [
     "scan",
     "scan_caches",
     "sections",
+    "serving",
+    "share_Holder",
     "shared",
     "shares_blocks",
     "shortened",

@@ -1,6 +1,6 @@
 """How long pipelines take to load and what memory they take: diffusers alone, and smartcache.
 
-Usage: python scripts/bench/pretrained.py [--rounds 3] [--folder DIR] [--json] [--small]
+Usage: python scripts/bench/pretrained.py [--rounds 3] [--folder DIR] [--cached] [--json] [--small]
 
 Two Stable Diffusion pipelines with the same text encoder and VAE lie on the Hub of the tests, which
 serves on the loopback in a process of its own: tiny ones, and ones of 416 MB. The libraries are
@@ -59,9 +59,9 @@ MODULES = (
     "transformers.models.clip.modeling_clip",
     "transformers.models.clip.tokenization_clip",
     "smartcache.folders.scan",
-    "smartcache.hub.lending",
-    "smartcache.integrations",
+    "smartcache.hub.answering",
     "smartcache.pretrained.api",
+    "smartcache.pretrained.flag",
 )
 """What a load imports when it is the first one."""
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -271,8 +271,9 @@ def main() -> None:
             import_libraries(hub.environment, room)
             bench = Bench(room, hub, table, is_small=arguments.small)
             for bench.size in sizes:
-                fetched(bench)
-                fetched_beside_the_first(bench)
+                if not arguments.cached:
+                    fetched(bench)
+                    fetched_beside_the_first(bench)
                 in_the_cache(bench, with_memory=bench.size == sizes[-1])
             describe(bench)
     table.show(as_json=arguments.json)
@@ -287,6 +288,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where to work (default: the temporary folder)")
     parser.add_argument("--tiny", type=Path, help="where the tiny pipelines are (default: made)")
     parser.add_argument("--small", action="store_true", help="only see that everything runs")
+    parser.add_argument("--cached", action="store_true", help="only load what is in the cache")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 
@@ -402,6 +404,25 @@ def cached(bench: Bench, ours: Side, theirs: Side) -> None:
     job = "second pipeline that is cached, share=True, against its new weights alone"
     compare(bench, f"{job}, first load", "beside cached", aim=1.1)
     compare(bench, f"{job}, further loads", "beside cached", aim=1.1, is_later=True)
+    shared_alone(bench, ours, theirs)
+
+
+def shared_alone(bench: Bench, ours: Side, theirs: Side) -> None:
+    """Load the first pipeline with sharing while nothing is shared yet."""
+    import torch
+
+    aim = 1.3 if bench.size == "tiny" else 1.2
+    for words, more in ((", ", {}), (", float16, ", {"dtype": torch.float16})):
+        key = f"shared{words}"
+        calls = 1 if bench.is_small else CALLS
+        for _ in range(_measure.rounds):
+            for who in turns(bench):
+                side, way = (ours, "shared") if who == "smartcache" else (theirs, "plain")
+                run = side.measure(side.timed, bench.first, cast("Way", way), calls=calls, **more)
+                bench.note(key, who, run)
+        job = f"pipeline that is cached, share=True, nothing shared yet{words}"
+        compare(bench, f"{job}first load", key, aim=aim)
+        compare(bench, f"{job}further loads", key, aim=aim, is_later=True)
 
 
 def fill(side: Side) -> None:

@@ -15,9 +15,7 @@ from smartcache.errors import NoSpaceError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.hub.outcome import DownloadResult, FileChanges
-    from smartcache.hub.plan import DownloadPlan
-    from smartcache.hub.records import PlannedFile, Source
+    from smartcache.hub import DownloadPlan, DownloadResult, FileChanges, PlannedFile, Source
     from smartcache.store import Store
 
 MOST_SHOWN = 12
@@ -148,8 +146,7 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
 
 def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
-    from smartcache.hub.plan import near_store
-    from smartcache.hub.targets import LocalTarget
+    from smartcache.hub import LocalPlace, near_store
     from smartcache.report.naming import from_home
     from smartcache.system import effective_user
 
@@ -162,13 +159,13 @@ def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
             f"There is no store yet, so only {where} looked at. 'smartcache scan' makes one and "
             "finds what other programs have."
         )
-    elif weights and near_store(plan.store, plan.target.root) is None:
+    elif weights and near_store(plan.store, plan.place.root) is None:
         found.append(
-            f"{from_home(plan.place)} is on another filesystem than the store "
+            f"{from_home(plan.folder)} is on another filesystem than the store "
             f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "
             "space."
         )
-    elif weights and isinstance(plan.target, LocalTarget) and effective_user() == 0:
+    elif weights and isinstance(plan.place, LocalPlace) and effective_user() == 0:
         found.append(
             "You are root: weights in --local-dir are copies, not links, because root could write "
             "into bytes that others share."
@@ -186,7 +183,7 @@ def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
 
 def plan_document(plan: DownloadPlan, result: DownloadResult | None) -> dict[str, object]:
     """Return a plan, and what came of it unless it was only looked at, as one document."""
-    from smartcache.hub.outcome import DownloadResult
+    from smartcache.hub import DownloadResult
 
     known = {} if result is None else _digests(plan)
     done = fields_of(DownloadResult(path="") if result is None else result)
@@ -228,10 +225,10 @@ def _file_document(each: PlannedFile, known: dict[str, str]) -> dict[str, object
 
 def _digests(plan: DownloadPlan) -> dict[str, str]:
     """Return the digests of the files that are proven to be what the Hub announced."""
-    from smartcache.hub.plan import near_store
+    from smartcache.hub import near_store
 
-    store = near_store(plan.store, plan.target.root) or plan.store
-    places = {each.file.path: plan.target.found(each.file) for each in plan.files}
+    store = near_store(plan.store, plan.place.root) or plan.store
+    places = {each.file.path: plan.place.found(each.file) for each in plan.files}
     known = store.known_hashes(path for path in places.values() if path is not None)
     digests: dict[str, str] = {}
     for each in plan.files:

@@ -16,7 +16,7 @@ from smartcache.errors import RepoNotCachedError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.repos import CachedRepo
+    from smartcache.hub import CachedRepo
     from smartcache.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -45,8 +45,7 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
 
     One that was given must be there.
     """
-    from smartcache.hub import tree
-    from smartcache.hub.sources import known_caches
+    from smartcache.hub import default_cache_dir, known_caches
 
     if given:
         for each in given:
@@ -56,7 +55,7 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
         return list(given)
     known = known_caches(stores[0] if stores else None)
     if not known:
-        out.talk(f"There is no HF cache at {tree.default_cache_dir()}; --cache-dir names another.")
+        out.talk(f"There is no HF cache at {default_cache_dir()}; --cache-dir names another.")
     return known
 
 
@@ -78,12 +77,10 @@ def chosen(repos: list[CachedRepo], words: tuple[str, ...]) -> list[tuple[Cached
 
 
 def _meant(repos: list[CachedRepo], word: str) -> list[tuple[CachedRepo, str | None]]:
-    from smartcache.hub import tree
-    from smartcache.hub.records import Repo
-    from smartcache.hub.repos import find_repo
+    from smartcache.hub import Repo, find_repo, is_commit
 
     text, at, revision = word.partition("@")
-    if not at and tree.is_commit(text):
+    if not at and is_commit(text):
         return _with_commit(repos, text)
     found = find_repo(repos, Repo.parse(text))
     if not at:

@@ -39,10 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.cache import SmartCache
-    from smartcache.hub.dropin import Call
-    from smartcache.hub.outcome import DownloadResult
-    from smartcache.hub.plan import DownloadPlan
-    from smartcache.hub.records import Repo
+    from smartcache.hub import Call, DownloadPlan, DownloadResult, Repo
     from smartcache.store import Store
 
 _MOST_NAMED = 3
@@ -179,8 +176,7 @@ class _Wanted:
         exclude: tuple[str, ...],
     ) -> _Wanted:
         """Return it, or say what cannot be meant."""
-        from smartcache.hub import tree
-        from smartcache.hub.records import Repo
+        from smartcache.hub import Repo, safe_parts
 
         parsed = Repo.parse(repo, repo_type)
         if repo_type is not None and parsed.type != repo_type:
@@ -190,7 +186,7 @@ class _Wanted:
             hint = "Write them all as --include; a folder is --include 'folder/*'."
             raise BadUsageError("FILES exclude --include and --exclude.", hint=hint)
         for file in files:
-            if tree.safe_parts(file.removesuffix("/")) is None:
+            if safe_parts(file.removesuffix("/")) is None:
                 hint = "FILES are names as the Hub shows them, such as vae/config.json."
                 raise BadUsageError(f"{file!r} is not a path in a repo.", hint=hint)
         return cls(repo=parsed, files=files, include=include, exclude=exclude)
@@ -205,7 +201,7 @@ class _Wanted:
         """Return the call of huggingface_hub that this stands for."""
         import glob
 
-        from smartcache.hub.dropin import Call
+        from smartcache.hub import Call
 
         if self.one_file is not None:
             return Call(repo_id=self.repo.id, filename=self.one_file, arguments=arguments)
@@ -253,7 +249,7 @@ class _Run:
 
     def plan(self) -> DownloadPlan | None:
         """Plan it; None if the Hub cannot be asked, and perhaps the HF cache can answer."""
-        from smartcache.hub.plan import plan_download, with_folders
+        from smartcache.hub import plan_download, with_folders
 
         try:
             if self._cache is None:
@@ -323,8 +319,7 @@ class _Run:
 
     def answer_from_cache(self, *, dry_run: bool) -> None:
         """Answer with what the HF cache has, as huggingface_hub does where it cannot ask."""
-        from smartcache.hub import dropin
-        from smartcache.hub.outcome import DownloadResult
+        from smartcache.hub import DownloadResult
 
         call, error = self._call, self._error
         assert error is not None  # noqa: S101 - for the type checker
@@ -334,11 +329,11 @@ class _Run:
         local = replace(call, arguments=arguments)
         try:
             try:
-                path = dropin.from_cache(self._cache.store, local)
+                path = local.from_cache(self._cache.store)
             except Exception:
                 if not self._is_pulled():
                     raise
-                path = dropin.from_cache(self._cache.store, local)
+                path = local.from_cache(self._cache.store)
         except Exception as missing:
             if is_refusal(error):
                 raise error from None
@@ -360,7 +355,7 @@ class _Run:
 
     def _is_pulled(self) -> bool:
         """Say whether a tier has what the Hub does not give: then it is in the HF cache now."""
-        from smartcache.hub.tiered import pull_without_hub
+        from smartcache.hub import pull_without_hub
 
         if self._cache is None or self._dry_run:
             return False
@@ -394,12 +389,8 @@ class _Run:
 
     def _all_paths(self) -> list[str]:
         """Return all files of the repo; none if the Hub does not say."""
-        from smartcache.hub import remote
-
-        request = self._call.request()
         try:
-            commit = remote.commit_of(request.access, request.repo, request.revision)
-            return [file.path for file in remote.files_of(request.access, request.repo, commit)]
+            return [file.path for file in self._call.all_files()]
         except Exception as error:
             if is_of_hub(error):
                 return []
@@ -408,13 +399,13 @@ class _Run:
 
 def _no_space(plan: DownloadPlan) -> NoSpaceError:
     hint = "Free some space, or choose another place with --cache-dir or --local-dir. Run again, it"
-    message = f"No space left at {plan.place}; files that are whole stay"
+    message = f"No space left at {plan.folder}; files that are whole stay"
     return NoSpaceError(message, hint=f"{hint} goes on.")
 
 
 def _planned_path(plan: DownloadPlan) -> Path:
     is_one = plan.request.filename is not None
-    return plan.target.visible(plan.files[0].file) if is_one else plan.target.root
+    return plan.place.visible(plan.files[0].file) if is_one else plan.place.root
 
 
 def _nearest(missing: list[str], paths: list[str]) -> str:

@@ -22,7 +22,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.exporting import ExportPlan
+    from smartcache.hub import ExportPlan
 
 _STREAM = "-"
 
@@ -64,7 +64,7 @@ def export_command(
     """
     from pathlib import Path
 
-    from smartcache.hub.exporting import Wanted, plan_export
+    from smartcache.hub import Wanted, plan_export
 
     is_stream = str(destination) == _STREAM
     if is_stream and not dry_run:
@@ -90,7 +90,7 @@ def export_command(
     out.show(
         human=lambda: _say(plan, where, dry_run=dry_run),
         document=lambda: _document(plan, destination if is_stream else path, dry_run=dry_run),
-        ids=lambda: [] if dry_run else [path],
+        ids=lambda: [destination if is_stream else path],
     )
 
 

@@ -17,7 +17,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.importing import ImportPlan
+    from smartcache.hub import ImportPlan
 
 _STREAM = "-"
 
@@ -60,9 +60,7 @@ def import_command(
     standard input.
     """
     from smartcache.cli._downloads import fields_of, say_changes
-    from smartcache.hub.importing import plan_import
-    from smartcache.hub.outcome import FileChanges
-    from smartcache.hub.tree import default_cache_dir
+    from smartcache.hub import FileChanges, default_cache_dir, plan_import
 
     place = sys.stdin.buffer if str(bundle) == _STREAM else bundle
     cache = default_cache_dir() if cache_dir is None else cache_dir

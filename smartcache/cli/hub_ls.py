@@ -23,8 +23,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.repos import CachedRepo, Revision
-    from smartcache.hub.sharing import Census, Share
+    from smartcache.hub import CachedRepo, Census, Revision, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ def ls_command(
     this repo (and smartcache) has: 'hub rm' frees it. SHARED has other names too: another repo,
     a folder, another program.
     """
-    from smartcache.hub.repos import scan_caches
-    from smartcache.hub.sharing import Census
+    from smartcache.hub import Census, scan_caches
 
     with stores_if_any(session) as stores:
         repos = scan_caches(hf_caches(cache_dirs, stores))

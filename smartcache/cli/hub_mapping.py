@@ -20,7 +20,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.mapping import CacheMapping, ImportedMapping, MappedFile
+    from smartcache.hub import CacheMapping, ImportedMapping, MappedFile
 
 _COLUMNS = (
     Column(title="SHA256"),
@@ -48,7 +48,7 @@ def mapping_command(ctx: click.Context, *, output: Path | None, source: Path | N
     That is every blob and every file of a known folder whose sha256 was computed and that has not
     changed since. Imported files are read, never changed; downloads can then use them.
     """
-    from smartcache.hub.mapping import cache_mapping, import_mapping
+    from smartcache.hub import cache_mapping, import_mapping
 
     if output is not None and source is not None:
         raise BadUsageError("--output and --import cannot be used together", hint="Give one.")

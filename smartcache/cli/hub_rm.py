@@ -21,8 +21,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.removal import RemovalPlan
-    from smartcache.hub.removing import Removal, RemovalResult
+    from smartcache.hub import Removal, RemovalPlan, RemovalResult
 
 _MOST_SHOWN = 20
 _COLUMNS = (
@@ -64,9 +63,7 @@ def rm_command(
     pin also has stays. Blobs that the store held only for these revisions are removed too. A repo
     is removed with its last revision. There is no undo; you would have to download it again.
     """
-    from smartcache.hub.removal import plan_removal
-    from smartcache.hub.repos import scan_caches
-    from smartcache.hub.sharing import Census
+    from smartcache.hub import Census, plan_removal, scan_caches
 
     session = ctx.ensure_object(Session)
     with stores_if_any(session) as stores:
@@ -104,9 +101,7 @@ def prune_command(
     downloaded by its commit has no ref either: the plan names it. This cannot be undone, only
     downloaded again.
     """
-    from smartcache.hub.removal import plan_cache_prune
-    from smartcache.hub.repos import scan_caches
-    from smartcache.hub.sharing import Census
+    from smartcache.hub import Census, plan_cache_prune, scan_caches
 
     with stores_if_any(ctx.ensure_object(Session)) as stores:
         census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)

@@ -19,7 +19,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.seed import SeedPlan, SeedResult
+    from smartcache.hub import SeedPlan, SeedResult
 
 _MOST_SHOWN = 20
 _COLUMNS = (
@@ -49,7 +49,7 @@ def seed_command(
     take no space; 'smartcache undo' removes them again. Blobs whose xet hash is not known are
     hashed first, at 1-2 GB/s, once.
     """
-    from smartcache.hub.seed import plan_seed
+    from smartcache.hub import plan_seed
 
     with ctx.ensure_object(Session).store() as store:
         plan = plan_seed(store, hf_caches(cache_dirs, list(store.stores())))
@@ -110,7 +110,7 @@ def _digests(plan: SeedPlan, result: SeedResult | None) -> list[str]:
 
 
 def _document(plan: SeedPlan, result: SeedResult | None, *, dry_run: bool) -> dict[str, object]:
-    from smartcache.hub.seed import SeedResult
+    from smartcache.hub import SeedResult
 
     done = SeedResult() if result is None else result
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -20,9 +21,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.hub.repairing import RepairPlan, RepairResult
-    from smartcache.hub.repos import CachedRepo
-    from smartcache.hub.verifying import Finding, RepoVerifyReport
+    from smartcache.hub import CachedRepo, Finding, RepairPlan, RepairResult, RepoVerifyReport
     from smartcache.store import Store
 
 _MOST_SHOWN = 20
@@ -56,29 +55,33 @@ def verify_command(
     """Compare the files of repos with the hashes the Hub announced.
 
     The hashes are known from the names of blobs, from the listings huggingface_hub keeps, and from
-    the index; the network is not used. No file is changed without --repair, which moves damaged
-    files to bad/ of the store and removes the pointers to them. Half-made files of killed downloads
-    are removed. Exits with 3 if damage was found.
+    the index; the network is not used. If there is a store, it remembers what was hashed. No file
+    is changed without --repair, which moves damaged files to bad/ of the store and removes the
+    pointers to them. Half-made files of killed downloads are removed. Exits with 3 if damage was
+    found.
     """
-    from smartcache.hub import asides
-    from smartcache.hub.leftovers import clear_repo
-    from smartcache.hub.repairing import plan_repair
-    from smartcache.hub.repos import scan_caches
-    from smartcache.hub.verifying import verify_repos
+    from smartcache.hub import CachePlace, plan_repair, scan_caches, verify_repos
 
     session = ctx.ensure_object(Session)
     if dry_run and not repair:
         raise BadUsageError("--dry-run is for --repair", hint="Verify alone changes no file.")
-    with session.store(create=True) as store:
-        everything = scan_caches(hf_caches(cache_dirs, list(store.stores())))
+    with ExitStack() as stack:
+        store: Store | None = None
+        if repair or session.has_store():  # to look, none is made
+            store = stack.enter_context(session.store(create=True))
+        stores = [] if store is None else store.stores()
+        everything = scan_caches(hf_caches(cache_dirs, stores))
         wanted = _wanted(everything, repos)
-        if not dry_run:
-            asides.give_back(store)
-            for repo in wanted:
-                clear_repo(repo.folder)
         report = verify_repos(store, wanted, full=full, progress=bars)
-        plan = plan_repair(store, everything, report.damage) if repair else None
-        result = None if plan is None else _repair(report, plan, dry_run=dry_run, yes=yes)
+        plan: RepairPlan | None = None
+        if repair and store is not None:
+            plan = plan_repair(store, everything, report.damage)
+            _ask(report, plan, dry_run=dry_run, yes=yes)
+        result = None
+        if not dry_run:
+            for repo in wanted:
+                CachePlace(cache_dir=repo.cache_dir, repo=repo.repo).clear()
+            result = None if plan is None or plan.is_empty else plan.execute()
         out.show(
             human=lambda: _say(report, plan, result),
             document=lambda: _document(store, report, plan, result, dry_run=dry_run),
@@ -98,18 +101,16 @@ def _wanted(everything: list[CachedRepo], words: tuple[str, ...]) -> list[Cached
     return [repo for repo, _ in found]
 
 
-def _repair(
-    report: RepoVerifyReport, plan: RepairPlan, *, dry_run: bool, yes: bool
-) -> RepairResult | None:
+def _ask(report: RepoVerifyReport, plan: RepairPlan, *, dry_run: bool, yes: bool) -> None:
+    """Say what a repair would do, and go on only if that is wanted."""
     for warning in plan.warnings:
         out.warn(warning)
     if dry_run or plan.is_empty:
-        return None
+        return
     if not yes and out.mode == "human":
         _show(report.damage, as_talk=True)
     files, pointers = counted(len(plan.files), "damaged file"), _pointers(plan)
     out.confirm(f"Move {files} to bad/ and remove {counted(pointers, 'pointer')}?", yes=yes)
-    return plan.execute()
 
 
 def _pointers(plan: RepairPlan) -> int:
@@ -117,7 +118,7 @@ def _pointers(plan: RepairPlan) -> int:
 
 
 def _show(findings: list[Finding], *, as_talk: bool = False) -> None:
-    from smartcache.hub.verifying import MEANINGS
+    from smartcache.hub import MEANINGS
 
     for each in findings[:_MOST_SHOWN]:
         where = f"{each.repo}{f'@{short(each.revision)}' if each.revision else ''}"
@@ -131,7 +132,7 @@ def _show(findings: list[Finding], *, as_talk: bool = False) -> None:
 
 
 def _say(report: RepoVerifyReport, plan: RepairPlan | None, result: RepairResult | None) -> None:
-    from smartcache.hub.verifying import MEANINGS
+    from smartcache.hub import MEANINGS
 
     files, size = counted(report.files, "file"), format_size(report.size)
     out.line(f"Checked {files} of {counted(report.repos, 'repo')}: {size}.")
@@ -161,7 +162,7 @@ def _say_repaired(result: RepairResult) -> None:
 
 
 def _document(
-    store: Store,
+    store: Store | None,
     report: RepoVerifyReport,
     plan: RepairPlan | None,
     result: RepairResult | None,
@@ -176,7 +177,7 @@ def _document(
         "checked_size": report.size,
         "mismatches": report.damage,
         "information": [each for each in report.findings if not each.is_damage],
-        "root": store.root,
+        "root": None if store is None else store.root,
     }
     if plan is not None:
         document["repair"] = {

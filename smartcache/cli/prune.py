@@ -211,10 +211,7 @@ def _say_done(pruning: _Pruning, stays: str) -> None:
 
 
 def _say_what_hub_prune_frees(stores: list[Store]) -> None:
-    from smartcache.hub.removal import plan_cache_prune
-    from smartcache.hub.repos import scan_caches
-    from smartcache.hub.sharing import Census
-    from smartcache.hub.sources import known_caches
+    from smartcache.hub import Census, known_caches, plan_cache_prune, scan_caches
 
     try:
         census = Census(scan_caches(known_caches(stores[0] if stores else None)), stores)

@@ -16,10 +16,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from smartcache.hub.sources import HUGGING_FACE
 from smartcache.sizes import format_size
 from smartcache.store import Batch, Change, KnownFolder, Store
 
+HUGGING_FACE = "Hugging Face"
+"""The program whose known folders are HF caches."""
 _READ = stat.S_IRGRP | stat.S_IROTH
 _WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _MOST_NAMED = 3
@@ -129,6 +130,7 @@ class Watch:
         self._changes: list[Change] = []
         self._copies: list[Path] = []
         self._freed = 0
+        self.open_batches: list[tuple[Store, Batch]] = []
         self._gate = threading.Lock()
         self.fetched_size = 0
         self.taken_size = 0
@@ -140,7 +142,19 @@ class Watch:
             made = [(each, stack.enter_context(each.batch(label))) for each in store.stores()]
             for _, batch in made:
                 batch.on_done = self._hear
-            yield made
+            self.open_batches = made
+            try:
+                yield made
+            finally:
+                self.open_batches = []
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Let what this thread changes in the block belong to the batches that are open."""
+        with ExitStack() as stack:
+            for store, batch in self.open_batches:
+                stack.enter_context(store.joining(batch))
+            yield
 
     def count(self, size: int) -> None:
         """Take note of bytes that came from the Hub."""

@@ -1,29 +1,45 @@
 """Plan a download: for each file where its bytes come from, before anything is fetched or changed.
 
-Sources in this order: what is at the target already, the store, files of known folders that may
+Sources in this order: what is at the place already, the store, files of known folders that may
 have the bytes, stores that other users have published, tiers, the Hub. A plan costs the requests
-that huggingface_hub makes anyway (the commit, the listing) and stats; of a tier, what it says of
-the repo, and a small request for each large file besides. No byte of a file is read for it.
+that huggingface_hub would make (the commit, the listing: neither is asked for again) and stats; of
+a tier, what it says of the repo, and a small request for each large file besides. No byte of a file
+is read for it.
+
+HF caches are asked by name, which costs no reading and is always up to date: a blob there is named
+by its announced hash, one of huggingface_hub's shared store by its xet hash. Everything else is
+asked by size, among the files that scans and walks have seen in known folders, and in folders that
+are named for this one download. A file whose remembered hash is another is no candidate any more,
+so a wrong guess costs one hash, once.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from smartcache.config import load_settings
-from smartcache.errors import ConfigError, FileSkippedError, StoreError, StoreFormatError
-from smartcache.hub import remote, tree
-from smartcache.hub.outcome import DownloadResult
-from smartcache.hub.records import PlannedFile, RemoteFile, Repo, Source
+from smartcache.errors import ConfigError, StoreError, StoreFormatError
+from smartcache.hub import layout, remote
+from smartcache.hub.bring import near_store
+from smartcache.hub.outcome import HUGGING_FACE, DownloadResult
+from smartcache.hub.places import CachePlace, LocalPlace, Place
+from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Repo, Source
 from smartcache.hub.remote import Access, Patterns
-from smartcache.hub.sources import Sources
-from smartcache.hub.targets import CacheTarget, LocalTarget, Target
 from smartcache.progress import Progress, silent
-from smartcache.store import Store, Wanted
+from smartcache.store import INCOMPLETE_SUFFIXES, Store, Wanted
 from smartcache.system import Algorithm, free_bytes, need_room, probe
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+MOST_UNKNOWN = 16
+"""So many files of one size are hashed for one wanted file. People have hundreds of fine-tuned
+weights of one size; to hash them all would take longer than a download."""
+
 
 Look = Callable[[], None]
 """Brings what was seen in model folders up to date, if that is long ago."""
@@ -43,6 +59,8 @@ class Request:
     also: tuple[Path, ...] = ()
     """Folders to look for files in besides those that smartcache knows."""
     force: bool = False
+    is_local: bool = False
+    """The Hub is not to be asked."""
     max_workers: int = 8
     access: Access = field(default_factory=Access)
     tqdm_class: type | None = None
@@ -61,8 +79,8 @@ class Listing:
 
     commit: str
     files: list[RemoteFile]
-    is_on_disk: bool
-    """huggingface_hub needs no further listing: it has this one on disk, or it is of one file."""
+    new: list[RemoteFile] = field(default_factory=list)
+    """All files of the commit, if huggingface_hub does not have its listing on disk yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +91,10 @@ class DownloadPlan:
     revision: str
     commit: str
     files: tuple[PlannedFile, ...]
-    target: Target
+    place: Place
     warnings: tuple[str, ...] = ()
-    is_listed: bool = False
-    """huggingface_hub has the listing of this commit on disk already."""
+    new_listing: list[RemoteFile] = field(default_factory=list, repr=False)
+    """All files of the commit, if huggingface_hub does not have its listing on disk yet."""
     request: Request = field(repr=False)
     opened: Store | None = field(repr=False, compare=False)
     """None: there is no store yet, and the plan is only to be looked at."""
@@ -133,26 +151,25 @@ class DownloadPlan:
 
     def require_room(self) -> None:
         """Raise NoSpaceError unless what is going to be written fits there."""
-        if self.needed_size <= free_bytes(self.place):
+        if self.needed_size <= free_bytes(self.folder):
             return
         least = self._needed(clones=self._can_clone()) - sum(map(self._begun, self.files))
         hint = (
             "Free some space, or download to another disk: --cache-dir or --local-dir, "
             "in Python cache_dir or local_dir."
         )
-        need_room(self.place, least, f"The download of {self.repo}", hint=hint)
+        need_room(self.folder, least, f"The download of {self.repo}", hint=hint)
 
     @property
-    def place(self) -> Path:
+    def folder(self) -> Path:
         """The folder that the download goes to, as the user knows it."""
-        is_local = isinstance(self.target, LocalTarget)
-        return self.target.root if is_local else self.target.cache_dir
+        return self.request.cache_dir if self.request.local_dir is None else self.place.root
 
     def _needed(self, *, clones: bool = False) -> int:
         """Return what is written. `clones`: copies within this disk share their blocks."""
-        near = None if self.opened is None else near_store(self.opened, self.target.root)
+        near = None if self.opened is None else near_store(self.opened, self.place.root)
         is_writable = near is not None and near.settings.keep_writable
-        is_link = self.target.kinds(is_weight=True)[0] == "auto" and not is_writable
+        is_link = self.place.kinds(is_weight=True)[0] == "auto" and not is_writable
 
         def written(each: PlannedFile) -> int:
             first = each.candidates[0] if each.candidates else None
@@ -168,7 +185,7 @@ class DownloadPlan:
             return placed + (0 if is_blob_soon else each.size)
 
         # In an HF cache, files with the same bytes are written once.
-        spots = {self.target.spot(each.file): each for each in self.files}
+        spots = {self.place.spot(each.file): each for each in self.files}
         return sum(
             each.size if each.source == "fetch" else written(each)
             for each in spots.values()
@@ -176,7 +193,7 @@ class DownloadPlan:
         )
 
     def _can_clone(self) -> bool:
-        near = None if self.opened is None else near_store(self.opened, self.target.root)
+        near = None if self.opened is None else near_store(self.opened, self.place.root)
         try:
             return near is not None and probe(near.volume.layout.tmp).reflink
         except StoreError:  # not even that much room
@@ -186,7 +203,7 @@ class DownloadPlan:
         """Return what an interrupted download has left of a file that is fetched."""
         if each.source != "fetch" or not each.file.etag:
             return 0
-        parts = self.target.unfinished(each.file).glob(f"*{each.file.etag}*.incomplete")
+        parts = self.place.unfinished(each.file).glob(f"*{each.file.etag}*.incomplete")
         return max((os.stat(part).st_blocks * 512 for part in parts), default=0)
 
     @property
@@ -240,32 +257,47 @@ def plan_listed(
     progress: Progress = silent,
 ) -> DownloadPlan:
     """Plan a download of files that the Hub has listed."""
-    target = target_of(request, listing.commit)
-    planning = _Planning(store, request, target)
+    place = place_of(request, listing.commit)
+    planning = Planning(
+        store, place, cache_dir=request.cache_dir, repo=request.repo, also=request.also, look=look
+    )
     with progress("Looking for files"):
-        files = planning.plan(listing.files, look)
+        files = planning.plan(listing.files, is_forced=request.force)
     return DownloadPlan(
         repo=request.repo, revision=request.revision, commit=listing.commit, files=files,
-        target=target, warnings=tuple(planning.warnings), is_listed=listing.is_on_disk,
+        place=place, warnings=tuple(planning.warnings), new_listing=listing.new,
         request=request, opened=store,
     )  # fmt: skip
 
 
-def target_of(request: Request, commit: str) -> Target:
+def place_of(request: Request, commit: str) -> Place:
     """Return where the files of a request go."""
     if request.local_dir is None:
-        return CacheTarget(cache_dir=request.cache_dir, repo=request.repo, commit=commit)
-    return LocalTarget(
-        local_dir=request.local_dir, cache_dir=request.cache_dir, repo=request.repo, commit=commit
-    )
+        return CachePlace(cache_dir=request.cache_dir, repo=request.repo, commit=commit)
+    return LocalPlace(local_dir=request.local_dir, commit=commit)
 
 
-def near_store(store: Store, place: Path) -> Store | None:
-    """Return the store on the filesystem of a place, where it can make hard links; None: none."""
-    try:
-        return store.volume_of(place)
-    except FileSkippedError:
-        return None
+def has_snapshot(request: Request) -> bool:
+    """Say whether the HF cache has the revision, all of it or some."""
+    commit = commit_behind(request, None)
+    folder = request.cache_dir / request.repo.folder_name / "snapshots"
+    return bool(commit) and (folder / str(commit)).is_dir()
+
+
+def commit_behind(request: Request, path: Path | None) -> str | None:
+    """Return the commit of a snapshot; None if there is none, "" for a `local_dir`.
+
+    `path` is what huggingface_hub returned, if it was asked.
+    """
+    if request.local_dir is not None:
+        return ""
+    folder = request.cache_dir / request.repo.folder_name
+    if path is None:
+        revision = str(getattr(request.revision, "resolved", request.revision))
+        ref = folder / "refs" / revision
+        return revision if layout.is_commit(revision) else layout.read_ref(ref)
+    snapshots = folder / "snapshots"
+    return path.relative_to(snapshots).parts[0] if snapshots in path.parents else None
 
 
 def fetch_listing(request: Request) -> Listing:
@@ -274,78 +306,296 @@ def fetch_listing(request: Request) -> Listing:
     if request.filename is not None:
         return _one_file(request, request.filename)
     commit = remote.commit_of(access, repo, request.revision)
-    if request.local_dir is None:
-        memory = request.cache_dir / repo.folder_name
-    else:
-        memory = request.local_dir / ".cache" / "huggingface"
-    listed = tree.read_listing(memory, commit)
-    files = remote.files_of(access, repo, commit) if listed is None else listed
-    selected = remote.select(files, request.allow, request.ignore)
-    return Listing(commit=commit, files=selected, is_on_disk=listed is not None)
+    memory = place_of(request, commit).memory
+    known = layout.read_listing(memory, commit)
+    files = remote.files_of(access, repo, commit) if known is None else known
+    return Listing(
+        commit=commit, files=remote.select(files, request.allow, request.ignore),
+        new=files if known is None else [],
+    )  # fmt: skip
 
 
 def _one_file(request: Request, path: str) -> Listing:
-    if request.local_dir is None and not request.force and tree.is_commit(request.revision):
-        file = _cached_file(request, path)
+    revision = str(getattr(request.revision, "resolved", request.revision))
+    if request.local_dir is None and not request.force and layout.is_commit(revision):
+        file = _cached_file(request, revision, path)
         if file is not None:
-            return Listing(commit=request.revision, files=[file], is_on_disk=True)
-    found = remote.announced_file(request.access, request.repo, request.revision, path)
+            return Listing(commit=revision, files=[file])
+    found = remote.announced_file(request.access, request.repo, revision, path)
     if found is None:  # huggingface_hub will say what is missing
-        commit = remote.commit_of(request.access, request.repo, request.revision)
+        commit = remote.commit_of(request.access, request.repo, revision)
         file = RemoteFile(path=path, size=None, etag="")
     else:
         commit, file = found
-    return Listing(commit=commit, files=[file], is_on_disk=True)
+    return Listing(commit=commit, files=[file])
 
 
-def _cached_file(request: Request, path: str) -> RemoteFile | None:
+def _cached_file(request: Request, commit: str, path: str) -> RemoteFile | None:
     """Return a file of a commit that the HF cache has already: no request is needed."""
     remote.refuse_unsafe(request.repo, path)
     folder = request.cache_dir / request.repo.folder_name
-    pointer = tree.pointer(folder, request.revision, path)
-    blob = tree.blob_behind(pointer)
+    pointer = layout.pointer(folder, commit, path)
+    blob = layout.blob_behind(pointer)
     if blob is None or not os.path.isfile(pointer):
         return None
     return RemoteFile(path=path, size=os.stat(pointer).st_size, etag=blob.name)
 
 
-class _Planning:
-    """Decides for the files of one request."""
+def known_caches(store: Store | None) -> list[Path]:
+    """Return the HF caches that are there: the default one, and those that scans have found."""
+    folders = [] if store is None else store.folders()
+    known = [each.path for each in folders if each.program == HUGGING_FACE]
+    return [each for each in (layout.default_cache_dir(), *known) if each.is_dir()]
 
-    def __init__(self, store: Store | None, request: Request, target: Target) -> None:
+
+class Sources:
+    """The places to look in, for one download into directories of one filesystem."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        cache_dir: Path,
+        destination: Path,
+        *,
+        also: Iterable[Path] = (),
+        known: Mapping[str, str | Path] | None = None,
+    ) -> None:
         self._store = store
-        self._request = request
-        self._target = target
-        self._near = None if store is None else near_store(store, target.root)
+        self._also = tuple(also)
+        self._known = {} if known is None else known
+        self._device = _device(destination)
+        folders = [] if store is None else store.folders()
+        caches = [each.path for each in folders if each.program == HUGGING_FACE]
+        self._caches = list(dict.fromkeys(map(_real, (cache_dir, *caches))))
+        self._given = {_real(each.path) for each in folders if each.is_given}
+        self._inside = "\0" if store is None else os.path.join(os.path.realpath(store.root), "")
+
+    def candidates(self, file: RemoteFile) -> tuple[tuple[Candidate, ...], int]:
+        """Return the files that may have the bytes, likeliest first; and how many were left out.
+
+        Those left out are more files of that size than are worth hashing.
+        """
+        paths = list(dict.fromkeys(self._likely(file)))
+        known = {} if self._store is None else self._store.known_hashes(paths)
+        found: list[Candidate] = []
+        unknown: list[Candidate] = []
+        seen: set[tuple[int, int]] = set()
+        for path in paths:
+            st = self._usable(path, file)
+            if st is None or (st.st_dev, st.st_ino) in seen:
+                continue
+            seen.add((st.st_dev, st.st_ino))
+            value = known.get(path, {}).get(file.algorithm)
+            if value not in (None, file.etag) or (
+                value is None and _is_named_otherwise(path, file)
+            ):
+                continue
+            each = Candidate(
+                path=path, is_known=value == file.etag, may_link=self._is_ours(path),
+                is_far=st.st_dev != self._device,
+            )  # fmt: skip
+            (found if each.is_known else unknown).append(each)
+        found.sort(key=lambda each: (each.is_far, not each.may_link))
+        unknown.sort(key=lambda each: each.is_far)
+        return (*found, *unknown[:MOST_UNKNOWN]), max(0, len(unknown) - MOST_UNKNOWN)
+
+    def _likely(self, file: RemoteFile) -> Iterator[Path]:
+        """Go through the files to look at: by name, then by size, those of the same name first."""
+        if file.etag in self._known:
+            yield _real(Path(self._known[file.etag]))
+        yield from (_real(Path(each, file.etag)) for each in self._named.get(file.etag, ()))
+        if file.xet is not None and file.size is not None:
+            shared = layout.find_shared_entry(self._caches, file.xet, file.size)
+            if shared is not None:
+                yield _real(shared)
+        if file.size:
+            name = os.path.basename(file.path)
+            sightings = [] if self._store is None else self._store.sightings(file.size)
+            for seen in (self._named_folders.get(file.size, ()), (each.path for each in sightings)):
+                yield from sorted(map(_real, seen), key=lambda path: path.name != name)
+
+    def _usable(self, path: Path, file: RemoteFile) -> os.stat_result | None:
+        try:
+            st = os.stat(path)
+        except OSError:
+            return None
+        is_whole = not path.name.endswith(INCOMPLETE_SUFFIXES) and os.path.isfile(path)
+        is_outside = not str(path).startswith(self._inside)
+        return st if is_whole and is_outside and st.st_size == file.size else None
+
+    def _is_ours(self, path: Path) -> bool:
+        """Say whether a file was given to smartcache, or is huggingface_hub's own in an HF cache.
+
+        What else lies below the folder of an HF cache may be anybody's.
+        """
+        if any(parent in self._given for parent in path.parents):
+            return True
+        return any(_is_of_cache(path, cache) for cache in self._caches if cache in path.parents)
+
+    @cached_property
+    def _named_folders(self) -> dict[int, list[Path]]:
+        """The files of the folders that were named for this download, by size."""
+        found: dict[int, list[Path]] = {}
+        for folder in self._also:
+            for directory, _, names in os.walk(folder):
+                for name in names:
+                    path = os.path.join(directory, name)
+                    with suppress(OSError):
+                        found.setdefault(os.stat(path).st_size, []).append(Path(path))
+        return found
+
+    @cached_property
+    def _named(self) -> dict[str, list[str]]:
+        """The blobs of all HF caches: in which directories there is one of a name."""
+        found: dict[str, list[str]] = {}
+        for cache in self._caches:
+            for _, folder in layout.repos_in(cache):
+                directory = os.path.join(folder, "blobs")
+                for name in _names(directory):
+                    found.setdefault(name, []).append(directory)
+        return found
+
+
+def _is_of_cache(path: Path, cache: Path) -> bool:
+    first, *rest = path.relative_to(cache).parts
+    if not rest:  # as transformers kept them before there were repo folders
+        return os.path.isfile(f"{path}.json")
+    is_shared = first == "blobs" and layout.has_shared_store(cache)
+    return is_shared or Repo.of_folder(first) is not None
+
+
+def _is_named_otherwise(path: Path, file: RemoteFile) -> bool:
+    """Say whether a blob's name tells of other bytes: of an HF cache, or Ollama's.
+
+    A name proves nothing, but where it speaks against a file, hashing that would be a waste.
+    """
+    name = path.name.removeprefix("sha256-")
+    is_hash = _HASH.fullmatch(name) is not None and path.parent.name == "blobs"
+    if _HASH.fullmatch(name) is not None and path.parent.parent.name == "blobs":
+        return file.xet is not None and name != file.xet  # huggingface_hub's shared store
+    return is_hash and name != file.etag
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _device(path: Path) -> int:
+    while True:
+        try:
+            return os.stat(path).st_dev
+        except FileNotFoundError:
+            path = path.parent
+
+
+class Planning:
+    """Decides where files that are wanted at one place come from.
+
+    Of `repo` tiers may have a document. `known` are further files that may have the bytes, by
+    their sha256. `look` is called before files are sought on this machine.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        place: Place,
+        *,
+        cache_dir: Path,
+        repo: Repo | None,
+        also: Iterable[Path] = (),
+        known: Mapping[str, str | Path] | None = None,
+        look: Look | None = None,
+    ) -> None:
+        self._store = store
+        self._place = place
+        self._cache_dir = cache_dir
+        self._repo = repo
+        self._also = tuple(also)
+        self._known = known
+        self._look = look
+        self._near = None if store is None else near_store(store, place.root)
         settings = load_settings() if store is None else store.settings
         self._min_size = settings.link_min_size
-        self._is_local = isinstance(target, LocalTarget)
         self.warnings: list[str] = []
 
-    def plan(self, files: list[RemoteFile], look: Look | None) -> tuple[PlannedFile, ...]:
+    def plan(self, files: list[RemoteFile], *, is_forced: bool = False) -> tuple[PlannedFile, ...]:
         """Return the plan of each file, in the Hub's order."""
-        return tuple(self._from_tiers(self._from_here(files, look)))
-
-    def _from_here(self, files: list[RemoteFile], look: Look | None) -> list[PlannedFile]:
-        """Plan to take what is at the target, and large files from where this machine has them."""
-        seen = {} if self._request.force else self._target.look_all(files, self._min_size)
-        nothing = (None, False)
-        plans = [self._from_target(file, *seen.get(file.path, nothing)) for file in files]
+        seen = {} if is_forced else self._place.look_all(files, self._min_size)
+        plans = [self._from_place(file, *seen.get(file.path, (None, False))) for file in files]
         weights = [each.found for each in plans if each.found is not None and each.is_weight]
-        known = self._known_hashes(weights)
+        store = self._near or self._store
+        known = {} if store is None else store.known_hashes(weights)
         plans = [_compared(each, known) for each in plans]
-        if seen and isinstance(self._target, CacheTarget):
-            plans = self._from_elsewhere(plans, self._target)
-        is_missing = [each.is_large and each.source == "fetch" for each in plans]
-        store, request = self._store, self._request
-        if (store is None and not request.also) or request.force or not any(is_missing):
+        if isinstance(self._place, CachePlace):
+            # Bytes that are a text under another name have one spot: they are not shared.
+            edited = {each.file.etag for each in plans if each.is_large and not each.is_weight}
+            plans = [replace(each, is_weight=each.is_weight and each.file.etag not in edited)
+                     for each in plans]  # fmt: skip
+        return tuple(plans if is_forced else self._from_tiers(self._from_here(plans)))
+
+    def arriving(self, file: RemoteFile) -> PlannedFile:
+        """Return the plan of a file that is not there."""
+        (planned,) = self._from_tiers(self._from_here([self._from_place(file, None, False)]))  # noqa: FBT003
+        return planned
+
+    def _from_place(self, file: RemoteFile, found: Path | None, is_visible: bool) -> PlannedFile:  # noqa: FBT001
+        is_large = file.is_large(self._min_size)
+        is_local = isinstance(self._place, LocalPlace)
+        return PlannedFile(
+            file=file, source="fetch" if found is None else "present", found=found,
+            is_proven=found is not None and (is_visible or not is_local),
+            is_visible=is_visible, is_large=is_large,
+            is_weight=is_large and file.is_weight(self._min_size),
+        )  # fmt: skip
+
+    def _from_here(self, plans: list[PlannedFile]) -> list[PlannedFile]:
+        """Plan to take large files that are missing from where this machine has them."""
+        store, near = self._store, self._near
+        if (store is None and not self._also) or not any(map(_is_missing, plans)):
             return plans
-        if self._near is not None:
-            plans = [self._from_store(each, self._near, self._by_link(each)) for each in plans]
-        if look is not None and any(each.is_large and each.source == "fetch" for each in plans):
-            look()
-        sources = Sources(store, request.cache_dir, self._target.root, also=request.also)
-        return [self._from_machine(each, sources, store) for each in plans]
+        if near is not None:
+            plans = [
+                _from_store(each, near, "link" if self._by_link(each) else "copy") for each in plans
+            ]
+        if self._look is not None and any(map(_is_missing, plans)):
+            self._look()
+        sources = Sources(
+            store, self._cache_dir, self._place.root, also=self._also, known=self._known
+        )
+        return [self._from_machine(each, sources) if _is_missing(each) else each for each in plans]
+
+    def _by_link(self, planned: PlannedFile) -> bool:
+        """Say whether placing a near blob means a link; where that is not safe, it is a copy."""
+        return self._place.kinds(is_weight=planned.is_weight)[0] == "auto"
+
+    def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
+        """Plan to take a near file, a blob of another volume, a far file, or a published blob."""
+        file, store = planned.file, self._store
+        candidates, left_out = sources.candidates(file)
+        candidates = tuple(each for each in candidates if each.path != planned.found)
+        if left_out:
+            self.warnings.append(
+                f"{file.path}: {left_out} more files have its size and were not looked at"
+            )
+        if candidates and not candidates[0].is_far:
+            return replace(planned, source="reuse", candidates=candidates)
+        for each in () if store is None else store.stores():
+            known = _from_store(planned, each, "copy")
+            if known.digest:
+                return known
+        if candidates:
+            return replace(planned, source="copy", candidates=candidates)
+        if store is not None:
+            for found in store.find_shared(file.algorithm, file.etag, size=file.size):
+                return replace(planned, source="copy", shared=found.store.root)
+        return planned
 
     def _from_tiers(self, plans: list[PlannedFile]) -> list[PlannedFile]:
         """Plan to take what would be fetched from a tier that has it: large files and small ones.
@@ -353,17 +603,18 @@ class _Planning:
         Small ones too, because a tier may be near and the Hub far, or not to be reached.
         """
         store, missing = self._store, [each for each in plans if self._may_come(each)]
-        if store is None or self._request.force or not missing or not store.tiers:
+        if store is None or not missing or not store.tiers:
             return plans
-        from smartcache.hub.tiered import pushed_objects
+        from smartcache.hub.care.tiered import pushed_objects
 
-        offers = pushed_objects(store, self._request.repo)
+        offers = {} if self._repo is None else pushed_objects(store, self._repo)
         # Another repo may have brought the same weights there.
         wanted = {
-            each.file.etag: Wanted(algorithm=algorithm, value=value, size=each.file.size)
+            each.file.etag: Wanted(
+                algorithm=each.file.algorithm, value=each.file.etag, size=each.file.size
+            )
             for each in missing
             if each.is_large and each.file.etag not in offers
-            for algorithm, value in each.file.announced.items()
         }
         found = store.find_in_tiers(set(wanted.values()))
         offers |= {etag: found[each] for etag, each in wanted.items() if each in found}
@@ -383,92 +634,26 @@ class _Planning:
         """Say whether a file may come from a tier: what the user has in its place is left alone."""
         if planned.source != "fetch" or not planned.file.announced:
             return False
-        is_free = planned.is_large or not self._is_local
-        return is_free or not os.path.lexists(self._target.visible(planned.file))
-
-    def _known_hashes(self, paths: Iterable[Path]) -> dict[Path, dict[Algorithm, str]]:
-        store = self._near or self._store
-        return {} if store is None else store.known_hashes(paths)
-
-    def _from_target(self, file: RemoteFile, found: Path | None, is_visible: bool) -> PlannedFile:  # noqa: FBT001
-        is_large = file.is_large(self._min_size)
-        return PlannedFile(
-            file=file, source="fetch" if found is None else "present", found=found,
-            is_proven=found is not None and (is_visible or not self._is_local),
-            is_visible=is_visible, is_large=is_large,
-            is_weight=is_large and file.is_weight(self._min_size),
-        )  # fmt: skip
-
-    def _by_link(self, planned: PlannedFile) -> Source:
-        """Return what placing a near blob means: a link, or where that is not safe, a copy."""
-        kinds = self._target.kinds(is_weight=planned.is_weight)
-        return "link" if kinds[0] == "auto" else "copy"
-
-    def _from_elsewhere(self, plans: list[PlannedFile], target: CacheTarget) -> list[PlannedFile]:
-        """Believe pointers to blobs of another name whose bytes are known to be right.
-
-        Behind some mirrors a blob is not named by the hash that the listing has.
-        """
-        others = {
-            each.file.path: path
-            for each in plans
-            if each.found is None and (path := target.elsewhere(each.file)) is not None
-        }
-        known = self._known_hashes(others.values()) if others else {}
-
-        def judged(each: PlannedFile) -> PlannedFile:
-            path = others.get(each.file.path)
-            values = {} if path is None else known.get(path, {})
-            if not values or not values.items() >= each.file.announced.items():
-                return each
-            return replace(each, source="present", found=path, is_proven=True, is_visible=True)
-
-        return [judged(each) for each in plans]
-
-    def _from_store(self, planned: PlannedFile, store: Store, source: Source) -> PlannedFile:
-        if not planned.is_large or planned.source != "fetch":
-            return planned
-        ((algorithm, value),) = planned.file.announced.items()
-        blob = store.find_here(algorithm, value)
-        return planned if blob is None else replace(planned, source=source, digest=blob.digest)
-
-    def _from_machine(
-        self, planned: PlannedFile, sources: Sources, store: Store | None
-    ) -> PlannedFile:
-        """Plan to take a near file, a blob of another volume, a far file, or a shared blob."""
-        if not planned.is_large or planned.source != "fetch":
-            return planned
-        candidates, left_out = sources.candidates(planned.file)
-        candidates = tuple(each for each in candidates if each.path != planned.found)
-        if left_out:
-            self.warnings.append(
-                f"{planned.file.path}: {left_out} more files have its size and were not looked at"
-            )
-        if candidates and not candidates[0].is_far:
-            return replace(planned, source="reuse", candidates=candidates)
-        for each in () if store is None else store.stores():
-            known = self._from_store(planned, each, "copy")
-            if known.digest:
-                return known
-        if candidates:
-            return replace(planned, source="copy", candidates=candidates)
-        return planned if store is None else _from_others(planned, store)
+        is_free = planned.is_large or isinstance(self._place, CachePlace)
+        return is_free or not os.path.lexists(self._place.visible(planned.file))
 
 
-def _from_others(planned: PlannedFile, store: Store) -> PlannedFile:
-    """Plan to take a blob that another user has published, if there is one."""
-    ((algorithm, value),) = planned.file.announced.items()
-    for found in store.find_shared(algorithm, value, size=planned.file.size):
-        return replace(planned, source="copy", shared=found.store.root)
-    return planned
+def _is_missing(planned: PlannedFile) -> bool:
+    return planned.is_large and planned.source == "fetch"
+
+
+def _from_store(planned: PlannedFile, store: Store, source: Source) -> PlannedFile:
+    if not _is_missing(planned):
+        return planned
+    blob = store.find_here(planned.file.algorithm, planned.file.etag)
+    return planned if blob is None else replace(planned, source=source, digest=blob.digest)
 
 
 def _compared(planned: PlannedFile, known: dict[Path, dict[Algorithm, str]]) -> PlannedFile:
     """Return the plan of a file that is there after what is known of it; of texts, nothing is."""
     if planned.found is None or not planned.is_weight:
         return planned
-    ((algorithm, wanted),) = planned.file.announced.items()
-    value = known.get(planned.found, {}).get(algorithm)
-    is_wrong = value not in (None, wanted)
+    value = known.get(planned.found, {}).get(planned.file.algorithm)
+    is_wrong = value not in (None, planned.file.etag)
     source: Source = "fetch" if is_wrong else "present"
-    return replace(planned, source=source, is_proven=value == wanted)
+    return replace(planned, source=source, is_proven=value == planned.file.etag)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +75,8 @@ class RemoteFile:
     etag: str
     """What huggingface_hub names its blob: the sha256 of an LFS file, git's sha1 of another."""
     xet: str | None = None
+    blob_id: str = field(default="", compare=False)
+    """What git calls it, if the Hub said."""
 
     @property
     def is_lfs(self) -> bool:
@@ -87,19 +89,23 @@ class RemoteFile:
 
     def is_weight(self, min_size: int) -> bool:
         """Whether it may be shared by a link: large, and no kind that programs edit in place."""
+        return self.is_large(min_size) and self.is_weight_name
+
+    @property
+    def is_weight_name(self) -> bool:
+        """Whether it is of a kind that programs never edit in place, whatever its size."""
         suffix = os.path.splitext(self.path)[1].lower()
-        is_whole = suffix in LINKED_SUFFIXES or (self.is_lfs and suffix not in _EDITED)
-        return self.is_large(min_size) and is_whole
+        return suffix in LINKED_SUFFIXES or (self.is_lfs and suffix not in _EDITED)
 
     @property
     def announced(self) -> dict[Algorithm, str]:
         """The hash that the bytes must have; empty if the Hub named none that we know."""
         return announced_by(self.etag)
 
-
-def is_edited(path: str) -> bool:
-    """Say whether a file is of a kind that programs and people edit in place."""
-    return os.path.splitext(path)[1].lower() in _EDITED
+    @property
+    def algorithm(self) -> Algorithm:
+        """Which hash `etag` is, of a file of which the Hub named one."""
+        return "sha256" if self.is_lfs else "git-sha1"
 
 
 def xet_of(text: object) -> str | None:

@@ -8,16 +8,16 @@ blindly: a file whose name leads outside its folder is refused here, before anyt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from smartcache.errors import HubError, SmartcacheError, UnsafeNameError
 from smartcache.hub import patches
+from smartcache.hub.layout import is_commit, safe_parts
 from smartcache.hub.records import RemoteFile, Repo, xet_of
-from smartcache.hub.tree import is_commit, safe_parts
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -133,10 +133,25 @@ def _remote(repo: Repo, entry: object) -> RemoteFile:
     if size is not None and (not isinstance(size, int) or not 0 <= size < _MOST_SIZE):
         raise HubError(f"{repo} lists {path} with an impossible size: {size!r}")
     return RemoteFile(
-        path=str(path), size=size,
-        etag=etag,
+        path=str(path), size=size, etag=etag, blob_id=str(getattr(entry, "blob_id", "")),
         xet=xet_of(getattr(entry, "xet_hash", None)),
     )  # fmt: skip
+
+
+def write_listing(memory: Path, commit: str, files: Iterable[RemoteFile]) -> None:
+    """Let huggingface_hub remember a listing, so that it does not ask for it again."""
+    with suppress(ImportError, TypeError):  # a version without such a memory, or with another
+        from huggingface_hub import _tree_cache
+
+        entries = {
+            file.path: _tree_cache.TreeCacheEntry(
+                size=cast("int", file.size), blob_id=file.blob_id, xet_hash=file.xet,
+                lfs_sha256=file.etag if file.is_lfs else None,
+                lfs_size=file.size if file.is_lfs else None,
+            )
+            for file in files
+        }  # fmt: skip
+        _tree_cache.write_tree_cache(str(memory), commit, entries)
 
 
 def refuse_unsafe(repo: Repo, path: object) -> None:

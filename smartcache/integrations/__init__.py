@@ -1,9 +1,4 @@
-"""The flag `smart_cache=True` in the libraries' own functions: opt-in, and taken back wholly.
+"""Other programs with smartcache inside: trainers, ComfyUI, mgds, easydata.
 
-with smartcache.enable():
-    pipeline = DiffusionPipeline.from_pretrained("org/name", smart_cache=True)
+Each module is for one of them and is imported by it or by its user; none imports another.
 """
-
-from smartcache.integrations.switch import Enabled, disable, enable
-
-__all__ = ["Enabled", "disable", "enable"]

@@ -14,26 +14,39 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from smartcache.errors import (
+    MissingWeightsError,
     PretrainedError,
     SmartcacheError,
     UnknownClassError,
     WrongVariantError,
 )
-from smartcache.pretrained import fingerprints
-from smartcache.pretrained.arguments import HUB_ARGUMENTS, LIBRARIES, Asked
-from smartcache.pretrained.borrowing import open_cache, pin
-from smartcache.pretrained.devices import Placement, free_cached, resolve_device
-from smartcache.pretrained.dtypes import dtype_arguments
-from smartcache.pretrained.kinds import library_class
-from smartcache.pretrained.loading import load
-from smartcache.pretrained.parts import PARTS
-from smartcache.pretrained.pipelineindex import PipelineIndex
+from smartcache.pretrained.api import load
+from smartcache.pretrained.call import (
+    HUB_ARGUMENTS,
+    PARTS,
+    Asked,
+    Placement,
+    dtype_arguments,
+    dtype_for,
+    free_cached,
+    open_store,
+    part_of,
+    pin,
+    resolve_device,
+    without_none,
+)
+from smartcache.pretrained.content import (
+    digest_of_files,
+    digest_of_module,
+    dtype_of,
+    quantisation_of,
+)
+from smartcache.pretrained.kinds import PipelineIndex, component_class
 
 if TYPE_CHECKING:
     import torch
 
-    from smartcache.pretrained.devices import Device
-    from smartcache.pretrained.dtypes import Dtype
+    from smartcache.pretrained.call import Device, Dtype
 
 _log = logging.getLogger(__name__)
 _OF_MODELS = ("low_cpu_mem_usage", "quantization_config", "use_safetensors", "variant")
@@ -64,7 +77,7 @@ class Encoders:
         self.device = device
         self.digests = dict(digests)
         """Of each component: of a model's class, config and weights, of a tokenizer's files."""
-        self.dtype = next(map(fingerprints.dtype_of, self._modules().values()), None)
+        self.dtype = next(map(dtype_of, self._modules().values()), None)
         """The dtype of the first model; None if there are tokenizers only."""
         self._fingerprint = self._describe()
         self._remember()
@@ -93,7 +106,9 @@ class Encoders:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._components:
-            raise AttributeError(f"{self._source} has no encoder {name!r}; it has {self._names()}")
+            raise AttributeError(
+                f"{self._source} has no encoder {name!r}; it has {', '.join(self)}"
+            )
         return self[name]
 
     def __getitem__(self, name: str) -> object:
@@ -146,9 +161,9 @@ class Encoders:
         }
         for name, module in self._modules().items():
             if name in described:
-                dtype = fingerprints.dtype_of(module)
+                dtype = dtype_of(module)
                 described[name]["dtype"] = str(dtype).removeprefix("torch.")
-                quantised = fingerprints.quantisation_of(module)
+                quantised = quantisation_of(module)
                 described[name] |= {"quantisation": quantised} if quantised else {}
         return described
 
@@ -159,9 +174,6 @@ class Encoders:
         for name, module in self._modules().items():
             if name in self._fingerprint:
                 remember_module(module, self._fingerprint[name])
-
-    def _names(self) -> str:
-        return ", ".join(self._components)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -183,20 +195,34 @@ def load_encoders(
     `parts` chooses among "text", "image" and "vae"; a pipeline need not have all of them. Nothing
     else is fetched. Device "auto" is CUDA, MPS or else the CPU. Use it as a context manager.
     """
+    import torch
+
     for name in ("share", "device_map"):
         if name in kwargs:
             raise TypeError(f"load_encoders() takes no {name}: it frees what it has loaded")
-    wanted = _checked(parts)
+    wanted = {parts} if isinstance(parts, str) else set(parts)
+    unknown = wanted.difference(PARTS)
+    if unknown or not wanted:
+        given = ", ".join(sorted(map(repr, unknown))) or "none"
+        raise ValueError(f"parts are among {', '.join(map(repr, PARTS))}; given: {given}")
     source = os.fspath(repo_or_path)
     named = {"variant": variant, "revision": revision}
-    arguments = {**kwargs, **{name: value for name, value in named.items() if value is not None}}
-    arguments = pin(source, arguments)
+    arguments = pin(source, {**kwargs, **without_none(named)})
     index = PipelineIndex.of(source, arguments)
-    chosen = index.chosen(wanted)
-    if not hasattr(arguments.get("revision"), "resolved"):
-        arguments.update(index.pinned)
+    chosen = [name for name, (_, cls) in index.components.items() if part_of(name, cls) in wanted]
+    if not chosen:
+        raise MissingWeightsError(
+            f"{source} has none of the parts {', '.join(sorted(wanted))}: "
+            f"its components are {', '.join(index.components)}",
+            hint="Choose other parts.",
+        )
+    is_pinned = hasattr(arguments.get("revision"), "resolved")
+    if not is_pinned and not os.path.isdir(source) and index.folder.parent.name == "snapshots":
+        arguments["revision"] = (
+            index.folder.name
+        )  # All that follows is of the commit that was read.
     arguments.update(dtype_arguments(index.cls, dtype, arguments.pop("torch_dtype", None)))
-    where = _device(device)
+    where = resolve_device(device) or torch.device("cpu")
     pipeline = _load_pipeline(index, chosen, arguments, where)
     if pipeline is not None:
         components = {name: getattr(pipeline, name) for name in chosen}
@@ -204,34 +230,33 @@ def load_encoders(
         components = {name: _load_alone(index, name, arguments, where) for name in chosen}
     components = {name: each for name, each in components.items() if each is not None}
     lent = {name for name in components if name in kwargs}
-    digests = _digests(index, {n: c for n, c in components.items() if n not in lent}, arguments)
+    digests, store = {}, open_store()
+    for name, component in components.items():
+        if name in lent:
+            continue
+        if isinstance(component, torch.nn.Module):
+            digests[name] = digest_of_module(index.folder / name, component, arguments, store)
+        else:
+            digests[name] = digest_of_files(index.folder / name, store)
     return Encoders(source, components, pipeline=pipeline, device=where, digests=digests, lent=lent)
-
-
-def _checked(parts: str | Iterable[str]) -> set[str]:
-    wanted = {parts} if isinstance(parts, str) else set(parts)
-    unknown = wanted.difference(PARTS)
-    if unknown or not wanted:
-        named = ", ".join(sorted(map(repr, unknown))) or "none"
-        raise ValueError(f"parts are among {', '.join(map(repr, PARTS))}; given: {named}")
-    return wanted
-
-
-def _device(device: Device) -> torch.device:
-    import torch
-
-    return resolve_device(device) or torch.device("cpu")
 
 
 def _load_pipeline(
     index: PipelineIndex, chosen: list[str], arguments: Mapping[str, object], device: torch.device
 ) -> object | None:
     """Return the pipeline without the rest; None if its class cannot live without it."""
+    left_out: dict[str, object] = {
+        name: None
+        for name, (_, cls) in index.components.items()
+        if name not in chosen and not cls.endswith("Scheduler")
+    }
+    if "requires_safety_checker" in index.said:
+        left_out["requires_safety_checker"] = False
     asked = Asked(
         cls=index.cls,
         original=index.cls.from_pretrained,  # type: ignore[attr-defined]
         args=(index.source,),
-        kwargs={**index.left_out(chosen), **arguments},
+        kwargs={**left_out, **arguments},
         placement=Placement(device=device, source=index.source),
     )
     try:
@@ -250,8 +275,7 @@ def _load_alone(
     if name in arguments:
         return arguments[name]
     library, class_name = index.components[name]
-    module = library if library in LIBRARIES else f"diffusers.pipelines.{library}"
-    cls = library_class(module, class_name)
+    cls = component_class(library, class_name)
     if cls is None:
         raise UnknownClassError(f"{name} of {index.source}: {library} has no class {class_name!r}")
     taken = {each: arguments[each] for each in HUB_ARGUMENTS if each in arguments}
@@ -265,10 +289,7 @@ def _load_alone(
     if not asked.is_model:
         return load(asked)
     more = {each: arguments[each] for each in _OF_MODELS if each in arguments}
-    dtype = arguments.get("dtype", arguments.get("torch_dtype"))
-    if isinstance(dtype, Mapping):
-        dtype = dtype.get(name, dtype.get("default"))
-    more.update(dtype_arguments(cls, None, dtype))
+    more.update(dtype_arguments(cls, None, dtype_for(name, arguments)))
     asked = replace(asked, kwargs={**asked.kwargs, **more})
     try:
         return load(asked)
@@ -276,30 +297,6 @@ def _load_alone(
         # As pipelines do it: of a component that has no such variant the usual weights are taken.
         kwargs = {each: value for each, value in asked.kwargs.items() if each != "variant"}
         return load(replace(asked, kwargs=kwargs))
-
-
-def _digests(
-    index: PipelineIndex, components: Mapping[str, object], arguments: Mapping[str, object]
-) -> dict[str, str]:
-    import torch
-
-    found = {}
-    variant, safe = arguments.get("variant"), arguments.get("use_safetensors")
-    cache = open_cache()
-    store = None if cache is None else cache.store
-    for name, component in components.items():
-        folder = index.folder / name
-        if isinstance(component, torch.nn.Module):
-            found[name] = fingerprints.digest_of_module(
-                folder,
-                component,
-                variant=variant if isinstance(variant, str) else None,
-                use_safetensors=safe if isinstance(safe, bool) else None,
-                store=store,
-            )
-        else:
-            found[name] = fingerprints.digest_of_files(folder, store=store)
-    return found
 
 
 def _release(module: torch.nn.Module, what: str) -> None:

@@ -11,12 +11,18 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from smartcache.errors import MissingWeightsError, UnknownClassError, UnreadableConfigError
-from smartcache.hub.dropin import Call
-from smartcache.pretrained.arguments import HUB_ARGUMENTS, LIBRARIES
-from smartcache.pretrained.borrowing import open_cache
+from smartcache.hub import Call
+from smartcache.pretrained.call import (
+    CONFIG,
+    HUB_ARGUMENTS,
+    INDEX,
+    open_cache,
+    without_none,
+)
+from smartcache.pretrained.flag import LIBRARIES
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -24,6 +30,14 @@ if TYPE_CHECKING:
     Config = Mapping[str, object]
 
 _UPDATE = "Update diffusers and transformers, or name a class: from_pretrained(..., cls=...)."
+_LIKELY = {
+    "scheduler": "scheduler_config.json",
+    "tokenizer": "tokenizer_config.json",
+    "feature_extractor": "preprocessor_config.json",
+    "image_processor": "preprocessor_config.json",
+    "processor": "processor_config.json",
+}
+"""What a folder of that name has."""
 
 
 def class_of(
@@ -37,10 +51,7 @@ def class_of(
     folder = Folder(source, subfolder.strip("/"), arguments)
     if cls is None:
         return _class_by_files(folder)
-    if isinstance(cls, type):
-        found: type | None = cls
-    else:
-        found = _class_named(cls, folder)
+    found = cls if isinstance(cls, type) else _class_named(cls, folder)
     if found is None:
         raise UnknownClassError(
             f"Neither diffusers nor transformers has a class {cls!r} to load {folder} with",
@@ -51,9 +62,19 @@ def class_of(
     return found
 
 
-def library_class(library: str, name: str) -> type | None:
-    """Return a class of diffusers or transformers; None if there is none of that name."""
-    found = getattr(importlib.import_module(library), name, None)
+def library_class(library: str, name: object) -> type | None:
+    """Return a class of a library's module; None if there is none of that name."""
+    found = getattr(importlib.import_module(library), name, None) if isinstance(name, str) else None
+    return found if isinstance(found, type) else None
+
+
+def component_class(library: str, name: str) -> type | None:
+    """Return the class that model_index.json names for a component; None if there is none."""
+    if library in LIBRARIES:
+        return library_class(library, name)
+    import diffusers
+
+    found = getattr(getattr(diffusers.pipelines, library, None), name, None)
     return found if isinstance(found, type) else None
 
 
@@ -63,7 +84,7 @@ def _class_named(name: str, folder: Folder) -> type | None:
         return library_class(library, bare) if library in LIBRARIES else None
     found = [cls for each in LIBRARIES if (cls := library_class(each, bare)) is not None]
     if len(found) > 1:  # AutoModel: that of the library whose files they are.
-        config = folder.read("config.json") or {}
+        config = folder.read(CONFIG) or {}
         return found[0] if "_class_name" in config else found[-1]
     return found[0] if found else None
 
@@ -85,21 +106,18 @@ class Folder:
     def find(self, name: str) -> Path | None:
         """Return where a file of the folder is, once fetched; None if there is no such file."""
         if name not in self._paths:
-            self._paths[name] = self._look(name)
+            if os.path.isdir(self.source):
+                path = Path(self.source, self.subfolder, name)
+                self._paths[name] = path if path.is_file() else None
+            else:
+                self._paths[name] = self._fetch(name)
         return self._paths[name]
 
     def read(self, name: str) -> Config | None:
         """Return what is in a JSON file; None if there is no such file."""
         path = self.find(name)
-        return None if path is None else self._parsed(path)
-
-    def _look(self, name: str) -> Path | None:
-        if os.path.isdir(self.source):
-            path = Path(self.source, self.subfolder, name)
-            return path if path.is_file() else None
-        return self._fetch(name)
-
-    def _parsed(self, path: Path) -> Config:
+        if path is None:
+            return None
         try:
             value = json.loads(path.read_text("utf-8"))
         except ValueError as error:
@@ -110,47 +128,41 @@ class Folder:
         return value
 
     def _fetch(self, name: str) -> Path | None:
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-        known = {each: self.arguments.get(each) for each in HUB_ARGUMENTS}
-        known["subfolder"] = self.subfolder or None
-        options = {each: value for each, value in known.items() if value is not None}
-        options.pop("force_download", None)
-        if self.absence is not None:
-            # The Hub did not answer: what the cache has must do, without another try per file.
-            options["local_files_only"] = True
-        try:
-            path = self._from_hub(name, options)
-        except LocalEntryNotFoundError as error:
-            self.absence = self.absence or error
-            return None
-        except EntryNotFoundError:
-            return None
-        return path
-
-    def _from_hub(self, name: str, options: dict[str, object]) -> Path | None:
         """Return a file as huggingface_hub does; what is fetched out of a known commit is proven.
 
         Then the store is wanted, and what came once is not asked for again.
         """
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+        known = {each: self.arguments.get(each) for each in HUB_ARGUMENTS}
+        options = without_none({**known, "subfolder": self.subfolder or None})
+        options.pop("force_download", None)
+        if self.absence is not None:
+            # The Hub did not answer: what the cache has must do, without another try per file.
+            options["local_files_only"] = True
         call = Call(repo_id=self.source, filename=name, arguments=options)
         commit = getattr(options.get("revision"), "resolved", None)
         cache = None if commit is None else open_cache()
-        if cache is None:
-            return Path(str(call.delegate()))
-        full = f"{self.subfolder}/{name}" if self.subfolder else name
-        place = cast("str | None", options.get("cache_dir"))
-        found = try_to_load_from_cache(self.source, full, cache_dir=place, revision=commit)
-        if found is None:
-            known = {**options, "revision": commit}
-            return Path(cache.download(replace(call, arguments=known)))
+        try:
+            if cache is None:
+                return Path(str(call.delegate()))
+            full = f"{self.subfolder}/{name}" if self.subfolder else name
+            place = cast("str | None", options.get("cache_dir"))
+            found = try_to_load_from_cache(self.source, full, cache_dir=place, revision=commit)
+            if found is None:
+                words = {**options, "revision": commit}
+                return Path(cache.download(replace(call, arguments=words)))
+        except LocalEntryNotFoundError as error:
+            self.absence = self.absence or error
+            return None
+        except EntryNotFoundError:
+            return None
         return Path(found) if isinstance(found, str) else None  # known not to exist
 
 
 def _class_by_files(folder: Folder) -> type:
-    refuse_what_is_no_folder(folder.source)
+    _refuse_what_is_no_folder(folder.source)
     for name in _order(folder.subfolder):
         config = folder.read(name)
         if config is not None:
@@ -165,7 +177,7 @@ def _class_by_files(folder: Folder) -> type:
     )
 
 
-def refuse_what_is_no_folder(source: str) -> None:
+def _refuse_what_is_no_folder(source: str) -> None:
     """Raise if a text names a file, or can only be a folder and there is none."""
     if os.path.isfile(source):
         raise MissingWeightsError(
@@ -188,60 +200,41 @@ def _order(subfolder: str) -> list[str]:
     return [*likely, *sorted(rest, key=lambda each: each.endswith("index.json"))]
 
 
-def pipeline_class(config: Config, folder: Folder) -> type:
+def _pipeline_class(config: Config, folder: Folder) -> type:
     """Return the class that a model_index.json names; UnknownClassError if there is none."""
-    base = _needed("diffusers", "DiffusionPipeline")
     name = config.get("_class_name")
     if folder.arguments.get("custom_pipeline") or isinstance(name, list):
-        return base  # It fetches code that says which class.
-    found = library_class("diffusers", name) if isinstance(name, str) else None
+        return _needed("diffusers", "DiffusionPipeline")  # It fetches code that says which class.
+    found = library_class("diffusers", name)
     if found is None:
-        raise UnknownClassError(
-            f"model_index.json of {folder} names the class {name!r}, which diffusers "
-            f"{_version('diffusers')} does not have",
-            hint=_UPDATE,
-            class_name=name,
-            source=folder.source,
-        )
+        raise _unknown(f"{INDEX} of {folder} names", name, folder)
     return found
-
-
-def _modular_class(_config: Config, _folder: Folder) -> type:
-    return _needed("diffusers", "ModularPipeline")
 
 
 def _model_class(config: Config, folder: Folder) -> type:
     if "_class_name" in config:
         return _diffusers_class(config, folder)
     names = config.get("architectures")
-    for name in names if isinstance(names, list) else ():
+    known = names if isinstance(names, list) else []
+    for name in known:
         found = library_class("transformers", name)
         if found is not None:
             return found
     remote = config.get("auto_map")
     if isinstance(remote, dict):
-        return _remote_class(remote, names)
-    return _auto_class(config, folder)
-
-
-def _remote_class(remote: Mapping[str, object], names: object) -> type:
-    """Return the Auto class through which transformers loads a class that the repo brings."""
-    known = [each for each in remote if each.startswith("AutoModel")]
-    for each in known:
-        if isinstance(names, list) and str(remote[each]).rpartition(".")[2] in names:
-            return _needed("transformers", each)
-    return _needed("transformers", known[0] if known else "AutoModel")
-
-
-def _auto_class(config: Config, folder: Folder) -> type:
+        # The Auto class through which transformers loads a class that the repo brings.
+        autos = [each for each in remote if each.startswith("AutoModel")] or ["AutoModel"]
+        own = [each for each in autos if str(remote.get(each)).rpartition(".")[2] in known]
+        return _needed("transformers", (own or autos)[0])
     from transformers import CONFIG_MAPPING
 
-    kind, names = config.get("model_type"), config.get("architectures")
+    kind = config.get("model_type")
     if kind in CONFIG_MAPPING:
         return _needed("transformers", "AutoModel")
-    found = f"the classes {names} of type {kind!r}" if kind or names else "no class"
+    found_names = f"the classes {names} of type {kind!r}" if kind or names else "no class"
     raise UnknownClassError(
-        f"config.json of {folder} names {found}; transformers {_version('transformers')} has none",
+        f"{CONFIG} of {folder} names {found_names}; transformers {_version('transformers')} has"
+        " none",
         hint=_UPDATE,
         class_name=names,
         source=folder.source,
@@ -250,22 +243,12 @@ def _auto_class(config: Config, folder: Folder) -> type:
 
 def _diffusers_class(config: Config, folder: Folder) -> type:
     name = config.get("_class_name")
-    found = library_class("diffusers", name) if isinstance(name, str) else None
+    found = library_class("diffusers", name)
     if found is None and "auto_map" in config:
         return _needed("diffusers", "AutoModel")
     if found is None:
-        raise UnknownClassError(
-            f"{folder} is of the class {name!r}, which diffusers {_version('diffusers')} "
-            "does not have",
-            hint=_UPDATE,
-            class_name=name,
-            source=folder.source,
-        )
+        raise _unknown(f"{folder} is of", name, folder)
     return found
-
-
-def _processor_class(_config: Config, _folder: Folder) -> type:
-    return _needed("transformers", "AutoProcessor")
 
 
 def _preprocessor_class(config: Config, folder: Folder) -> type:
@@ -283,10 +266,6 @@ def _preprocessor_class(config: Config, folder: Folder) -> type:
     return _needed("transformers", "AutoFeatureExtractor" if is_feature else "AutoProcessor")
 
 
-def _tokenizer_class(_config: Config, _folder: Folder) -> type:
-    return _needed("transformers", "AutoTokenizer")
-
-
 def _needed(library: str, name: str) -> type:
     found = library_class(library, name)
     if found is None:
@@ -294,25 +273,72 @@ def _needed(library: str, name: str) -> type:
     return found
 
 
+def _unknown(what: str, name: object, folder: Folder) -> UnknownClassError:
+    return UnknownClassError(
+        f"{what} the class {name!r}, which diffusers {_version('diffusers')} does not have",
+        hint=_UPDATE,
+        class_name=name,
+        source=folder.source,
+    )
+
+
 def _version(library: str) -> str:
     return str(importlib.import_module(library).__version__)
 
 
 _RULES: dict[str, Callable[[Config, Folder], type]] = {
-    "model_index.json": pipeline_class,
-    "config.json": _model_class,
-    "modular_model_index.json": _modular_class,
+    INDEX: _pipeline_class,
+    CONFIG: _model_class,
+    "modular_model_index.json": lambda _config, _folder: _needed("diffusers", "ModularPipeline"),
     "scheduler_config.json": _diffusers_class,
-    "processor_config.json": _processor_class,
+    "processor_config.json": lambda _config, _folder: _needed("transformers", "AutoProcessor"),
     "preprocessor_config.json": _preprocessor_class,
-    "tokenizer_config.json": _tokenizer_class,
+    "tokenizer_config.json": lambda _config, _folder: _needed("transformers", "AutoTokenizer"),
 }
 """Which class a file tells of, in the order in which they count."""
-_LIKELY = {
-    "scheduler": "scheduler_config.json",
-    "tokenizer": "tokenizer_config.json",
-    "feature_extractor": "preprocessor_config.json",
-    "image_processor": "preprocessor_config.json",
-    "processor": "processor_config.json",
-}
-"""What a folder of that name has."""
+
+
+# What a pipeline is made of
+
+
+def components_in(index: Config) -> dict[str, tuple[str, str]]:
+    """Return the components that model_index.json names: library and class of each."""
+    found = {}
+    for name, value in index.items():
+        match value:
+            case [str(library), str(cls)] if not name.startswith("_"):
+                found[name] = (library, cls)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineIndex:
+    """A pipeline as its model_index.json describes it, before anything of it is loaded."""
+
+    source: str
+    cls: type
+    folder: Path
+    """Where the file is, and below it the components."""
+    said: Config
+    """All that it says."""
+    components: Mapping[str, tuple[str, str]]
+    """The library and the class of each."""
+
+    @classmethod
+    def of(cls, source: str, arguments: Mapping[str, object]) -> Self:
+        """Read it, here or from the Hub."""
+        _refuse_what_is_no_folder(source)
+        found = Folder(source, "", arguments)
+        config, path = found.read(INDEX), found.find(INDEX)
+        if config is None or path is None:
+            raise found.absence or UnknownClassError(
+                f"{source} is not a diffusers pipeline: it has no {INDEX}",
+                hint="Load a single model with smartcache.from_pretrained.",
+            )
+        return cls(
+            source=source,
+            cls=_pipeline_class(config, found),
+            folder=path.parent,
+            said=config,
+            components=components_in(config),
+        )

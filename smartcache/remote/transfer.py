@@ -28,10 +28,21 @@ from smartcache.errors import (
     MissingObjectError,
     RepoNotCachedError,
 )
-from smartcache.hub import tiered, tree
-from smartcache.hub.exporting import ExportPlan, Wanted, plan_export
-from smartcache.hub.records import Repo
-from smartcache.hub.sources import known_caches
+from smartcache.hub import (
+    REPO_DOCUMENTS,
+    ExportPlan,
+    Repo,
+    TieredRepo,
+    Wanted,
+    default_cache_dir,
+    known_caches,
+    merge_pushed,
+    only_revisions,
+    plan_export,
+    plan_repo_pull,
+    read_pushed,
+    repos_in,
+)
 from smartcache.progress import Progress, silent
 from smartcache.remote.tier import Sent, Tier, in_parallel
 from smartcache.store import Document, Found, Offer, Store
@@ -141,7 +152,7 @@ def _digest_here(store: Store, word: str) -> str | None:
 
 
 def _known_here(sets: ArtifactSets, caches: list[Path]) -> list[str]:
-    repos = {str(repo) for cache in caches for repo, _ in tree.repos_in(cache)}
+    repos = {str(repo) for cache in caches for repo, _ in repos_in(cache)}
     names = {folder.parent.name for folder in sets.folders()}
     return sorted(repos) + sorted(names)
 
@@ -217,17 +228,17 @@ def _repo_step(
     name = wanted.repo.folder_name
 
     def execute(progress: Progress) -> Sent:
-        document = tier.document(tiered.KIND, name)
+        document = tier.document(REPO_DOCUMENTS, name)
         known = {} if document is None else document["objects"]
         sent = load.send(tier, known, missing, progress)
 
         def change(content: Document | None) -> tuple[Mapping[str, int], Document]:
             now = repo
             if content is not None:
-                now = tiered.merged(tiered.read_content(wanted.repo, content, tier.name), repo)
+                now = merge_pushed(read_pushed(wanted.repo, content, tier.name), repo)
             return now.objects, now.content()
 
-        tier.change(tiered.KIND, name, change)
+        tier.change(REPO_DOCUMENTS, name, change)
         reached("push: document written")
         load.send_again(tier, {*known, *missing}, progress)
         return sent
@@ -241,9 +252,7 @@ def _repo_step(
     )  # fmt: skip
 
 
-def _hashed(
-    store: Store, export: ExportPlan, progress: Progress
-) -> tuple[tiered.TieredRepo, _Load]:
+def _hashed(store: Store, export: ExportPlan, progress: Progress) -> tuple[TieredRepo, _Load]:
     """Find the digest of every content; what the store knows already is not read."""
     expected = export.manifest.expected()
     sizes = export.manifest.contents()
@@ -275,7 +284,7 @@ def _hashed(
             load.files[digest] = export.origin(sha256), sizes[sha256]
             if sizes[sha256] >= store.settings.link_min_size:
                 load.names[digest] = expected[sha256]
-    return tiered.TieredRepo(manifest=export.manifest, digests=digests), load
+    return TieredRepo(manifest=export.manifest, digests=digests), load
 
 
 def _blob_step(store: Store, tier: Tier, digest: str) -> Step:
@@ -326,11 +335,11 @@ def plan_pull(
     Repos go to an HF cache, by default the Hub's; blobs are pinned.
     """
     tier.check()
-    cache = tree.default_cache_dir() if cache_dir is None else cache_dir
+    cache = default_cache_dir() if cache_dir is None else cache_dir
     steps = []
     for word in words:
         kind, name = _find_document(tier, word)
-        if kind == tiered.KIND:
+        if kind == REPO_DOCUMENTS:
             steps.append(
                 _pull_repo(store, tier, Wanted.parse(word), cache, progress, moves=update_refs)
             )
@@ -345,8 +354,8 @@ def _find_document(tier: Tier, word: str) -> tuple[str, str]:
     """Return kind and name of the document that a word means."""
     if "/" in word:
         name = Wanted.parse(word).repo.folder_name
-        if tier.document(tiered.KIND, name) is not None:
-            return tiered.KIND, name
+        if tier.document(REPO_DOCUMENTS, name) is not None:
+            return REPO_DOCUMENTS, name
     elif _DIGEST.fullmatch(word):
         return "blobs", word
     there = list(tier.documents())
@@ -371,7 +380,7 @@ def _find_document(tier: Tier, word: str) -> tuple[str, str]:
 def described(document: tuple[str, str]) -> str:
     """Return how a user names what a document, by kind and name, is about."""
     kind, name = document
-    if kind == tiered.KIND:
+    if kind == REPO_DOCUMENTS:
         repo = Repo.of_folder(name)
         return name if repo is None else str(repo)
     return name.rpartition(".")[0] if kind == "sets" else name
@@ -380,14 +389,14 @@ def described(document: tuple[str, str]) -> str:
 def _pull_repo(
     store: Store, tier: Tier, wanted: Wanted, cache: Path, progress: Progress, *, moves: bool
 ) -> Step:
-    document = tier.document(tiered.KIND, wanted.repo.folder_name)
+    document = tier.document(REPO_DOCUMENTS, wanted.repo.folder_name)
     if document is None:
         message = f"The tier {tier.name} has no {wanted.repo}"
         raise MissingObjectError(message, tier=tier.name)
-    repo = tiered.read_content(wanted.repo, document["content"], tier.name)
+    repo = read_pushed(wanted.repo, document["content"], tier.name)
     if wanted.revision is not None:
-        repo = tiered.only(repo, [_commit(repo, wanted, tier)], lambda _: True)
-    plan = tiered.plan_pull(store, tier, repo, cache, update_refs=moves, progress=progress)
+        repo = only_revisions(repo, [_commit(repo, wanted, tier)], lambda _: True)
+    plan = plan_repo_pull(store, tier, repo, cache, update_refs=moves, progress=progress)
     warnings = tuple(
         f"{each.ref} of {each.repo} stays at {each.former[:12] or 'what it is'} "
         f"(the tier has {each.commit[:12]}; --update-refs moves it)"
@@ -410,7 +419,7 @@ def _pull_repo(
     )  # fmt: skip
 
 
-def _commit(repo: tiered.TieredRepo, wanted: Wanted, tier: Tier) -> str:
+def _commit(repo: TieredRepo, wanted: Wanted, tier: Tier) -> str:
     bundled, text = repo.bundled, str(wanted.revision)
     commit = bundled.refs.get(text, text)
     starting = [each for each in bundled.revisions if each.startswith(commit)]

@@ -27,8 +27,7 @@ from typing import Any
 from smartcache import __version__
 from smartcache.errors import DestinationExistsError, SmartcacheError
 from smartcache.folders import Figures, Group, ModelFolder
-from smartcache.hub.repos import Key, scan_caches
-from smartcache.hub.sharing import Census, used
+from smartcache.hub import Census, Key, scan_caches, used
 from smartcache.report.figures import Report
 from smartcache.report.names import Namer
 from smartcache.report.naming import Naming, from_home, is_hash

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from smartcache.store.changes.spot import read_attributes as read_attributes
     from smartcache.store.changes.undo import Undone as Undone
     from smartcache.store.changes.undo import UndoPlan as UndoPlan
-    from smartcache.store.changes.undo import withdraw as withdraw
     from smartcache.store.changes.userfile import INCOMPLETE_SUFFIXES as INCOMPLETE_SUFFIXES
     from smartcache.store.changes.userfile import OPEN_FLAGS as OPEN_FLAGS
     from smartcache.store.changes.userfile import Allowance as Allowance
@@ -100,7 +99,7 @@ _HOMES = {
     "changes.replace": "Replacement",
     "changes.separate": "SeparatePlan Separated plan_separate",
     "changes.spot": "beside read_attributes",
-    "changes.undo": "UndoPlan Undone withdraw",
+    "changes.undo": "UndoPlan Undone",
     "changes.userfile": (
         "Allowance INCOMPLETE_SUFFIXES OPEN_FLAGS refuse_unshareable refuse_unsuitable "
         "refuse_visible_change"

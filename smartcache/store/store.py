@@ -154,11 +154,12 @@ class Store:
     @contextmanager
     def joining(self, batch: Batch) -> Iterator[None]:
         """Let what this thread changes in the block belong to a batch that another thread began."""
+        before: Batch | None = getattr(self._thread, "batch", None)
         self._thread.batch = batch
         try:
             yield
         finally:
-            self._thread.batch = None
+            self._thread.batch = before
 
     # asking
 

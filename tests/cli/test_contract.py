@@ -86,6 +86,7 @@ WITHOUT_STORE = {
     "undo": "There is nothing to undo.",
     "folders ls": "No folder is known, and no program's was found.",
     "hub ls --cache-dir empty": "No repo is cached.",
+    "hub verify --cache-dir empty": "Checked 0 files of 0 repos",
     "hub mapping": "No file is known by its sha256 yet.",
     "remote ls": "There are no remotes",
     "artifacts ls": "There are no artifacts.",

@@ -283,6 +283,30 @@ class TestVerify:
         after = program("hub", "verify", "--cache-dir", cache)
         assert "1 file: listed by the Hub, not downloaded." in after.stderr
 
+    def test_a_repair_that_is_not_wanted_changes_nothing(self, sc: Here, cache: Path) -> None:
+        half_made = cache / "models--org--a" / "blobs" / f"{'a' * 64}.12345678.incomplete"
+        write(half_made, OTHER)
+        edit(weights_of(cache))
+        before = snapshot(cache)
+        words = ("hub", "verify", "--repair", "--cache-dir", cache)
+        sc(*words, "-n", code=3)
+        assert "not a terminal" in sc(*words, code=1).error
+        assert snapshot(cache) == before
+        sc(*words, "-y", code=3)
+        assert not half_made.exists()
+
+    def test_without_a_store_it_finds_the_same_and_makes_none(
+        self, sc: Here, cache: Path, home: Path
+    ) -> None:
+        words = ("hub", "verify", "--cache-dir", cache)
+        assert sc(*words).stdout.startswith("Checked 4 files of 2 repos: 240 KB.")
+        damaged = weights_of(cache)
+        edit(damaged)
+        document = sc(*words, "--json", code=3).json
+        assert [each["blob"] for each in document["mismatches"]] == [damaged.name]
+        assert document["root"] is None
+        assert not home.exists()
+
     def test_names_of_any_bytes(self, program: Smartcache, tmp_path: Path) -> None:
         name = os.fsdecode(b"\xff\n.bin")
         folder = make_repo(tmp_path / "odd", {name: WEIGHTS})

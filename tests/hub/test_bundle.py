@@ -42,7 +42,7 @@ from tests.api import (
 from tests.api import bundle_checksum as checksum
 from tests.api import bundle_Content as Content
 from tests.api import bundle_encode as encode
-from tests.api import hub_bundle_writing as bundle_writing
+from tests.api import hub_bundle as bundle_module
 from tests.hub.bundles import (
     ENCODER,
     FIRST,
@@ -108,7 +108,8 @@ def test_one_revision_is_exported_with_the_names_it_has(tmp_path: Path) -> None:
     old = add_repo(tmp_path, "org/name", {"a.json": b"1"}, refs=("v1",))
     new = add_repo(tmp_path, "org/name", {"a.json": b"2"}, refs=("main",))
     for revision, commit, refs in [
-        ("v1", old, ["v1"]), ("main", new, ["main"]), (old, old, ["v1"]), (new[:7], new, ["main"])
+        ("v1", old, ["v1"]), ("main", new, ["main"]), (old, old, ["v1"]), (new[:7], new, ["main"]),
+        (new[:7].upper(), new, ["main"]),
     ]:  # fmt: skip
         (repo,) = planned(tmp_path, f"org/name@{revision}").manifest.repos
         assert list(repo.revisions) == [commit]
@@ -338,7 +339,7 @@ def test_force_replaces_a_bundle(
 ) -> None:
     """Also one that has lost its blobs."""
     if not can_exchange:
-        monkeypatch.setattr(bundle_writing, "exchange", lambda *_: False)
+        monkeypatch.setattr(bundle_module, "exchange", lambda *_: False)
     where = way.root / "there"
     where.mkdir()
     planned(way.cache, "org/second").write_folder(where / "bundle")
@@ -388,7 +389,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(
     before = set(os.listdir(way.root))
     with pytest.raises(NoSpaceError), plan_import(way.store, bundle, way.there):
         pass
-    monkeypatch.setattr(bundle_writing, "clone", lambda *_: False)
+    monkeypatch.setattr(bundle_module, "clone", lambda *_: False)
     with pytest.raises(NoSpaceError):
         way.export(f"second {form}")
     assert set(os.listdir(way.root)) == before

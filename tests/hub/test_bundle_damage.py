@@ -30,7 +30,7 @@ from tests.api import (
     StoreError,
     TarSink,
     decode,
-    hub_exporting,
+    hub_bundle,
     opened,
 )
 from tests.api import bundle_checksum as checksum
@@ -105,7 +105,7 @@ def test_a_file_at_the_destination_that_appears_meanwhile_is_kept(
         return checksum(manifest)
 
     before = os.listdir(way.root)
-    monkeypatch.setattr(hub_exporting, "checksum", appear)
+    monkeypatch.setattr(hub_bundle, "checksum", appear)
     with pytest.raises(StoreError, match="exists already"):
         way.export("bundle.tar")
     assert (way.root / "bundle.tar").read_text() == "mine"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import DownloadResult, NoSpaceError, Purpose, SmartCache, plan_import
+from tests.api import DownloadResult, NoSpaceError, SmartCache, plan_import
 from tests.hub.bundles import export
 from tests.hub.clients import Client, plain_snapshot, state_of, weights
 from tests.hub_server import Hub
@@ -133,7 +133,7 @@ class TestDownload:
 @pytest.mark.usefixtures("repo")
 class TestLoading:
     def load(self, client: Client) -> None:
-        with client.smart.lending(client.call("org/name"), Purpose(text="all")):
+        with client.smart.attending(client.call("org/name")):
             plain_snapshot(client.hub, client.cache)
 
     def test_files_of_other_programs_are_a_warning(

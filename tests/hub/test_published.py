@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Purpose, Settings, SmartCache, Store
+from tests.api import Settings, SmartCache, Store
 from tests.hub.clients import (
     Client,
     as_ordinary_user,
@@ -122,7 +122,7 @@ class TestDownload:
         assert "can be written by others" in message
 
     def test_a_library_that_loads_fetches_no_weight(self, client: Client) -> None:
-        with client.smart.lending(client.call("org/name"), Purpose(text="all")):
+        with client.smart.attending(client.call("org/name")):
             path = plain_snapshot(client.hub, client.cache)
         assert client.hub.fetched_bytes("safetensors") == 0
         assert read(path) == MODEL

@@ -128,7 +128,7 @@ class TestRevisionNames:
     def test_branch_commit_or_its_unique_beginning(self, cache: Path) -> None:
         make_repo(cache, FILES)
         repo = only(cache)
-        for text in ("main", commit_of(1), commit_of(1)[:6]):
+        for text in ("main", commit_of(1), commit_of(1)[:6], commit_of(1)[:6].upper()):
             assert repo.commit_of(text) == commit_of(1)
         for text in ("", "no", commit_of(1)[:3], commit_of(2)):
             with pytest.raises(RepoNotCachedError, match="is not a revision"):

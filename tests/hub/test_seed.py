@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from tests.api import HubError, ModelFolder, Namer, Store, identify, plan_seed, scan
-from tests.api import hub_sharedstore as sharedstore
+from tests.api import hub_layout as layout
 from tests.api import store_faults as faults
 from tests.hub.shared_stores import (
     MARKER,
@@ -92,12 +92,12 @@ class TestClients:
             folder = cache / f"models--{name.replace('/', '--')}"
             blob = folder / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
             assert blob.is_symlink()
-            assert blob.resolve() == sharedstore.entry(cache, xet)
+            assert blob.resolve() == layout.shared_entry(cache, xet)
             assert Path(done.stdout.strip(), "model.safetensors").read_bytes() == WEIGHTS
         assert hub.fetched_bytes("model.safetensors") == 0
         assert hub.gets("model.safetensors") == []
         assert hub.gets("config.json")
-        assert inode_of(sharedstore.entry(cache, xet)) == inode_of(store.path_of(digest))
+        assert inode_of(layout.shared_entry(cache, xet)) == inode_of(store.path_of(digest))
 
     def test_hf_cache_works_on_it_and_the_store_keeps_its_bytes(
         self, hub: Hub, cache: Path, repo: str, store: Store, xet: str
@@ -106,12 +106,12 @@ class TestClients:
         digest = put(store, WEIGHTS)
         plan_seed(store, [cache]).execute()
         client(hub, cache, "hf", "cache", "prune", "-y")
-        assert sharedstore.find([cache], xet, len(WEIGHTS))
+        assert layout.find_shared_entry([cache], xet, len(WEIGHTS))
         assert snapshot_download(hub, cache, repo).returncode == 0
         assert repo in client(hub, cache, "hf", "cache", "ls").stdout
         assert "checksums match" in client(hub, cache, "hf", "cache", "verify", repo).stdout
         client(hub, cache, "hf", "cache", "rm", f"model/{repo}", "-y")
-        assert sharedstore.find([cache], xet, len(WEIGHTS)) is None
+        assert layout.find_shared_entry([cache], xet, len(WEIGHTS)) is None
         assert store.path_of(digest).read_bytes() == WEIGHTS
         assert link_count(store.path_of(digest)) == 1
         assert not store.verify(full=True).has_damage
@@ -135,7 +135,7 @@ def test_an_entry_the_symlinks_to_it_and_the_blob_are_counted_once(
         pointer.parent.mkdir(parents=True)
         pointer.symlink_to(Path("../../../blobs", blob.name))
         assert pointer.read_bytes() == WEIGHTS
-    entry = sharedstore.entry(cache, xet)
+    entry = layout.shared_entry(cache, xet)
     size, marker = allocated(entry), allocated(cache / "blobs" / MARKER)
     found = scan(store, [ModelFolder(path=cache, program="Hugging Face")], min_size=1)
     (figures,) = found.folders
@@ -276,7 +276,7 @@ class TestExecute:
         digest = put(store, WEIGHTS)
         make_shared_store(tmp_path / "second")
         result = plan_seed(store, [cache, tmp_path / "second"]).execute()
-        entries = {sharedstore.entry(each, xet) for each in (cache, tmp_path / "second")}
+        entries = {layout.shared_entry(each, xet) for each in (cache, tmp_path / "second")}
         assert {each.path for each in result.seeded} == entries
         assert result.size == len(WEIGHTS)
         found = store.find("xet", xet)
@@ -302,7 +302,7 @@ class TestExecute:
         self, kind: str, store: Store, cache: Path, xet: str, tmp_path: Path
     ) -> None:
         put(store, WEIGHTS)
-        path = sharedstore.entry(cache, xet)
+        path = layout.shared_entry(cache, xet)
         path.parent.mkdir()
         if kind == "other size":
             path.write_bytes(b"short")
@@ -321,8 +321,8 @@ class TestExecute:
     def test_waits_while_the_client_publishes(self, store: Store, cache: Path, xet: str) -> None:
         """The client holds the lock, as it does when it renames its download into place."""
         put(store, WEIGHTS)
-        path = sharedstore.entry(cache, xet)
-        sharedstore.make_prefix(cache, xet)
+        path = layout.shared_entry(cache, xet)
+        layout.make_shared_prefix(cache, xet)
         held = FileLock(path.with_name(f"{xet}.lock"), mode=0o666, thread_local=False)
         held.acquire()
 
@@ -403,7 +403,7 @@ def test_killed_at_any_point_it_can_be_run_again(
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     with Store(store.root) as again:
         plan_seed(again, [cache]).execute()
-        path = sharedstore.entry(cache, xet)
+        path = layout.shared_entry(cache, xet)
         assert inode_of(path) == inode_of(again.path_of(digest))
         assert not again.verify(full=True).has_damage
         assert {name.name for name in path.parent.iterdir()} == {xet, f"{xet}.lock"}
@@ -426,4 +426,4 @@ def test_two_processes_at_once_make_each_entry_once(store: Store, cache: Path) -
     assert [sum(each) for each in zip(*counts, strict=True)] == [20, 20]
     assert [link_count(store.path_of(digest)) for digest in digests] == [2] * 20
     assert not store.verify(full=True).has_damage
-    assert len(list(sharedstore.entries(cache))) == 20
+    assert len([path for path in cache.glob("blobs/??/*") if not path.suffix]) == 20

@@ -247,7 +247,7 @@ class TestPlaces:
         finally:
             subprocess.run(["umount", str(mounted)], check=True)
 
-    def test_a_blob_of_another_name_with_the_right_bytes_is_believed(
+    def test_a_pointer_to_a_blob_of_another_name_is_made_anew(
         self, client: Client, hub: Hub
     ) -> None:
         """Behind some mirrors the ETag is not the hash of the listing."""
@@ -261,14 +261,17 @@ class TestPlaces:
         pointer.symlink_to(f"../../blobs/{other.name}")
         hub.clear()
         client.snapshot()
-        assert os.readlink(pointer).endswith(other.name)
+        assert os.readlink(pointer).endswith(blob.name)
         assert hub.gets("model.safetensors") == []
 
+    @pytest.mark.parametrize("is_near", [True, False])
     def test_a_failed_download_gives_a_name_of_a_local_dir_back(
-        self, client: Client, hub: Hub, tmp_path: Path
+        self, client: Client, hub: Hub, tmp_path: Path, elsewhere: Path, is_near: bool
     ) -> None:
+        """Also where the store is on another disk: the file stays on its own."""
         hub.add("org/name", FILES)
-        local, backup = tmp_path / "local", tmp_path / "backup.safetensors"
+        disk = tmp_path if is_near else elsewhere
+        local, backup = disk / "local", disk / "backup.safetensors"
         local.mkdir()
         backup.write_bytes(weights(9))
         os.link(backup, local / "model.safetensors")

@@ -154,7 +154,7 @@ def test_all_get_it_when_the_libraries_are_imported_later() -> None:
         each for each in report["without"] if ".dummy_" not in each and "._Base" not in each
     ]
     assert report["after disable"] == []
-    assert "smartcache.integrations.finder" not in report["finders"]
+    assert "smartcache.pretrained.flag" not in report["finders"]
 
 
 @pytest.mark.soak

@@ -65,9 +65,14 @@ class TestAsked:
         load(SECOND, smart_cache=True)
         assert known.weight_gets() == OWN
 
-    def test_without_the_flag_the_library_does_it_all(self, known: LibraryHub) -> None:
+    def test_without_the_flag_it_is_not_fetched_either(self, known: LibraryHub) -> None:
         smartcache.enable()
         load(SECOND)
+        assert known.weight_gets() == OWN
+
+    def test_unless_the_call_does_without(self, known: LibraryHub) -> None:
+        smartcache.enable()
+        load(SECOND, smart_cache=False)
         assert known.weight_gets() == ALL
 
     @pytest.mark.parametrize("flag", [{}, {"smart_cache": None}, {"smart_cache": False}], ids=str)
@@ -98,7 +103,6 @@ class TestAlways:
         assert known.weight_gets() == ALL
 
     def test_it_ends_with_its_block(self, known: LibraryHub) -> None:
-        smartcache.enable()
         with smartcache.enable(always=True):
             pass
         load(SECOND)
@@ -197,6 +201,28 @@ class TestShare:
             StableDiffusionPipeline.from_single_file("model.safetensors", smart_cache_share=True)
 
 
+class TestMapping:
+    def test_it_means_the_flag_too(self, known: LibraryHub) -> None:
+        smartcache.enable()
+        load(SECOND, cache_mapping={})
+        assert known.weight_gets() == OWN
+
+    def test_without_smartcache_it_is_refused(self, models: Models) -> None:
+        from diffusers import DiffusionPipeline
+
+        with smartcache.enable():
+            kept = DiffusionPipeline.from_pretrained
+        with pytest.raises(TypeError, match="cache_mapping: smartcache is not enabled"):
+            kept(models.first, cache_mapping={})
+
+    def test_a_single_file_takes_none(self, models: Models) -> None:
+        from diffusers import AutoencoderKL
+
+        smartcache.enable()
+        with pytest.raises(TypeError, match="takes no cache_mapping"):
+            AutoencoderKL.from_single_file(str(models.first), cache_mapping={})
+
+
 class TestSingleFile:
     def test_the_file_comes_out_of_the_store(self, known: LibraryHub, models: Models) -> None:
         from diffusers import AutoencoderKL
@@ -221,6 +247,13 @@ class TestWrong:
                 {"smart_cache": False, "smart_cache_share": True},
                 ValueError,
                 "smart_cache_share needs smart_cache=True",
+            ),
+            ({"cache_mapping": "a"}, TypeError, "cache_mapping is a mutable mapping .*: str"),
+            ({"cache_mapping": ()}, TypeError, "cache_mapping is a mutable mapping .*: tuple"),
+            (
+                {"smart_cache": False, "cache_mapping": {}},
+                ValueError,
+                "cache_mapping needs smart_cache=True",
             ),
         ],
         ids=str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -214,6 +215,10 @@ class TestWithoutTheCache:
         with pytest.raises(ValueError, match="smart_cache"):
             load(models.first, smart_cache=False, share=True)
 
+    def test_nor_is_there_a_use_for_a_mapping(self, models: Models) -> None:
+        with pytest.raises(ValueError, match=r"cache_mapping=.* needs smart_cache=True"):
+            load(models.first, smart_cache=False, cache_mapping={})
+
     def test_a_flag_that_is_on_for_all_calls_is_off_for_this_one(
         self, library_hub: LibraryHub, models: Models
     ) -> None:
@@ -221,6 +226,16 @@ class TestWithoutTheCache:
         with smartcache.enable(always=True):
             load("org/language", smart_cache=False)
         assert not os.path.exists(os.environ["SMARTCACHE_HOME"])
+
+
+class TestMapping:
+    def test_it_does_not_reach_the_library(self, models: Models) -> None:
+        assert type(load(models.first, cache_mapping={})).__name__ == "StableDiffusionPipeline"
+
+    @pytest.mark.parametrize("mapping", ["text", ["a"], MappingProxyType({})], ids=type)
+    def test_it_can_be_added_to(self, models: Models, mapping: object) -> None:
+        with pytest.raises(TypeError, match="cache_mapping is a mutable mapping"):
+            load(models.first, cache_mapping=mapping)
 
 
 class TestSharing:

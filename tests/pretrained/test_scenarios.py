@@ -154,6 +154,21 @@ def test_files_of_a_given_folder_are_used_instead_of_a_download(
     assert_sound(repos)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mapping_names_further_files_and_gets_what_was_loaded(
+    repos: LibraryHub, models: Models, tmp_path: Path, way: Way
+) -> None:
+    mine = write(tmp_path / "anything.bin", (models.first / OWN_WEIGHTS).read_bytes())
+    commit = repos.commit("org/first")
+    mapping = {commit.etag(OWN_WEIGHTS): str(mine), commit.etag(SHARED_WEIGHTS[0]): str(mine)}
+    pipeline = load("org/first", way=way, share=True, cache_mapping=mapping)
+    assert_equal(pipeline, published(models.first))
+    assert repos.weight_gets() == sorted(f"org/first/{path}" for path in SHARED_WEIGHTS)
+    snapshot = repos.snapshot("org/first")
+    assert mapping == {commit.etag(each): os.path.realpath(snapshot / each) for each in ALL_WEIGHTS}
+    assert_sound(repos)
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_wrong_bytes_are_an_error_and_leave_nothing(
     repos: LibraryHub, models: Models, share: bool
@@ -188,8 +203,8 @@ class TestWithoutTheFlag:
         assert_equal(pipeline, plain)
         assert dict(pipeline.config) == dict(plain.config)
 
-    def test_the_store_is_not_even_made(self) -> None:
+    def test_the_store_is_not_even_made_where_it_is_not_wanted(self) -> None:
         with smartcache.enable():
-            plainly("org/first")
-        smartcache.from_pretrained("org/first", smart_cache=False)
+            plainly("org/first", smart_cache=False)
+            smartcache.from_pretrained("org/first", smart_cache=False)
         assert not Path(os.environ["SMARTCACHE_HOME"]).exists()

@@ -132,7 +132,8 @@ def test_an_object_is_not_shared_any_more_when_its_file_was_written_to(
 ) -> None:
     """Its weights lie in a mapping of the file: what is written there is in the object too."""
     held = load("org/first", share=True)
-    edit(repos.blob("org/first", OWN_WEIGHTS), b"\1\2\3\4", offset=500_000)
+    blob = repos.blob("org/first", OWN_WEIGHTS)
+    edit(blob, b"\1\2\3\4" * (blob.stat().st_size // 8), offset=blob.stat().st_size // 2)
     pipeline = load("org/first", share=True)
     assert pipeline.unet is not held.unet
     assert_equal(pipeline, published(models.first))

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 import smartcache
-from tests.api import MissingWeightsError, RepoFile, repo_file
+from tests.api import MissingWeightsError, repo_file
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 from tests.store.files import inode_of
@@ -84,7 +84,7 @@ class TestNames:
         ],
     )
     def test_a_file_of_the_hub_has_names(self, text: str, expected: tuple[str, str | None]) -> None:
-        assert repo_file(text) == RepoFile("org/name", *expected)
+        assert repo_file(text) == ("org/name", *expected)
 
     @pytest.mark.parametrize(
         "text",
@@ -104,7 +104,7 @@ class TestNames:
 
     def test_the_endpoint_of_this_process_is_the_hub(self, library_hub: LibraryHub) -> None:
         address = f"{library_hub.hub.url}/org/name/resolve/main/m.pt"
-        assert repo_file(address) == RepoFile("org/name", "m.pt", "main")
+        assert repo_file(address) == ("org/name", "m.pt", "main")
 
 
 @pytest.mark.usefixtures("library_hub")

@@ -3,7 +3,7 @@
     with Worker(hub, home, models.first) as worker:
         worker.draw(pipeline)                                # the pipeline travels as a pickle
         first, second = worker.run(job, job)                 # at the same time
-        (ended,) = worker.run(replace(job, die_at=("lend: lent", 1)))
+        (ended,) = worker.run(replace(job, die_at=("download: named", 1)))
         assert ended.signal == signal.SIGKILL
 
 It is spawned, as a data loader's workers are, and finds Hub and cache by their variables alone.
@@ -104,8 +104,7 @@ def _serve(connection: Connection, folder: Path) -> None:
     import diffusers.utils.logging
     import transformers.utils.logging
 
-    import smartcache.pretrained.api
-    import smartcache.pretrained.sharing  # noqa: F401
+    import smartcache.pretrained.api  # noqa: F401
     from tests.pretrained.scenarios import picture, plainly
 
     diffusers.utils.logging.disable_progress_bar()

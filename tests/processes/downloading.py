@@ -13,7 +13,6 @@ takes milliseconds. `python -m tests.processes.downloading` is that process.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import json
@@ -27,21 +26,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
 from tests.api import Repo, Store
-from tests.api import hub_tree as tree
+from tests.api import hub_layout as layout
 from tests.api import store_faults as faults
 from tests.hub_server import Commit, Hub
 from tests.hub_server.server import environment_for
 from tests.processes.children import Child
-from tests.processes.killing import Moment, die_at
+from tests.processes.killing import Moment, at, die_at, in_child
 
-Way: TypeAlias = Literal["ours", "plain", "lent"]
-"""Whose `snapshot_download`; "lent": huggingface_hub's, with what this machine has lent to it."""
+Way: TypeAlias = Literal["ours", "plain", "answered", "forked", "forked, all answered"]
+"""Whose `snapshot_download`; "answered": huggingface_hub's, inside a block that attends to it.
+
+"forked": by a child that is forked inside the block; "all answered": everything is, besides.
+"""
 PATIENCE = 60.0
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -327,14 +331,14 @@ class World:
         """Return what is half-made or wrong in the HF cache."""
         return [
             problem
-            for repo, folder in tree.repos_in(self.cache)
+            for repo, folder in layout.repos_in(self.cache)
             for problem in self._wrong_pointers(repo, folder)
         ]
 
     def _wrong_pointers(self, repo: Repo, folder: Path) -> Iterator[str]:
         commits = self.hub.repositories["model", repo.id].commits
-        for commit in tree.commits_of(folder):
-            for path, pointer in tree.pointers(folder, commit):
+        for commit in layout.commits_of(folder):
+            for path, pointer in layout.pointers(folder, commit):
                 try:
                     is_right = pointer.read_bytes() == commits[commit].files[path].read()
                 except FileNotFoundError:
@@ -342,7 +346,7 @@ class World:
                 else:
                     if not is_right:
                         yield f"{path} has wrong bytes"
-        for ref, commit in tree.refs_of(folder).items():
+        for ref, commit in layout.refs_of(folder).items():
             if commit not in commits:
                 yield f"{ref} is {commit}, which does not exist"
 
@@ -385,8 +389,8 @@ def _import_everything() -> None:
     import smartcache
     import smartcache.cli
     import smartcache.folders.scan
+    import smartcache.hub.answering
     import smartcache.hub.download
-    import smartcache.hub.lending
 
     # Another user may be unable to read modules later.
     for name in ("_strptime", "ctypes", "encodings.idna", "stringprep"):
@@ -433,7 +437,7 @@ def _work(job: Job) -> dict[str, object]:
     if job.die_at is not None:
         die_at(Moment(*job.die_at))
     elif job.stop_at is not None:
-        faults.hook = functools.partial(_stop_at, list(job.stop_at))
+        at(Moment(*job.stop_at), _stop)
     else:
         faults.hook = points.append if writer is None else writer.visit
     paths, errors = _download_all(job)
@@ -441,12 +445,9 @@ def _work(job: Job) -> dict[str, object]:
     return {"paths": paths, "errors": errors, "points": points, "is_written": is_written}
 
 
-def _stop_at(moment: list[str | int], place: str) -> None:
-    if place == moment[0]:
-        moment[1] = int(moment[1]) - 1
-        if moment[1] == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.1)  # another thread may take the signal: this one goes on for a moment
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)  # another thread may take the signal: this one goes on for a moment
 
 
 def _download_all(job: Job) -> tuple[list[str | None], list[str]]:
@@ -476,20 +477,25 @@ def _download(way: Way, arguments: dict[str, object]) -> str:
 
     import smartcache
 
-    if way == "lent":
-        return _download_lent(arguments)
+    if way in ("answered", "forked", "forked, all answered"):
+        return _download_answered(way, arguments)
     module = smartcache if way == "ours" else huggingface_hub
     name = "hf_hub_download" if "filename" in arguments else "snapshot_download"
     function: Callable[..., str] = getattr(module, name)
     return function(**arguments)
 
 
-def _download_lent(arguments: dict[str, object]) -> str:
-    from tests.api import Call, Purpose, shared
+def _download_answered(way: Way, arguments: dict[str, object]) -> str:
+    from tests.api import Call, answering, shared
 
     told = {name: arguments[name] for name in ("endpoint", "cache_dir")}
-    call = Call(repo_id=str(arguments["repo_id"]), arguments=told)
-    with shared().lending(call, Purpose(text=str(arguments.get("allow_patterns")))):
+    with ExitStack() as stack:
+        if way == "forked, all answered":
+            stack.enter_context(answering())
+        call = Call(repo_id=str(arguments["repo_id"]), arguments=told)
+        stack.enter_context(shared().attending(call))
+        if way != "answered":
+            assert in_child(partial(_download, "plain", arguments)) == 0
         return _download("plain", arguments)
 
 

@@ -36,7 +36,7 @@ class Moment:
         return self.place if self.nth == 1 else f"{self.place} (time {self.nth})"
 
 
-def in_child(action: Callable[[], None]) -> int:
+def in_child(action: Callable[[], object]) -> int:
     """Run `action` in a forked child; return its wait status."""
     sys.stdout.flush()
     sys.stderr.flush()

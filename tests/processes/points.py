@@ -20,14 +20,13 @@ POINTS: dict[str, set[str]] = {
     "export": {"export: begun", "export: written", "export: named"},
     "repair": {"hub repair: pointer removed", "hub repair: file moved"},
     "download": {
-        "download: leased", "download: fetched", "download: large files there",
-        "download: handed over",
+        "download: leased", "download: fetched", "download: named",
+        "download: large files there", "download: handed over",
     },
     "download from a tier": {"tier: taken"},
     "download elsewhere": {"claim: copied"},
     "download wrong bytes": {"download: wrong", "download: hidden"},
-    "download over a file": {"aside: moved", "aside: ended"},
-    "lend": {"lend: lent", "lend: loaded", "loan: taken back", "undo: link removed"},
+    "answer": {"download: leased", "download: fetched", "download: named"},
     "carry out": {"carry: written", "carry: named"},
     "carry in": {"carry: put"},
     "carry in a tar": {"carry: unpacked"},
@@ -41,7 +40,7 @@ POINTS: dict[str, set[str]] = {
 }  # fmt: skip
 
 ELSEWHERE: dict[str, set[str]] = {
-    "hub/test_removal.py": {"hub rm: name removed"},
+    "hub/test_remove.py": {"hub rm: name removed"},
     "integrations/test_easydata.py": {
         "dataset: saved", "dataset: pointer written", "dataset: replaced",
     },

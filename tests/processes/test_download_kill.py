@@ -1,8 +1,8 @@
 """Downloads killed with SIGKILL, interrupted or out of space: nothing half-made is visible.
 
-At each fault point that a download reaches, and at random times while the server sends. The next
-call completes, fetches only what was not there, and proves what the killed one could not. A loading
-that was killed while blobs were lent leaves nothing lent.
+At each fault point that a download or an answered load reaches, and at random times while the
+server sends. No file has its name before its bytes are proven. The next call completes, fetches
+only what was not there, shares what the killed one could not, and clears what it left.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from click.testing import CliRunner
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import Loans, ModelFolder, Store, look, main
-from tests.api import hub_tree as tree
+from tests.api import ModelFolder, Store, look, main
+from tests.api import hub_layout as layout
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
-from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, World, content
+from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, Way, World, content
 from tests.processes.killing import Moment, fail_with, judged
 from tests.processes.points import POINTS, all_of
 from tests.store.small_disks import PAGE, Disk, in_own_namespace
@@ -105,6 +105,10 @@ def problems_of_kills(
 def finished(world: World, repo: str = "org/one", *, is_shared: bool = True) -> Iterator[str]:
     """Yield what is wrong after a killed download, and after the next one."""
     yield from world.problems()
+    yield from wrong_blobs(world, repo)
+    for path in half_made(world.cache):
+        if path.suffix == ".tmp":  # of a ref or a listing: a young one may be anybody's
+            os.utime(path, (0, 0))
     complete = world.complete(repo)
     world.hub.clear()
     ended = world.download(repo)
@@ -117,11 +121,24 @@ def finished(world: World, repo: str = "org/one", *, is_shared: bool = True) -> 
         if request.file is not None and request.file.removeprefix(f"{repo}/") in complete:
             yield f"{request.file} was complete, and fetched again"
     yield from world.problems()
+    yield from (f"{path} is left half-made" for path in half_made(world.cache))
     if is_shared:
         yield from unowned(world, repo)
     world.hub.clear()
     if world.download(repo).errors or world.hub.gets():
         yield "a third run fetched something"
+
+
+def wrong_blobs(world: World, repo: str) -> Iterator[str]:
+    """Yield the blobs of the HF cache with bytes that are not those of their name."""
+    for path, file in world.commit(repo).files.items():
+        blob = world.folder(repo) / "blobs" / file.etag
+        if blob.exists() and blob.read_bytes() != file.read():
+            yield f"the blob of {path} has wrong bytes"
+
+
+def half_made(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if layout.is_half_made(path.name)]
 
 
 def unowned(world: World, repo: str) -> Iterator[str]:
@@ -158,11 +175,6 @@ def test_a_kill_at_any_fault_point_leaves_nothing_half_made(
     fail_with(problems_of_kills(ended.points, make, killed, finished))
 
 
-def of_downloads(points: list[str]) -> list[str]:
-    """Return the points that are not the store's own."""
-    return [point for point in points if point.startswith(("aside", "claim", "download", "tier"))]
-
-
 def test_a_kill_leaves_nothing_half_made_in_a_cache_on_another_filesystem(
     tmp_path: Path, hub: Hub, starter: Starter, elsewhere: Path
 ) -> None:
@@ -178,7 +190,7 @@ def test_a_kill_leaves_nothing_half_made_in_a_cache_on_another_filesystem(
     assert ended.errors == []
     all_of("download elsewhere", [Moment(place, 1) for place in ended.points])
     judge = partial(finished, is_shared=False)
-    fail_with(problems_of_kills(of_downloads(ended.points), make, killed, judge))
+    fail_with(problems_of_kills(ended.points, make, killed, judge))
 
 
 def test_a_kill_while_bytes_come_from_a_tier_leaves_nothing_half_made(
@@ -209,7 +221,7 @@ def test_a_kill_while_bytes_come_from_a_tier_leaves_nothing_half_made(
     assert ended.errors == []
     assert hub.gets(RIGHT) == []
     all_of("download from a tier", [Moment(place, 1) for place in ended.points])
-    fail_with(problems_of_kills(["tier: taken"], make, killed, finished))
+    fail_with(problems_of_kills(ended.points, make, killed, finished))
 
 
 @pytest.mark.parametrize("user", [None, NOBODY], ids=["me", "nobody"])
@@ -222,14 +234,17 @@ def test_a_kill_leaves_nothing_half_made_in_a_local_dir(
     hub.add("org/one", FILES)
 
     def judge(world: World) -> Iterator[str]:
-        # What has a name of ours is removed when the store is opened next.
-        there = {path: data for path, data in local_files(world).items()
-                 if not path.endswith(".smartcache")}  # fmt: skip
+        yield from world.problems()  # the store ends what a dead process had begun
+        there = local_files(world)
         yield from (f"{path} is wrong" for path, data in there.items() if data != FILES[path])
+        local = world.directory / "local"
+        for path in half_made(local):
+            os.utime(path, (0, 0))  # a young one may be of somebody who is quick
         hub.clear()
         yield from into_local_dir(world, user).errors
         if local_files(world) != FILES:
             yield "the next run made something else"
+        yield from (f"{path} is left half-made" for path in half_made(local))
         yield from (f"{each} was fetched again" for each in there if hub.gets(each))
         yield from world.problems()
 
@@ -238,7 +253,7 @@ def test_a_kill_leaves_nothing_half_made_in_a_local_dir(
         assert ended.errors == []
         fail_with(
             problems_of_kills(
-                of_downloads(ended.points),
+                ended.points,
                 lambda name: World(folder / name, hub, starter),
                 lambda world, moment: into_local_dir(world, user, moment),
                 judge,
@@ -276,131 +291,141 @@ def local_files(world: World) -> dict[str, bytes]:
     }
 
 
-# lending
+# answered loads
 
-LENT = ["config.json", "text_encoder/*", "unet/*"]
+ANSWERED = ["config.json", "text_encoder/*", "unet/*"]
 WANTED = ("config.json", KNOWN, RIGHT)
 
 
-def lent(world: World, moment: Moment | None = None) -> Ended:
-    return world.start("org/one", way="lent", die_at=moment, allow_patterns=LENT).wait()
+def answered(world: World, moment: Moment | None = None) -> Ended:
+    """Let huggingface_hub load some files, with a store that has one of them and one besides."""
+    return world.start("org/one", way="answered", die_at=moment, allow_patterns=ANSWERED).wait()
 
 
-def borrowing(directory: Path, hub: Hub, starter: Starter) -> World:
-    """Return a world whose store has a file that is wanted, and one that is not."""
-    world = World(directory, hub, starter)
-    with world.store() as store:
-        for path in (KNOWN, CLAIMED):
-            store.put_stream([FILES[path]], algorithms=("sha256",))
-    return world
-
-
-def unsettled(world: World) -> Iterator[str]:
-    """Yield what the last loading has left behind."""
-    yield from world.problems()
-    names = set(os.listdir(world.folder("org/one") / "blobs"))
-    wanted = {world.commit("org/one").etag(path) for path in WANTED}
-    if names != wanted:
-        yield f"in blobs/: {names ^ wanted}"
-    with world.store() as store:
-        if Loans(store, world.folder("org/one")).unsettled():
-            yield "a loan is still noted"
-
-
-def test_a_kill_at_any_fault_point_leaves_nothing_lent(
+def test_a_kill_at_any_fault_point_of_an_answered_load_leaves_nothing_half_made(
     tmp_path: Path, hub: Hub, starter: Starter
 ) -> None:
     hub.add("org/one", FILES)
 
     def make(name: str) -> World:
-        return borrowing(tmp_path / name, hub, starter)
+        world = World(tmp_path / name, hub, starter)
+        with world.store() as store:
+            for path in (KNOWN, CLAIMED):
+                store.put_stream([FILES[path]], algorithms=("sha256",))
+        return world
+
+    def loaded(world: World) -> Iterator[str]:
+        complete = {KNOWN, *world.complete("org/one")}
+        hub.clear()
+        yield from answered(world).errors
+        yield from (f"{path} was fetched" for path in complete if hub.gets(path))
+        yield from world.problems()
+        names = set(os.listdir(world.folder("org/one") / "blobs"))
+        names -= {name for name in names if name.startswith("tmp_")}  # huggingface_hub's, empty
+        wanted = {world.commit("org/one").etag(path) for path in WANTED}
+        if names != wanted:
+            yield f"in blobs/: {names ^ wanted}"
+        yield from (f"{path} is no blob" for path in (KNOWN, RIGHT) if not is_blob(world, path))
 
     def judge(world: World) -> Iterator[str]:
         yield from world.problems()
-        hub.clear()
-        yield from lent(world).errors
-        if hub.gets(KNOWN):
-            yield f"{KNOWN} was fetched"
-        yield from (f"after the next: {problem}" for problem in unsettled(world))
+        yield from wrong_blobs(world, "org/one")
+        yield from loaded(world)
 
     whole = make("whole")
-    points = lent(whole).points
-    all_of("lend", [Moment(place, 1) for place in points])
-    assert list(unsettled(whole)) == []
-    fail_with(problems_of_kills(points, make, lent, judge))
+    points = answered(whole).points
+    all_of("answer", [Moment(place, 1) for place in points])
+    assert any(point.startswith("place:") for point in points)
+    assert list(loaded(whole)) == []
+    fail_with(problems_of_kills(points, make, answered, judge))
+
+
+def is_blob(world: World, path: str) -> bool:
+    with world.store() as store:
+        return store.blob_at(Path(os.path.realpath(world.snapshot("org/one") / path))) is not None
 
 
 @pytest.mark.parametrize("path", [RIGHT, "config.json"])
-def test_wrong_bytes_that_a_killed_loading_brought_are_found_by_the_next(
-    path: str, tmp_path: Path, hub: Hub, starter: Starter
-) -> None:
-    hub.add("org/one", FILES)
-    world = borrowing(tmp_path / "world", hub, starter)
-    hub.faults.wrong_bytes(path)
-    assert lent(world, Moment("lend: loaded", 1)).is_killed
-    assert world.problems() != []
-    ended = lent(world)
-    if ended.errors:
-        assert "DigestMismatchError" in ended.error
-        assert lent(world).errors == []
-    assert list(unsettled(world)) == []
+def test_wrong_bytes_that_a_killed_load_fetched_are_seen_by_nobody(path: str, world: World) -> None:
+    world.hub.add("org/one", FILES)
+    assert world.download("org/one", allow_patterns=ANSWERED, ignore_patterns=[path]).errors == []
+    world.hub.faults.wrong_bytes(path)
+    assert answered(world, Moment("download: fetched", 1)).is_killed
+    assert not os.path.lexists(blob_of(world, path))
+    assert world.problems() == []
+    assert answered(world).errors == []
+    assert (world.snapshot("org/one") / path).read_bytes() == FILES[path]
+    assert world.problems() == []
 
 
 # a file that is in the way
 
 
-@pytest.mark.parametrize(
-    "place",
-    [*sorted(POINTS["download over a file"]), "download: leased", "download: fetched", "copy"],
-)
-def test_a_file_of_the_users_own_comes_back_to_its_name_or_is_kept(
-    place: str, world: World
+@pytest.mark.parametrize("source", ["the Hub", "a folder"])
+@pytest.mark.parametrize("path", [RIGHT, "config.json"])
+def test_a_file_of_the_users_own_is_at_its_name_or_kept_whenever_a_download_is_killed(
+    path: str, source: str, tmp_path: Path, hub: Hub, starter: Starter
 ) -> None:
-    """It is out of the way while another comes to its place; whatever ends next gives it back."""
+    """It is out of the way while another comes to its place, and never lost."""
+    files = {RIGHT: content(1, SIZE), "config.json": CONFIG}
+    hub.add("org/one", files)
     mine = b"mine" * SIZE
-    world.hub.add("org/one", {RIGHT: content(1, SIZE)})
-    world.hub.add("org/two", {"config.json": CONFIG})
-    local = world.directory / "local"
-    (local / "unet").mkdir(parents=True)
-    (local / RIGHT).write_bytes(mine)
-    look: list[tuple[str, bool]] = []
-    if place == "copy":  # from a folder of another program
-        found = world.directory / "found"
-        found.mkdir()
-        (found / "weights.safetensors").write_bytes(content(1, SIZE))
-        place, look = "aside: moved", [(str(found), False)]
-    calls = [world.call("org/one", local_dir=str(local))]
-    job = Job(environment=world.environment, calls=calls, look=look, die_at=(place, 1))
-    assert world.begin(job).wait().is_killed
-    assert world.download("org/two").errors == []
-    assert [path.name for path in (local / "unet").iterdir()] == ["model.safetensors"]
-    if place in ("aside: moved", "download: leased"):
-        assert (local / RIGHT).read_bytes() == mine
-        assert in_bad(world) == []
-    else:
-        assert (local / RIGHT).read_bytes() == content(1, SIZE)
-        assert in_bad(world) == [mine]
-    assert world.download("org/one", local_dir=str(local)).errors == []
-    assert (local / RIGHT).read_bytes() == content(1, SIZE)
-    assert in_bad(world) == [mine]
-    assert [path.name for path in (local / "unet").iterdir()] == ["model.safetensors"]
+
+    def make(name: str) -> World:
+        world = World(tmp_path / name, hub, starter)
+        for folder, data in (("local", mine), ("found", content(1, SIZE))):
+            file = world.directory / folder / path
+            file.parent.mkdir(parents=True)
+            file.write_bytes(data)
+        return world
+
+    def run(world: World, moment: Moment | None = None) -> Ended:
+        calls = [world.call("org/one", local_dir=str(world.directory / "local"))]
+        look = [(str(world.directory / "found"), False)] if source == "a folder" else []
+        die_at = None if moment is None else (moment.place, moment.nth)
+        job = Job(environment=world.environment, calls=calls, look=look, die_at=die_at)
+        return world.begin(job).wait()
+
+    def judge(world: World) -> Iterator[str]:
+        bad = in_bad(world)  # the store is opened: it ends what a dead process had begun
+        there = local_files(world)
+        if [each for each in (*there.values(), *bad) if each == mine] != [mine]:
+            yield "mine is lost, or there twice"
+        if [data for name, data in there.items() if data not in (mine, files[name])]:
+            yield f"wrong files: {there}"
+        yield from run(world).errors
+        if local_files(world) != files:
+            yield "the next run made something else"
+        if in_bad(world) != [mine]:
+            yield f"mine is not kept: {in_bad(world)}"
+
+    ended = run(make("whole"))
+    assert ended.errors == []
+    fail_with(problems_of_kills(ended.points, make, run, judge))
 
 
-def test_a_file_that_is_out_of_the_way_of_a_living_download_stays_there(world: World) -> None:
+def test_a_file_of_the_users_own_comes_back_if_nothing_came(world: World) -> None:
     world.hub.add("org/one", {RIGHT: content(1, SIZE)})
     world.hub.add("org/two", {"config.json": CONFIG})
     local = world.directory / "local"
     (local / "unet").mkdir(parents=True)
     (local / RIGHT).write_bytes(b"mine")
+    world.hub.faults.wrong_bytes(f"org/one/{RIGHT}")
     hold = world.hub.faults.hold(f"org/one/{RIGHT}", after=1000)
     running = world.start("org/one", local_dir=str(local))
     assert hold.reached.wait(PATIENCE)
+    # Nobody else brings it back before.
     assert world.download("org/two").errors == []
     assert not (local / RIGHT).exists()
     hold.release()
-    assert running.wait().errors == []
+    assert running.wait().error.startswith("DigestMismatchError: ")
+    assert (local / RIGHT).read_bytes() == b"mine"
+    assert world.download("org/one", local_dir=str(local)).errors == []
     assert (local / RIGHT).read_bytes() == content(1, SIZE)
-    assert in_bad(world) == [b"mine"]
+    assert b"mine" in in_bad(world)
+
+
+# what was left half-made
 
 
 def verify(world: World) -> int:
@@ -435,7 +460,7 @@ def test_what_a_killed_download_has_left_half_made_goes(
         assert verify(world) == 0
     else:
         assert world.download("org/one").errors == []
-    assert [path for path in world.cache.rglob("*") if tree.is_half_made(path.name)] == []
+    assert half_made(world.cache) == []
 
 
 def test_what_a_killed_download_has_left_in_a_local_dir_goes(world: World) -> None:
@@ -446,14 +471,62 @@ def test_what_a_killed_download_has_left_in_a_local_dir_goes(world: World) -> No
     assert hold.reached.wait(PATIENCE)
     running.kill()
     hold.release()
-    half = [path for path in local.rglob("*") if tree.is_half_made(path.name)]
+    half = half_made(local)
     if not half:
         pytest.skip("this huggingface_hub goes on where it was")
     for path in half:
         os.utime(path, (0, 0))
     assert world.download("org/one", local_dir=str(local)).errors == []
-    assert [path for path in local.rglob("*") if tree.is_half_made(path.name)] == []
+    assert half_made(local) == []
     assert (local / RIGHT).read_bytes() == content(1, SIZE)
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["goes on", "is killed"])
+def test_a_file_of_a_local_dir_that_is_being_hashed_is_no_leftover(
+    is_killed: bool, world: World
+) -> None:
+    """To hash a large file takes longer than what is half-made counts as young."""
+    world.hub.add("org/one", {RIGHT: content(1, SIZE)})
+    world.hub.add("org/two", {"config.json": CONFIG})
+    local = world.directory / "local"
+    running = world.start("org/one", stop_at=Moment("download: fetched", 1), local_dir=str(local))
+    running.wait_until_stopped()
+    half = half_made(local)
+    assert [path.read_bytes() for path in half] == [content(1, SIZE)]
+    os.utime(half[0], (0, 0))
+    assert world.download("org/two", local_dir=str(local)).errors == []
+    assert half_made(local) == half
+    if is_killed:
+        running.kill()
+        assert local_files(world) == {"config.json": CONFIG}
+        assert world.download("org/two", local_dir=str(local)).errors == []
+        assert half_made(local) == []
+        assert world.download("org/one", local_dir=str(local)).errors == []
+    else:
+        running.go_on()
+        assert running.wait().errors == []
+        assert len(world.hub.gets(RIGHT)) == 1
+    assert local_files(world) == {"config.json": CONFIG, RIGHT: content(1, SIZE)}
+
+
+def test_a_copy_that_is_about_to_get_its_name_is_no_leftover(world: World) -> None:
+    world.hub.add("org/one", {LARGE_TEXT: FILES[LARGE_TEXT], "config.json": CONFIG})
+    found = world.directory / "found"
+    found.mkdir()
+    (found / "words.json").write_bytes(FILES[LARGE_TEXT])
+    job = Job(
+        environment=world.environment, calls=[world.call("org/one")], look=[(str(found), False)],
+        stop_at=("claim: copied", 1),
+    )  # fmt: skip
+    running = world.begin(job)
+    running.wait_until_stopped()
+    half = half_made(world.cache)
+    assert world.download("org/one", allow_patterns=["config.json"]).errors == []
+    assert half_made(world.cache) == half != []
+    running.go_on()
+    assert running.wait().errors == []
+    assert world.is_right("org/one")
+    assert world.hub.gets(LARGE_TEXT) == []
 
 
 def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(
@@ -464,6 +537,7 @@ def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(
     hub.bandwidth = 4e6
     for number in range(rounds(4)):
         world = World(tmp_path / str(number), hub, starter)
+        world.store().close()
         running = world.start("org/one", max_workers=random.choice((1, 2, 8)))
         delay = random.random() * 0.7
         time.sleep(delay)
@@ -471,22 +545,24 @@ def test_a_kill_at_any_time_while_the_server_sends_leaves_nothing_half_made(
         assert list(finished(world)) == [], f"killed after {delay} s"
 
 
+CHANGES = ("open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.chmod", "os.symlink")
+
+
+@pytest.mark.parametrize("way", ["ours", "answered"])
+def test_a_kill_before_any_change_of_a_file_leaves_nothing_half_made(
+    way: Way, tmp_path: Path, hub: Hub, starter: Starter, rounds: Callable[[int], int]
+) -> None:
+    """Also before those of huggingface_hub. A time that is not reached ends well."""
+    hub.add("org/one", FILES)
+    for number in range(rounds(5)):
+        world = World(tmp_path / str(number), hub, starter)
+        prepare(world)
+        moment = Moment(random.choice(CHANGES), random.randrange(1, 40))
+        assert world.start("org/one", way=way, die_at=moment).wait().errors == []
+        assert list(finished(world)) == [], moment
+
+
 # what the killed process had not proven
-
-
-def wrong_and_killed(world: World, path: str, place: str) -> bytes:
-    """Let the server send wrong bytes, once, and kill the client before it has looked at them."""
-    files = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, WRONG: content(1, SIZE)}
-    world.hub.add("org/one", files)
-    # With everything else there, huggingface_hub has an answer without the Hub.
-    assert world.download("org/one", ignore_patterns=[path]).errors == []
-    world.hub.faults.wrong_bytes(f"org/one/{path}")
-    assert world.start("org/one", die_at=Moment(place, 1)).wait().is_killed
-    found = blob_of(world, path).read_bytes()
-    assert found != files[path]
-    assert len(found) == len(files[path])
-    world.hub.clear()
-    return found
 
 
 def blob_of(world: World, path: str) -> Path:
@@ -499,93 +575,66 @@ def in_bad(world: World) -> list[bytes]:
         return [path.read_bytes() for path in bad.iterdir()] if bad.exists() else []
 
 
-UNPROVEN = [
-    pytest.param(WRONG, "download: fetched", id="large"),
-    pytest.param("config.json", "download: handed over", id="small"),
-]
-
-
-@pytest.mark.parametrize(("path", "place"), UNPROVEN)
-def test_wrong_bytes_of_a_killed_download_are_found_by_the_next(
-    path: str, place: str, world: World
+@pytest.mark.parametrize("between", [
+    pytest.param(None, id="nothing"),
+    pytest.param({"local_files_only": True}, id="local"),
+    pytest.param({"endpoint": "http://127.0.0.1:9"}, id="no network"),
+    pytest.param({"filename": "tokenizer.json"}, id="one file, online"),
+    pytest.param({"allow_patterns": ["*token*"], "local_files_only": True}, id="some files, local"),
+])  # fmt: skip
+@pytest.mark.parametrize("path", [WRONG, "config.json"])
+def test_wrong_bytes_that_a_killed_download_fetched_are_seen_by_nobody(
+    path: str, between: dict[str, object] | None, world: World
 ) -> None:
-    wrong = wrong_and_killed(world, path, place)
-    ended = world.download("org/one")
-    if ended.errors:  # small files: the call that finds them says so, the next one fetches
-        assert ended.error.startswith("DigestMismatchError: ")
-        ended = world.download("org/one")
-    assert ended.path == world.snapshot("org/one")
+    """With everything else there, huggingface_hub has an answer without the Hub."""
+    files = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, WRONG: content(1, SIZE)}
+    world.hub.add("org/one", files)
+    assert world.download("org/one", ignore_patterns=[path]).errors == []
+    world.hub.faults.wrong_bytes(f"org/one/{path}")
+    assert world.start("org/one", die_at=Moment("download: fetched", 1)).wait().is_killed
+    world.hub.clear()
+    if between is not None:
+        world.download("org/one", **between)
+    assert not os.path.lexists(blob_of(world, path))
+    assert not os.path.lexists(world.snapshot("org/one") / path)
+    assert world.download("org/one", filename=path, local_files_only=True).paths == [None]
+    assert world.problems() == []
+    assert world.download("org/one").path == world.snapshot("org/one")
     assert world.is_right("org/one")
     assert len(world.hub.gets(path)) == 1
-    assert in_bad(world) == [wrong]
+    assert half_made(world.cache) == []
     assert world.problems() == []
 
 
-@pytest.mark.parametrize("arguments", [
-    pytest.param({"local_files_only": True}, id="local"),
-    pytest.param({"local_files_only": True, "filename": ""}, id="one file, local"),
-    pytest.param({"endpoint": "http://127.0.0.1:9"}, id="no network"),
-])  # fmt: skip
-@pytest.mark.parametrize(("path", "place"), UNPROVEN)
-def test_wrong_bytes_of_a_killed_download_are_found_without_the_hub(
-    path: str, place: str, arguments: dict[str, object], world: World
+@pytest.mark.parametrize("path", [WRONG, "config.json"])
+def test_wrong_bytes_that_a_killed_download_fetched_are_not_in_a_local_dir(
+    path: str, world: World
 ) -> None:
-    wrong = wrong_and_killed(world, path, place)
-    if "filename" in arguments:
-        arguments = {**arguments, "filename": path}
-    ended = world.download("org/one", **arguments)
-    assert ended.paths == [None]
-    assert ended.error.startswith("DigestMismatchError: ")
-    assert in_bad(world) == [wrong]
-    assert not os.path.lexists(world.snapshot("org/one") / path)
-    assert world.download("org/one").path == world.snapshot("org/one")
-    assert world.is_right("org/one")
-
-
-@pytest.mark.parametrize(("other", "is_local"), [
-    pytest.param({"filename": "tokenizer.json"}, False, id="one file, online"),
-    pytest.param({"allow_patterns": ["*token*"]}, True, id="some files, local"),
-])  # fmt: skip
-@pytest.mark.parametrize(("path", "place"), UNPROVEN)
-def test_a_call_for_other_files_does_not_make_anybody_believe_in_the_wrong_ones(
-    path: str, place: str, other: dict[str, object], is_local: bool, world: World
-) -> None:
-    wrong_and_killed(world, path, place)
-    world.download("org/one", **other)
-    world.download("org/one", local_files_only=is_local)
-    assert world.problems_of_cache() == []
-    ended = world.download("org/one")
-    assert ended.path == world.snapshot("org/one")
-    assert world.is_right("org/one")
-
-
-@pytest.mark.parametrize("last", [{}, {"local_files_only": True}], ids=["online", "local"])
-def test_wrong_bytes_in_a_local_dir_are_found(last: dict[str, object], world: World) -> None:
     world.hub.add("org/one", {"config.json": CONFIG, WRONG: content(1, SIZE)})
-    world.hub.faults.wrong_bytes(f"org/one/{WRONG}")
     local = world.directory / "local"
+    assert world.download("org/one", local_dir=str(local), ignore_patterns=[path]).errors == []
+    world.hub.faults.wrong_bytes(f"org/one/{path}")
     moment = Moment("download: fetched", 1)
     assert world.start("org/one", die_at=moment, local_dir=str(local)).wait().is_killed
-    assert (local / WRONG).read_bytes() != content(1, SIZE)
-    ended = world.download("org/one", local_dir=str(local), **last)
-    assert ended.errors or (local / WRONG).read_bytes() == content(1, SIZE)
+    assert not os.path.lexists(local / path)
     assert world.download("org/one", local_dir=str(local)).path == local
-    assert (local / WRONG).read_bytes() == content(1, SIZE)
+    assert local_files(world) == {"config.json": CONFIG, WRONG: content(1, SIZE)}
 
 
-def test_small_files_of_a_branch_that_moved_are_proven(world: World) -> None:
-    """huggingface_hub brings those of the newer commit before it is planned."""
-    world.hub.add("org/one", {"config.json": CONFIG, RIGHT: content(1, SIZE)})
+def test_a_branch_that_moves_meanwhile_is_followed_by_the_next_call(world: World) -> None:
+    files = {"config.json": CONFIG, RIGHT: content(1, SIZE)}
+    world.hub.add("org/one", files)
+    before = world.snapshot("org/one")
     hold = world.hub.faults.hold(f"org/one/{RIGHT}", after=1000)
     running = world.start("org/one")
     assert hold.reached.wait(PATIENCE)
-    world.hub.add("org/one", {"config.json": TOKENIZER, RIGHT: content(1, SIZE)})
-    world.hub.faults.wrong_bytes("org/one/config.json")
+    world.hub.add("org/one", {**files, "config.json": TOKENIZER})
     hold.release()
-    ended = running.wait()
-    assert ended.errors or world.is_right("org/one")
-    if ended.errors:
-        assert ended.error.startswith("DigestMismatchError: ")
+    assert running.wait().path == before != world.snapshot("org/one")
+    assert {path: (before / path).read_bytes() for path in files} == files
+    world.hub.faults.wrong_bytes("org/one/config.json")
+    assert world.download("org/one").error.startswith("DigestMismatchError: ")
+    assert world.problems() == []
     assert world.download("org/one").path == world.snapshot("org/one")
     assert world.is_right("org/one")
 
@@ -603,14 +652,6 @@ def test_a_kill_while_wrong_bytes_that_were_there_are_set_aside_leaves_nothing_v
     assert world.download("org/one").path == world.snapshot("org/one")
     assert world.is_right("org/one")
     assert in_bad(world) == [content(99, SIZE)]
-
-
-def test_a_kill_while_wrong_bytes_are_set_aside_leaves_nothing_visible(world: World) -> None:
-    wrong_and_killed(world, WRONG, "download: hidden")
-    assert world.problems() == []
-    assert world.download("org/one").path == world.snapshot("org/one")
-    assert world.is_right("org/one")
-    assert len(in_bad(world)) == 1
 
 
 # Ctrl-C
@@ -652,7 +693,7 @@ def test_an_interrupted_library_call_ends_soon_and_goes_on_later(how: str, world
     world.hub.faults.clear()
     world.hub.bandwidth = None
     assert list(finished(world)) == []
-    assert tree.refs_of(world.folder("org/one")) == {"main": world.commit("org/one").sha}
+    assert layout.refs_of(world.folder("org/one")) == {"main": world.commit("org/one").sha}
 
 
 # no space

@@ -33,6 +33,7 @@ from tests.processes.downloading import (
     Job,
     Running,
     Starter,
+    Way,
     World,
     content,
     write,
@@ -98,14 +99,15 @@ RACES = [
 ]
 
 
+@pytest.mark.parametrize("way", ["ours", "answered"])
 @pytest.mark.parametrize("processes", RACES)
 def test_each_byte_of_a_weight_is_fetched_once_by_all_together(
-    processes: list[list[str]], world: World, rounds: Callable[[int], int]
+    processes: list[list[str]], way: Way, world: World, rounds: Callable[[int], int]
 ) -> None:
     world.hub.bandwidth = 4e6
     wanted = sorted(set(itertools.chain.from_iterable(processes)))
     for _ in range(rounds(1)):
-        running = [world.start(*repos) for repos in processes]
+        running = [world.start(*repos, way=way) for repos in processes]
         for process, repos in zip(running, processes, strict=True):
             ended = process.wait()
             assert ended.errors == []
@@ -131,6 +133,60 @@ def test_processes_with_caches_of_their_own_fetch_each_byte_once(world: World) -
         assert world.problems() == []
         inodes.add(os.stat(world.snapshot("org/one") / UNET).st_ino)
     assert len(inodes) == 1
+
+
+def test_who_waits_for_the_content_of_another_repo_finds_it_and_fetches_nothing(
+    world: World,
+) -> None:
+    hold = world.hub.faults.hold(f"org/one/{ENCODER}", after=100_000)
+    ways: tuple[Way, ...] = ("ours", "answered")
+    first = world.start("org/one", allow_patterns=[ENCODER])
+    assert hold.reached.wait(PATIENCE)
+    caches = {way: world.directory / way for way in ways}
+    others = [
+        world.start("org/two", way=way, cache_dir=str(cache), allow_patterns=[ENCODER])
+        for way, cache in caches.items()
+    ]
+    until(lambda: all(any(cache.rglob("*.lock")) for cache in caches.values()))
+    time.sleep(0.3)  # until they wait for the content
+    hold.release()
+    assert first.wait().errors == []
+    for other in others:
+        path = other.wait().path / ENCODER
+        assert path.read_bytes() == SHARED[ENCODER]
+        assert path.stat().st_ino == (world.snapshot("org/one") / ENCODER).stat().st_ino
+    assert fetched(world.hub) == {world.commit("org/one").etag(ENCODER): SIZE}
+    assert world.problems() == []
+
+
+@pytest.mark.parametrize("way", ["answered", "ours"])
+def test_a_forced_download_fetches_and_shares_again(way: Way, world: World) -> None:
+    assert world.download("org/one").errors == []
+    world.hub.clear()
+    ended = world.download("org/one", way=way, force_download=True)
+    assert ended.path == world.snapshot("org/one")
+    assert fetched(world.hub) == contents(world, "org/one")
+    assert world.is_right("org/one")
+    assert world.problems() == []
+    with world.store() as store:
+        for path in REPOS["org/one"]:
+            is_blob = store.blob_at(Path(os.path.realpath(ended.path / path))) is not None
+            assert is_blob == path.endswith(".safetensors"), path
+
+
+@pytest.mark.parametrize("way", ["forked", "forked, all answered"])
+def test_a_child_that_is_forked_in_a_load_does_not_use_the_store_of_its_parent(
+    way: Way, world: World
+) -> None:
+    """It downloads as it would alone; what answers everything opens a store of its own."""
+    assert world.download("org/one", allow_patterns=[ENCODER]).errors == []
+    world.hub.clear()
+    ended = world.download("org/two", way=way, allow_patterns=[ENCODER])
+    assert (ended.path / ENCODER).read_bytes() == SHARED[ENCODER]
+    sent = {} if way != "forked" else {world.commit("org/two").etag(ENCODER): SIZE}
+    assert fetched(world.hub) == sent
+    assert os.path.samefile(ended.path / ENCODER, world.snapshot("org/one") / ENCODER)
+    assert world.problems() == []
 
 
 def until(is_so: Callable[[], bool]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Purpose
 from tests.hub.clients import Client, contents, plain_snapshot, sha256, weights
 from tests.hub_server import Hub, git_sha1
 from tests.remote.test_repos import push
@@ -35,16 +34,12 @@ def pushed(here: Client, hub: Hub) -> str:
     return commit
 
 
-def load(client: Client, *patterns: str, purpose: Purpose, **more: object) -> Path:
+def load(client: Client, *patterns: str, **more: object) -> Path:
     """Load a repo as a library would that wants these files."""
-    with client.smart.lending(client.call("org/name", **more), purpose):
+    with client.smart.attending(client.call("org/name", **more)):
         return plain_snapshot(
             client.hub, client.cache, allow_patterns=list(patterns) or None, **more
         )
-
-
-ALL = Purpose(text="all")
-CONFIG = Purpose(text="config", has_weights=False)
 
 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["branch", "commit"])
@@ -52,7 +47,7 @@ def test_a_load_takes_no_byte_of_a_file_from_the_hub(
     there: Client, hub: Hub, pushed: str, is_pinned: bool
 ) -> None:
     more = {"revision": pushed} if is_pinned else {}
-    snapshot = load(there, purpose=ALL, **more)
+    snapshot = load(there, **more)
     assert (snapshot / "unet/model.safetensors").read_bytes() == UNET
     assert hub.requests.gets() == []
     assert there.store.find("sha256", sha256(UNET)) is not None
@@ -61,29 +56,29 @@ def test_a_load_takes_no_byte_of_a_file_from_the_hub(
 def test_the_cache_is_the_one_that_huggingface_hub_makes(
     there: Client, hub: Hub, tmp_path: Path
 ) -> None:
-    load(there, purpose=ALL)
+    load(there)
     plain_snapshot(hub, tmp_path / "plain")
     assert contents(there.cache) == contents(tmp_path / "plain")
 
 
-def test_what_the_library_did_not_want_is_taken_away(there: Client, hub: Hub) -> None:
-    load(there, "text_encoder/*", purpose=ALL)
+def test_what_the_library_does_not_want_does_not_come(there: Client, hub: Hub) -> None:
+    load(there, "text_encoder/*")
     assert hub.requests.gets() == []
     blobs = set(os.listdir(there.cache / "models--org--name" / "blobs"))
     assert blobs == {sha256(ENCODER), git_sha1(FILES["text_encoder/config.json"])}
 
 
 def test_small_files_alone_come_without_weights(there: Client, hub: Hub) -> None:
-    snapshot = load(there, "*.json", purpose=CONFIG)
+    snapshot = load(there, "*.json")
     assert (snapshot / "text_encoder/config.json").read_bytes() == b'{"a": 1}'
     assert hub.requests.gets() == []
     assert there.store.find("sha256", sha256(UNET)) is None
 
 
 def test_a_second_load_asks_the_tier_for_nothing(there: Client, share: Path) -> None:
-    load(there, "*.json", purpose=CONFIG)
+    load(there, "*.json")
     share.rename(share.with_name("unmounted"))
-    load(there, "*.json", purpose=CONFIG)
+    load(there, "*.json")
 
 
 def test_without_the_hub_the_repo_comes_from_the_tier(
@@ -91,6 +86,6 @@ def test_without_the_hub_the_repo_comes_from_the_tier(
 ) -> None:
     hub.close()
     call = there.call("org/name")
-    with there.smart.lending(call, ALL) as commit:
+    with there.smart.attending(call) as commit:
         snapshot = there.cache / "models--org--name" / "snapshots" / commit
         assert (snapshot / "unet/model.safetensors").read_bytes() == UNET

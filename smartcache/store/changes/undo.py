@@ -21,8 +21,8 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -352,27 +352,3 @@ def close_gone(volume: Volume) -> int:
             for change in changes:
                 batch.end(change, "gone")
     return len(changes)
-
-
-def withdraw(
-    volume: Volume, batch: str, paths: Collection[Path], is_wanted: Callable[[Path], bool]
-) -> list[Path]:
-    """Remove the links that a batch has placed at these paths; return those that are gone.
-
-    For somebody who did not need them. A link goes only if it still is that link and the store has
-    its bytes; what was placed to be kept (files of repos) goes too, since nobody has come to rely
-    on it: `is_wanted` is asked right before each.
-    """
-    placed = [
-        replace(change, keep=None)
-        for change in volume.journal.open_changes(batch)
-        if change.op == "place" and change.path in paths
-    ]
-    if not placed:
-        return []
-    with volume.batch("take back") as outcome:
-        undoing = Undoing(batch=outcome)
-        results = [
-            undo_one(volume, change, undoing) for change in placed if not is_wanted(change.path)
-        ]
-    return [result.change.path for result in results if result.is_undone]

@@ -1,0 +1,598 @@
+"""Bring a file of the Hub to its place: from this machine, from a tier, or fetched; and prove it.
+
+There is no other way for bytes to come: downloads, and the answers that libraries get, end here.
+Sources are tried in this order: a blob on this filesystem, files that may have the bytes, blobs of
+other volumes, stores that others have published, tiers; what none of them has is fetched, under a
+name that no program looks for. A file has its name only when its bytes are those that the Hub
+announced. A weight then becomes a blob in place, where a volume can link it.
+
+A file in an HF cache or in a folder that was given to smartcache becomes a blob in place. From any
+other folder the bytes are copied (by reflink where that works): a download never changes a
+stranger's file. Wrong bytes go to `bad/`, after every pointer to them: never are they deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from smartcache.errors import (
+    CannotLinkError,
+    DestinationExistsError,
+    DigestMismatchError,
+    FileSkippedError,
+    NoSpaceError,
+    SmartcacheError,
+    StoreError,
+)
+from smartcache.hub.outcome import Watch
+from smartcache.hub.places import CachePlace, LocalPlace, Place, half_made
+from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Source
+from smartcache.store import Blob, Link, Offer, Store, Wanted, check_expected, checked, copy_hashed
+from smartcache.system import (
+    Advance,
+    Algorithm,
+    Hasher,
+    Hashes,
+    effective_user,
+    hash_file,
+    reached,
+)
+
+_log = logging.getLogger(__name__)
+
+Fetch = Callable[[Path], Hashes | None]
+"""Fetches a file to a path that is free; returns hashes from the time of the download, if any."""
+
+
+def near_store(store: Store, place: Path) -> Store | None:
+    """Return the store on the filesystem of a place, where it can make hard links; None: none."""
+    try:
+        return store.volume_of(place)
+    except FileSkippedError:
+        return None
+
+
+def move_to_bad(store: Store, path: Path, name: str) -> Path:
+    """Move a file that is not what its name says to `bad/` of a store; return where it is."""
+    kept = store.volume.layout.new_bad(name)
+    shutil.move(path, kept)
+    return kept
+
+
+def fetch_proven(
+    place: Place,
+    file: RemoteFile,
+    fetch: Fetch,
+    *,
+    store: Store | None = None,
+    may_trust: bool = False,
+) -> Hashes:
+    """Fetch a file and prove it before it has its name; wrong bytes are set aside, and raised.
+
+    `store` keeps them, if there is one. `may_trust`: hashes from the time of the download will do.
+    """
+    part = _half_made(place, file)
+    try:
+        hashes = fetch(part)
+        # Open for writing: so nobody takes it for the leftover of a dead process.
+        descriptor = os.open(part, os.O_RDWR)
+        try:
+            reached("download: fetched")
+            if hashes is None or not may_trust or not _agrees(hashes, file.announced):
+                hashes = hash_file(part, ("blake3", *file.announced))[0]
+            if not _agrees(hashes, file.announced):
+                kept: Path | None = None
+                with suppress(OSError, SmartcacheError):
+                    kept = None if store is None else move_to_bad(store, part, file.etag)
+                _log.warning("%s has wrong bytes; it is kept as %s", file.path, kept)
+                raise _arrived_wrong(file, hashes, kept)
+            _name(place, file, part)
+        finally:
+            os.close(descriptor)
+    finally:
+        part.unlink(missing_ok=True)
+    reached("download: named")
+    return hashes
+
+
+def _half_made(place: Place, file: RemoteFile) -> Path:
+    directory = place.unfinished(file)
+    directory.mkdir(parents=True, exist_ok=True)
+    return half_made(directory, file.etag)
+
+
+def _name(place: Place, file: RemoteFile, part: Path) -> None:
+    """Give a proven file its name."""
+    spot = place.spot(file)
+    spot.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.replace(part, spot)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.move(part, spot)
+
+
+def key_of(file: RemoteFile) -> str:
+    """Return the key that one process at a time holds while it brings a content."""
+    return f"hub:{file.etag}"
+
+
+class Bringing:
+    """Brings files to one place, of which `watch` hears.
+
+    `is_helping`: where the store fails (a full or broken disk, no permission), a library must load
+    as it would alone; then the file is fetched and proven all the same.
+    """
+
+    def __init__(
+        self, store: Store, place: Place, *, watch: Watch, is_helping: bool = False
+    ) -> None:
+        self.store = store
+        self.place = place
+        self.near = near_store(store, place.root)
+        self.watch = watch
+        self._is_helping = is_helping
+
+    def bring(
+        self,
+        planned: PlannedFile,
+        *,
+        fetch: Fetch | None = None,
+        look_again: Callable[[], Iterable[Candidate]] = tuple,
+        advance: Advance | None = None,
+        is_forced: bool = False,
+        is_second: bool = False,
+        is_shared_later: bool = False,
+    ) -> Source | None:
+        """Let a file that is not there be at its spot, proven; say where it came from.
+
+        None: nobody has the bytes, and there is no `fetch`. Wrong bytes that were fetched are set
+        aside and raised. `look_again` tells who may have them by now, if somebody was waited for;
+        `advance` is told of bytes that come from a tier. `is_forced`: it is fetched, whoever has
+        it. `is_second`: all was tried before, but the store may have it by now. `is_shared_later`:
+        the caller lets what was fetched become a blob, with `accept`.
+        """
+        file = planned.file
+        source: Source | None = None
+        with ExitStack() as stack:
+            with self._helped(file):
+                if planned.is_large:
+                    # Whoever waits for this lock finds the bytes when it ends: a proven blob.
+                    what = f"download of {file.path}"
+                    on_wait = self.store.volume.on_wait
+                    stack.enter_context(
+                        self.store.key_locks.hold(key_of(file), what=what, on_wait=on_wait)
+                    )
+                    reached("download: leased")
+                if not is_forced:
+                    source = self._from_store(planned, look_again)
+                if source is None and not is_forced and not is_second:
+                    source = self._from_elsewhere(planned, advance)
+            if source is not None or fetch is None:
+                return source
+            followed = self._fetch(planned, fetch)
+            if planned.is_weight and not is_shared_later:
+                with self._helped(file):
+                    self.accept(planned, followed)
+            return "fetch"
+
+    @contextmanager
+    def _helped(self, file: RemoteFile) -> Iterator[None]:
+        """Let a library's download go on where the store fails. Wrong bytes are never forgiven."""
+        try:
+            yield
+        except DigestMismatchError:
+            raise
+        except (SmartcacheError, OSError) as error:
+            if not self._is_helping:
+                raise
+            _log.warning("smartcache does not help with %s: %s", file.path, error)
+
+    # from this machine, and from others
+
+    def _from_store(
+        self, planned: PlannedFile, look_again: Callable[[], Iterable[Candidate]]
+    ) -> Source | None:
+        """Take what the store has, or a file that may have the bytes."""
+        if not planned.is_large:
+            return None
+        near = self.near
+        if near is not None and self._place_known(planned, near.find_here):
+            return "link" if self.place.kinds(is_weight=planned.is_weight)[0] == "auto" else "copy"
+        for each in planned.candidates:
+            if self._claim(planned, each):
+                return "copy" if each.is_far else "reuse"
+        if self._place_known(planned, self.store.find):
+            return "copy"
+        # What another process has fetched is in its HF cache only: a text, or there is no volume.
+        is_nowhere_else = self.near is None or not planned.is_weight
+        if is_nowhere_else and any(self._claim(planned, each) for each in look_again()):
+            return "reuse"
+        return None
+
+    def _from_elsewhere(self, planned: PlannedFile, advance: Advance | None) -> Source | None:
+        """Take what a published store or a tier has."""
+        file, offer = planned.file, planned.offer
+        if planned.is_large and self._from_published(planned):
+            return "copy"
+        if planned.is_large and offer is None and self.store.tiers:
+            wanted = Wanted(algorithm=file.algorithm, value=file.etag, size=file.size)
+            offer = self.store.find_in_tiers([wanted]).get(wanted)
+        return "tier" if offer is not None and self._take(planned, offer, advance) else None
+
+    def _place_known(
+        self, planned: PlannedFile, find: Callable[[Algorithm, str], Blob | None]
+    ) -> bool:
+        """Place the blob that is found under the announced hash; False: none that is whole."""
+        blob = find(planned.file.algorithm, planned.file.etag)
+        if blob is None:
+            return False
+        with _left_if_it_fails(f"blob {blob.digest} is not used"):  # it may be pruned by now
+            self._place(planned, blob.digest)
+            return True
+        return False
+
+    def _claim(self, planned: PlannedFile, candidate: Candidate) -> bool:
+        """Take the bytes from a file if it has them; False if not, which is remembered."""
+        file, path, near = planned.file, candidate.path, self.near
+        # It may change, go away, or have a broken disk.
+        with _left_if_it_fails(f"{path} is not used for {file.path}"):
+            hashes = self.store.digest_of(path, ("blake3", file.algorithm))
+            if hashes.get(file.algorithm) != file.etag:
+                return False
+            if _is_at(path, self.place.spot(file)):
+                self.place.settled(file)  # another process has brought it meanwhile
+            elif near is None or not planned.is_weight:  # texts are never shared
+                with open(path, "rb") as source:
+                    self._write(planned, lambda to: _copy(source, to, "blake3", hashes.digest))
+            else:
+                self._bring_in(near, candidate, hashes.digest)
+                near.add_aliases(hashes.digest, {file.algorithm: file.etag})
+                self._place(planned, hashes.digest)
+            return True
+        return False
+
+    def _bring_in(self, near: Store, candidate: Candidate, digest: str) -> None:
+        """Make a file's bytes a blob: in place where the user lets us, else a copy."""
+        if candidate.may_link and not candidate.is_far:
+            try:
+                near.adopt(candidate.path, expected={"blake3": digest})
+                return
+            except FileSkippedError as error:
+                _log.debug("%s is copied: %s", candidate.path, error)
+        near.put_file(candidate.path, expected={"blake3": digest})
+
+    def _from_published(self, planned: PlannedFile) -> bool:
+        """Take the bytes from a store that another user has published; False: none has them."""
+        file, near = planned.file, self.near
+        with _left_if_it_fails(f"{file.path} is not taken from a shared store", logging.WARNING):
+            if near is not None and planned.is_weight:
+                blob = self.store.bring(file.algorithm, file.etag, size=file.size, to=near)
+                if blob is not None:
+                    self._place(planned, blob.digest)
+                return blob is not None
+            # Texts are never shared.
+            shared = self.store.find_shared("sha256", file.etag, size=file.size)
+            for found in shared if file.is_lfs else ():
+                with open(found.store.open(found.digest), "rb") as source:
+                    self._write(planned, lambda to: _copy(source, to, "sha256", file.etag))
+                return True
+        return False
+
+    def _take(self, planned: PlannedFile, offer: Offer, advance: Advance | None) -> bool:
+        """Take the bytes from a tier; False, and a warning, if it fails to give them."""
+        file = planned.file
+        expected: dict[Algorithm, str] = {**file.announced, "blake3": offer.digest}
+
+        def arrived(size: int) -> None:
+            self.watch.count_taken(size)
+            if advance is not None:
+                advance(size)
+
+        failure = f"{file.path} is not taken from the tier {offer.tier.name}"
+        with _left_if_it_fails(failure, logging.WARNING):
+            if self.near is None or not planned.is_weight:  # texts are never shared
+                self._write(planned, lambda to: _write_offer(offer, to, expected, arrived))
+            else:
+                blob = self.store.take(offer, expected, to=self.near, advance=arrived)
+                reached("tier: taken")
+                self._place(planned, blob.digest)
+            return True
+        return False
+
+    # to the spot
+
+    def _place(self, planned: PlannedFile, digest: str) -> None:
+        file, spot = planned.file, self.place.spot(planned.file)
+        spot.parent.mkdir(parents=True, exist_ok=True)
+        leads_nowhere = os.path.islink(spot) and not os.path.exists(spot)
+        may_replace = leads_nowhere or isinstance(self.place, LocalPlace)
+        try:
+            link = self._link(planned, digest, spot, may_replace=may_replace)
+        except DestinationExistsError:
+            self.prove(planned, spot)  # somebody else was faster
+            return
+        is_copy = link.kind == "copy" and self.near is not None and planned.is_weight
+        if is_copy and isinstance(self.place, CachePlace):
+            self.prove(planned, spot)
+        self.place.settled(file)
+
+    def _link(self, planned: PlannedFile, digest: str, spot: Path, *, may_replace: bool) -> Link:
+        kinds = self.place.kinds(is_weight=planned.is_weight)
+        for number, kind in enumerate(kinds, 1):
+            try:
+                return self.store.place(
+                    digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
+                    keep=True, owner=self.place.owner,
+                )  # fmt: skip
+            except CannotLinkError:
+                if number == len(kinds):
+                    raise
+        raise AssertionError(kinds)
+
+    def _write(self, planned: PlannedFile, write: Callable[[int], None]) -> None:
+        """Write a file of its own at the spot; no half or wrong one is ever visible.
+
+        `write` gets a descriptor, and raises if the bytes are not the right ones.
+        """
+        file = planned.file
+        part = _half_made(self.place, file)
+        try:
+            # Open until it has its name: so nobody takes it for the leftover of a dead process.
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                write(descriptor)
+                os.fsync(descriptor)
+                reached("claim: copied")
+                _name(self.place, file, part)
+            finally:
+                os.close(descriptor)
+        finally:
+            part.unlink(missing_ok=True)
+        self.watch.copied(self.place.spot(file))
+        self.place.settled(file)
+
+    # from the Hub
+
+    def _fetch(self, planned: PlannedFile, fetch: Fetch) -> Hashes:
+        # Nobody looks at a text again; a weight is proven once more when it is shared.
+        store, is_weight = self.near or self.store, planned.is_weight
+        return fetch_proven(self.place, planned.file, fetch, store=store, may_trust=is_weight)
+
+    def accept(self, planned: PlannedFile, followed: Hashes | None = None) -> None:
+        """Share a file that was fetched; `followed` are hashes from the time of the download.
+
+        If it has other bytes by now, or had, it is set aside, and raised.
+        """
+        path = self.place.found(planned.file)
+        if path is None:
+            return
+        try:
+            self.prove(planned, path, followed)
+        except DigestMismatchError as error:
+            kept = self._take_away(planned.file, path)
+            raise _arrived_wrong(planned.file, error, kept) from error
+        self.place.settled(planned.file)
+
+    # proving
+
+    def prove(self, planned: PlannedFile, path: Path, followed: Hashes | None = None) -> str:
+        """Return the digest of a file with the announced bytes; it is shared where that is safe.
+
+        Raises DigestMismatchError, with nothing changed, if it has others. `followed` are hashes
+        from the time of the download, if there are any: a head start, never a proof.
+        """
+        announced, near = planned.file.announced, self.near
+        is_ours = planned.is_weight and self.place.holds(planned.file, path)
+        # A link to a blob in a folder where others write in place is not safe for root.
+        is_safe = isinstance(self.place, CachePlace) or effective_user() != 0
+        hint = followed.digest if followed is not None and _agrees(followed, announced) else None
+        if near is not None and is_ours and is_safe:
+            known = _digest_of_blob(near, path, announced)
+            if known is not None:
+                return known
+            try:
+                return self._adopt(near, path, announced, followed if hint else None)
+            except (FileSkippedError, FileNotFoundError) as error:  # or undone in this moment
+                _log.debug("%s is not shared: %s", path, error)
+        store = near or self.store
+        if hint is not None and store.digest_of(path).digest == hint:
+            return hint
+        hashes = store.digest_of(path, ("blake3", *announced))
+        if not _agrees(hashes, announced):
+            raise _mismatch(planned.file, hashes)
+        return hashes.digest
+
+    def _adopt(
+        self, near: Store, path: Path, announced: Mapping[Algorithm, str], followed: Hashes | None
+    ) -> str:
+        owner = self.place.owner
+        digest = ""
+        if followed is not None:
+            try:
+                expected: dict[Algorithm, str] = {"blake3": followed.digest}
+                digest = near.adopt(path, owner=owner, expected=expected).digest
+                near.add_aliases(digest, followed.values)
+            except DigestMismatchError:
+                pass  # what was followed is not what is there now: look at the file itself
+        if not digest:
+            digest = near.adopt(path, owner=owner, expected=announced).digest
+        if not os.path.samefile(path, near.volume.layout.blob(digest)):
+            # Its bytes are a blob in another inode: let it be a link to that one.
+            try:
+                near.replace(path, digest, owner=owner)
+            except StoreError as error:
+                _log.debug("%s keeps its own bytes: %s", path, error)
+        return digest
+
+    def prove_present(self, planned: PlannedFile) -> bool:
+        """Prove a file that was there before; False: it is wrong, or gone.
+
+        A wrong one is set aside in an HF cache. In a `local_dir` wrong bytes are another version,
+        which is going to be replaced.
+        """
+        path = planned.found
+        if path is None:
+            return False
+        try:
+            self.prove(planned, path)
+        except FileNotFoundError:
+            return False
+        except DigestMismatchError as error:
+            if isinstance(self.place, CachePlace):
+                if self.set_aside(planned, path) is None:
+                    return os.path.exists(path)
+                _log.warning("%s; it is fetched again", error)
+            return False
+        self.place.settled(planned.file)
+        return True
+
+    # wrong bytes
+
+    def set_aside(self, planned: PlannedFile, path: Path) -> Path | None:
+        """Move a file with wrong bytes to `bad/`; no pointer to it remains. Return where it is.
+
+        None: another process was faster; it may have brought the right bytes since. The lock of
+        the content keeps its right file from being taken for the wrong one.
+        """
+        reached("download: wrong")
+        file = planned.file
+        with self.store.key_locks.hold(
+            key_of(file), what="set wrong bytes aside", on_wait=self.store.volume.on_wait
+        ):
+            try:
+                self.prove(planned, path)
+            except FileNotFoundError:
+                return None
+            except DigestMismatchError:
+                return self._take_away(file, path)
+            return None
+
+    def _take_away(self, file: RemoteFile, path: Path) -> Path:
+        try:
+            is_ours = self.place.holds(file, path)
+            self.place.hide(file)
+            reached("download: hidden")
+            kept = path
+            if is_ours:
+                kept = move_to_bad(self.near or self.store, path, file.etag)
+            spot = self.place.spot(file)
+            if os.path.islink(spot):  # to huggingface_hub's shared store, or to somebody's file
+                os.unlink(spot)
+        except OSError as error:
+            message = f"{file.path} has wrong bytes and cannot be removed: {error}"
+            hint = "Ask the owner of the folder, or download to another one."
+            raise DigestMismatchError(message, hint=hint, path=file.path) from error
+        _log.warning("%s has wrong bytes; it is kept as %s", file.path, kept)
+        return kept
+
+    @contextmanager
+    def making_room(self, file: RemoteFile) -> Iterator[None]:
+        """Let a file come in this block to where a stale one is; what is the user's own is kept.
+
+        In an HF cache blobs are replaced as a whole.
+        """
+        spot, store = self.place.spot(file), self.near or self.store
+        is_there = isinstance(self.place, LocalPlace) and os.path.isfile(spot)
+        if not isinstance(self.place, LocalPlace) or not file.announced:
+            yield
+            return
+        known = store.known_hashes([spot]).get(spot, {}).get(file.algorithm) if is_there else None
+        if is_there and not file.is_large(store.settings.link_min_size):
+            known = store.digest_of(spot, (file.algorithm,)).get(file.algorithm)
+            if known == file.etag:
+                self.place.settled(file)
+                yield
+                return
+        with self.place.making_room(file, known, store.volume.layout.new_bad(file.etag)):
+            yield
+
+
+def _digest_of_blob(
+    near: Store, path: Path, announced: Mapping[Algorithm, str]
+) -> str | None:  # fmt: skip
+    """Return the digest of a file that is a blob with these hashes: faster than by SHA-256."""
+    blob = near.blob_at(path)
+    if blob is None:
+        return None
+    aliases = near.aliases_of(blob)
+    if any(aliases.get(name) != value for name, value in announced.items()):
+        return None
+    try:
+        checked(near.volume, blob.digest)
+    except StoreError:
+        return None
+    return blob.digest
+
+
+def _agrees(hashes: Hashes, announced: Mapping[Algorithm, str]) -> bool:
+    return all(hashes.get(name) == value for name, value in announced.items())
+
+
+def _mismatch(file: RemoteFile, hashes: Hashes) -> DigestMismatchError:
+    found = hashes.get(file.algorithm)
+    message = f"{file.path} has {file.algorithm} {found}, but {file.etag} was announced"
+    return DigestMismatchError(message, expected=file.etag, found=found)
+
+
+def _arrived_wrong(
+    file: RemoteFile, found: Hashes | DigestMismatchError, kept: Path | None
+) -> DigestMismatchError:
+    if isinstance(found, Hashes):
+        value = found.get(file.algorithm)
+    else:
+        value = getattr(found, "found", "unknown")
+    message = f"{file.path} has {file.algorithm} {value}, but {file.etag} was announced"
+    message += "" if kept is None else f"; what arrived is kept as {kept}"
+    hint = "Run the download again; if this happens again, the file on the Hub is damaged."
+    return DigestMismatchError(message, hint=hint, path=file.path, kept=kept)
+
+
+def _copy(
+    source: BinaryIO, target: int, algorithm: Literal["blake3", "sha256"], wanted: str
+) -> None:
+    """Copy a file, hashed on the way; FileSkippedError if it has other bytes."""
+    if copy_hashed(source, target, algorithm=algorithm) != wanted:
+        raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
+
+
+def _write_offer(
+    offer: Offer, target: int, expected: dict[Algorithm, str], advance: Advance
+) -> None:
+    """Write the bytes that a tier gives; an error if they are not those that are expected."""
+    hasher = Hasher(expected, size=offer.size)
+    for chunk in offer.chunks():
+        hasher.update(chunk)
+        view = memoryview(chunk)
+        while view:
+            view = view[os.write(target, view) :]
+        advance(len(chunk))
+    with offer.judged():
+        check_expected(hasher.finish(), expected, what="It")
+
+
+@contextmanager
+def _left_if_it_fails(failure: str, level: int = logging.DEBUG) -> Iterator[None]:
+    """Let a source that fails in this block be left, and say so; a full disk is raised."""
+    try:
+        yield
+    except (SmartcacheError, OSError) as error:
+        code = getattr(error, "errno", None)
+        if isinstance(error, NoSpaceError) or code in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _log.log(level, "%s: %s", failure, error)
+
+
+def _is_at(path: Path, spot: Path) -> bool:
+    try:
+        return os.path.samefile(path, spot)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,1 @@
+"""Looking after HF caches: who has which bytes, what is damaged, removing, carrying elsewhere."""
