@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypedDict, cast
 from smartcache.errors import SmartcacheError, UnsafeNameError
 from smartcache.hub import REPO_TYPES, RepoType, layout, patches, remote
 from smartcache.hub.answering import Serving, prove_there
-from smartcache.hub.care.tiered import pull_without_hub
 from smartcache.hub.outcome import Watch, log_changes
 from smartcache.hub.places import CachePlace
 from smartcache.hub.plan import (
@@ -193,6 +192,8 @@ class Call:
             try:
                 path = str(self.delegate())
             except Exception:
+                from smartcache.hub.care.tiered import pull_without_hub
+
                 if not self.is_plain or not pull_without_hub(store, request):
                     raise
                 path = str(replace(self, arguments={**self.arguments, **_FROM_CACHE}).delegate())
