@@ -119,6 +119,7 @@ def test_of_several_packs_in_a_tier_the_last_put_counts(
         for number, key in enumerate(keys):
             for each, name in ((first, "first"), (second, "second"))[:: 1 if number % 2 else -1]:
                 each.put(key, {"name": f"{name} {number}"})
+                time.sleep(0.002)  # the clocks of two machines are never that equal
         first.put("gone", {"name": "x"})
         second.put("gone", {"name": "y"})
         second.delete("gone")
