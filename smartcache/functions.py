@@ -62,20 +62,6 @@ def answering() -> AbstractContextManager[object]:
     return serving(_to_serve)
 
 
-def uninstall() -> None:
-    """Give huggingface_hub its own functions back, unless somebody answers or has wrapped ours."""
-    from smartcache.hub import uninstall
-
-    uninstall()
-
-
-def pausing() -> AbstractContextManager[None]:
-    """Let huggingface_hub download as it would alone in a `with` block, in all threads."""
-    from smartcache.hub import pausing
-
-    return pausing()
-
-
 def _to_serve() -> tuple[Store, Callable[[], None]] | None:
     try:
         cache = shared()

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, ParamSpec
 from urllib.parse import unquote, urlsplit
 
 from smartcache.errors import MissingWeightsError
-from smartcache.functions import answering, hf_hub_download, pausing
-from smartcache.hub import Call
+from smartcache.functions import answering, hf_hub_download
+from smartcache.hub import Call, pausing
 from smartcache.pretrained.call import (
     HUB_ARGUMENTS,
     SOURCE_NAMES,

@@ -163,7 +163,7 @@ class _Switch:
                 self._answering.close()
                 self._answering = None
             if DOWNLOADS in sys.modules:
-                from smartcache.functions import uninstall
+                from smartcache.hub import uninstall
 
                 uninstall()
 
@@ -235,7 +235,7 @@ def _with_flag(
         if flag is not None and not isinstance(flag, bool):
             raise TypeError(f"{FLAG} is True or False, not {flag!r}")
         if flag is False and share is None and mapping is None:
-            from smartcache.functions import pausing
+            from smartcache.hub import pausing
 
             with pausing():
                 return bound(*args, **kwargs)
