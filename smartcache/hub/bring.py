@@ -188,7 +188,10 @@ class Bringing:
                     source = self._from_elsewhere(planned, advance)
             if source is not None or fetch is None:
                 return source
-            followed = self._fetch(planned, fetch)
+            # Nobody looks at a text again; a weight is proven once more when it is shared.
+            followed = fetch_proven(
+                self.place, file, fetch, store=self.near or self.store, may_trust=planned.is_weight
+            )
             if planned.is_weight and not is_shared_later:
                 with self._helped(file):
                     self.accept(planned, followed)
@@ -370,13 +373,6 @@ class Bringing:
         self.watch.copied(self.place.spot(file))
         self.place.settled(file)
 
-    # from the Hub
-
-    def _fetch(self, planned: PlannedFile, fetch: Fetch) -> Hashes:
-        # Nobody looks at a text again; a weight is proven once more when it is shared.
-        store, is_weight = self.near or self.store, planned.is_weight
-        return fetch_proven(self.place, planned.file, fetch, store=store, may_trust=is_weight)
-
     def accept(self, planned: PlannedFile, followed: Hashes | None = None) -> None:
         """Share a file that was fetched; `followed` are hashes from the time of the download.
 
@@ -418,7 +414,9 @@ class Bringing:
             return hint
         hashes = store.digest_of(path, ("blake3", *announced))
         if not _agrees(hashes, announced):
-            raise _mismatch(planned.file, hashes)
+            file, found = planned.file, hashes.get(planned.file.algorithm)
+            message = f"{file.path} has {file.algorithm} {found}, but {file.etag} was announced"
+            raise DigestMismatchError(message, expected=file.etag, found=found)
         return hashes.digest
 
     def _adopt(
@@ -545,12 +543,6 @@ def _digest_of_blob(
 
 def _agrees(hashes: Hashes, announced: Mapping[Algorithm, str]) -> bool:
     return all(hashes.get(name) == value for name, value in announced.items())
-
-
-def _mismatch(file: RemoteFile, hashes: Hashes) -> DigestMismatchError:
-    found = hashes.get(file.algorithm)
-    message = f"{file.path} has {file.algorithm} {found}, but {file.etag} was announced"
-    return DigestMismatchError(message, expected=file.etag, found=found)
 
 
 def _arrived_wrong(

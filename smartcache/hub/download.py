@@ -101,7 +101,9 @@ class _Download:
             remote.write_listing(place.memory, plan.commit, plan.new_listing)
         try:
             with (
-                patches.answering(self._answer, covers=self._covers, home=self._home) as answering,
+                patches.answering(
+                    self._answer, covers=self._covers, home=getattr(place, "folder", None)
+                ) as answering,
                 answering.here(),
                 patches.announcing(plan.commit, (each.file for each in plan.files)),
             ):
@@ -149,10 +151,6 @@ class _Download:
                 self._place.drop_other_pointer(each.file)
 
     # answering huggingface_hub
-
-    @property
-    def _home(self) -> Path | None:
-        return self._place.folder if isinstance(self._place, CachePlace) else None
 
     def _covers(self, place: Place, file: RemoteFile) -> bool:
         planned = self._files.get(file.path)
