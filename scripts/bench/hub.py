@@ -277,9 +277,9 @@ def client(who: Who, job: Job, repo: str) -> Callable[[], object]:
     import smartcache.folders.scan
     import smartcache.hub.download
 
-    if job == "plan":
-        return lambda: smartcache.plan_download(repo)
-    return lambda: smartcache.snapshot_download(repo)
+    plan, download = smartcache.plan_download, smartcache.snapshot_download
+    huggingface_hub.snapshot_download  # noqa: B018 - ours calls it: loaded on both sides
+    return (lambda: plan(repo)) if job == "plan" else lambda: download(repo)
 
 
 def unproven_in(repo: str) -> int:
