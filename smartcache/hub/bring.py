@@ -98,7 +98,8 @@ def fetch_proven(
                 kept: Path | None = None
                 with suppress(OSError, SmartcacheError):
                     kept = None if store is None else move_to_bad(store, part, file.etag)
-                _log.warning("%s has wrong bytes; it is kept as %s", file.path, kept)
+                fate = "not kept: no store can take it" if kept is None else f"kept as {kept}"
+                _log.warning("%s has wrong bytes; it is %s", file.path, fate)
                 raise _arrived_wrong(file, hashes, kept)
             _name(place, file, part)
         finally:

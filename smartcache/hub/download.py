@@ -9,6 +9,7 @@ branch or tag is written last.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from smartcache.store import Store, sighting_of
 from smartcache.system import reached
 
 _MOST_NAMED = 3
+_log = logging.getLogger(__name__)
 
 
 def execute(plan: DownloadPlan, progress: Progress | None = None) -> DownloadResult:
@@ -122,10 +124,12 @@ class _Download:
             raise
         self._refuse_missing()
         is_noted = self._request.filename is None or self._request.local_dir is None
-        # Unless somebody has written another commit meanwhile; in a cache that is read-only, not.
+        # Unless somebody has written another commit meanwhile.
         if is_noted and layout.read_ref(folder / "refs" / revision) == ref:
-            with suppress(OSError):
+            try:
                 layout.write_ref(folder, revision, plan.commit)
+            except OSError as error:  # as huggingface_hub: the files are there
+                _log.warning("%s of %s is not noted: %s", revision, plan.repo, error)
         self._remember_place()
         return self._result()
 
