@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
@@ -394,6 +395,14 @@ def usage_of_sets(store: Store) -> list[tuple[SetInfo, int]]:
 
 def prunable_size(store: Store) -> int:
     """Return what `smartcache prune` would free now: on all volumes, blobs, trash and artifacts."""
-    blobs = sum(each.plan_prune(after_rebuild=True).freed_size for each in store.stores())
-    sets = sets_in(store)
-    return blobs + (0 if sets is None else sets.plan_prune().freed_size)
+    return sum(prunable_sizes(store).values())
+
+
+def prunable_sizes(store: Store) -> dict[str, int]:
+    """Return what `smartcache prune` would free now on each filesystem."""
+    found = Counter[str]()
+    for each in store.stores():
+        found[each.volume.filesystem] += each.plan_prune(after_rebuild=True).freed_size
+    if (sets := sets_in(store)) is not None:
+        found[store.volume.filesystem] += sets.plan_prune().freed_size
+    return found

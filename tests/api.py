@@ -231,9 +231,7 @@ from smartcache.progress import Job, Progress, Unit, bars, silent
 from smartcache.remote import Remotes, Tier, plan_gc, plan_pull, plan_push, verify_tier
 from smartcache.report import html as report_html
 from smartcache.report import names as folders_names
-from smartcache.report import unread as report_unread
-from smartcache.report.figures import Across, Report, SharedFile, Sums, make_report
-from smartcache.report.markdown import markdown
+from smartcache.report.figures import Across, Disk, Report, SharedFile, Sums, make_report
 from smartcache.report.names import Namer
 from smartcache.report.naming import Known, Naming, from_home
 from smartcache.report.roles import roles
@@ -241,13 +239,11 @@ from smartcache.report.text import Section, sections
 from smartcache.report.titles import (
     LONGEST,
     MOST_READ,
-    Title,
     kind_of,
     one_line,
     read_title,
     title_of,
 )
-from smartcache.report.unread import OldFile, Unread, Watch
 from smartcache.sizes import format_age, format_size, parse_age, parse_size
 from smartcache.store import DEFAULT_PIN, KINDS
 from smartcache.store import Kind as links_Kind
@@ -427,6 +423,7 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "DigestMismatchError",
+    "Disk",
     "DownloadPlan",
     "DownloadResult",
     "EncoderError",
@@ -484,7 +481,6 @@ __all__ = [
     "NoSpaceError",
     "NotComparableError",
     "NothingToUndoError",
-    "OldFile",
     "Op",
     "Option",
     "Options",
@@ -553,13 +549,11 @@ __all__ = [
     "TensorSpec",
     "Tier",
     "TierError",
-    "Title",
     "Trust",
     "UndoPlan",
     "Undone",
     "Unit",
     "UnknownClassError",
-    "Unread",
     "UnreadableConfigError",
     "UnsafeFileError",
     "UnsafeNameError",
@@ -570,7 +564,6 @@ __all__ = [
     "Volume",
     "Walked",
     "Wanted",
-    "Watch",
     "What",
     "WrongVariantError",
     "accelerator",
@@ -687,7 +680,6 @@ __all__ = [
     "look_at",
     "main",
     "make_report",
-    "markdown",
     "memoized",
     "modules_of",
     "mount_of",
@@ -740,7 +732,6 @@ __all__ = [
     "replace_damaged_index",
     "repo_file",
     "report_html",
-    "report_unread",
     "resolve_device",
     "roles",
     "scan",

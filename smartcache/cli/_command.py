@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
@@ -283,17 +283,17 @@ def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.ensure_object(Session).debug = True
 
 
-def same_options(name: str, like: click.Context, *names: str) -> str:
+def same_options(name: str, like: click.Context, *names: str, more: Sequence[str] = ()) -> str:
     """Return the command line of another command with some options and arguments of this one.
 
-    As they were typed, so that the user can paste it.
+    As they were typed, so that the user can paste it; and `more` options.
     """
     import shlex
 
     typed, _, _ = like.command.make_parser(like).parse_args(list(like.meta[_ARGUMENTS]))
     home = like.ensure_object(Session).home
     start = ["smartcache", *(["--home", str(home)] if home is not None else []), name]
-    words: list[str] = []
+    words = [*more]
     arguments: list[str] = []
     for each in like.command.params:
         if each.name not in names or like.get_parameter_source(each.name) is not _TYPED:

@@ -209,13 +209,11 @@ def survey(
     folders: Sequence[ModelFolder],
     *,
     min_size: int = MIN_SIZE,
-    exclude: Sequence[str] = (),
-    any_file: bool = False,
     progress: Progress = silent,
 ) -> Scan:
     """Walk folders and say what is known of them already: no byte of a file is read."""
-    walked, scope = look(store, folders, min_size=min_size, exclude=exclude, progress=progress)
-    return find_duplicates(store, walked, scope, any_file=any_file)
+    walked, scope = look(store, folders, min_size=min_size, progress=progress)
+    return find_duplicates(store, walked, scope)
 
 
 def look(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import heapq
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from smartcache.cache import prunable_size, usage_of_sets
+from smartcache.cache import prunable_sizes, usage_of_sets
 from smartcache.folders import (
     Figures,
     Group,
@@ -30,8 +30,8 @@ from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles
 from smartcache.report.titles import kind_of
-from smartcache.report.unread import Unread, Watch
 from smartcache.store import Seen, Store
+from smartcache.system import free_bytes, mount_of
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetInfo
@@ -79,6 +79,16 @@ class Across:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A mounted filesystem: the room left on it, and what `prune` would add to that."""
+
+    path: Path
+    """Where it is mounted."""
+    free: int
+    prunable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything a report says; what matters most comes first in every list."""
 
@@ -92,7 +102,6 @@ class Report:
     across: tuple[Across, ...]
     elsewhere: int
     """Bytes of all duplicates across filesystems."""
-    unread: Unread
     min_size: int
     uncompared: int
     """Files from `min_size` that have another of their size and were never compared with it."""
@@ -104,6 +113,8 @@ class Report:
     """Sets of computed tensors, the largest first, and what `prune` would free of each."""
     prunable: int = 0
     """What only smartcache holds and nobody wants: `prune` would free it."""
+    disks: tuple[Disk, ...] = ()
+    """Where the files are, and where `prune` would free room."""
     figures: tuple[Figures, ...] = ()
     """The sums of each folder, the largest first."""
     groups: tuple[Group, ...] = ()
@@ -117,7 +128,6 @@ def make_report(
     folders: Sequence[ModelFolder],
     *,
     min_size: int,
-    older_than: timedelta,
     is_detailed: bool = False,
     progress: Progress = silent,
 ) -> Report:
@@ -128,7 +138,7 @@ def make_report(
     found = survey(store, folders, min_size=min_size, progress=progress)
     now = datetime.now(UTC)
     walked = [each.folder for each in found.folders if each.folder is not None]
-    counting = _Counting(walked, min_size, Watch(now, older_than))
+    counting = _Counting(walked, min_size)
     files: list[tuple[Seen, ...]] = []
     groups: list[Group] = []
     with progress("Counting", found.total.files) as job:
@@ -144,10 +154,26 @@ def make_report(
         if is_detailed:
             groups.append(group)
     sets = sorted(usage_of_sets(store), key=lambda each: (-each[0].on_disk, each[0].full_name))
+    prunable = {name: size for name, size in prunable_sizes(store).items() if size}
+    roots = {each.volume.filesystem: each.root for each in store.stores()}
+    places = {name: roots[name] for name in prunable} | counting.places
     return replace(
-        counting.report(found, now), artifact_sets=tuple(sets), prunable=prunable_size(store),
-        figures=found.folders, groups=tuple(groups), files=tuple(files),
+        counting.report(found, now), artifact_sets=tuple(sets), prunable=sum(prunable.values()),
+        disks=_disks(places, prunable), figures=found.folders, groups=tuple(groups),
+        files=tuple(files),
     )  # fmt: skip
+
+
+def _disks(places: Mapping[str, Path], prunable: Mapping[str, int]) -> tuple[Disk, ...]:
+    """Return the disks of filesystems, each given by a path on it."""
+    found: dict[Path, Disk] = {}
+    for name, path in places.items():
+        point = mount_of(path).point
+        # Several filesystems at one mount point are subvolumes: they have the same room.
+        more = found[point].prunable if point in found else 0
+        size = more + prunable.get(name, 0)
+        found[point] = Disk(path=point, free=free_bytes(path), prunable=size)
+    return tuple(found[point] for point in sorted(found))
 
 
 class _Table:
@@ -187,20 +213,22 @@ class _Table:
 class _Counting:
     """The sums while files stream by: a row per label, two numbers per size."""
 
-    def __init__(self, folders: Sequence[ModelFolder], min_size: int, watch: Watch) -> None:
+    def __init__(self, folders: Sequence[ModelFolder], min_size: int) -> None:
         self._folders = {folder.path: folder for folder in folders}
         self._min_size = min_size
-        self._watch = watch
         self._naming = Naming()
         self._total, self._programs, self._kinds, self._repos = (_Table() for _ in range(4))
         self._small_kinds: dict[str, str] = {}
         self._sizes: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
         self._shared: list[tuple[int, int, tuple[Path, ...], list[Seen]]] = []
         self._across: list[tuple[int, str, Group]] = []
+        self.places: dict[str, Path] = {}
+        """A file on each filesystem that has some."""
 
     def add(self, same: list[Seen]) -> None:
         """Count one file, given by all its names."""
         first = same[0]
+        self.places.setdefault(first.filesystem, first.path)
         folders = [self._folders[name.folder] for name in same]
         self._total.add(same, ["total"] * len(same))
         self._programs.add(same, map(_program, folders))
@@ -215,7 +243,6 @@ class _Counting:
             counts = self._sizes[first.size]
             counts[0] += 1
             counts[1] += not first.is_compared
-            self._watch.look(first.path, first.allocated)
 
     def add_group(self, group: Group) -> None:
         """Count what a group of duplicates would give back, and what links cannot reach of it."""
@@ -265,7 +292,6 @@ class _Counting:
                 for elsewhere, _, group in sorted(self._across, reverse=True)
             ),
             elsewhere=found.elsewhere,
-            unread=self._watch.found(),
             min_size=self._min_size,
             uncompared=sum(new for all_, new in self._sizes.values() if all_ > 1),
             left=found.left,

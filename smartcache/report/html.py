@@ -30,9 +30,8 @@ from smartcache.folders import Figures, Group, ModelFolder
 from smartcache.hub import Census, Key, scan_caches, used
 from smartcache.report.figures import Report
 from smartcache.report.names import Namer
-from smartcache.report.naming import Naming, from_home, is_hash
+from smartcache.report.naming import Naming, from_home, is_hash, left_options, left_words
 from smartcache.report.roles import roles
-from smartcache.sizes import format_age
 from smartcache.store import Seen, Store
 
 MOST_FILES = 50_000
@@ -47,41 +46,22 @@ _HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 """Nothing in JSON needs these as they are; U+2028 and its like are escaped anyway: it is ASCII."""
 
 Clean = Callable[[str], str]
+Row = dict[str, Any]
+"""A row of a table, before its names are clean."""
 Node = dict[str, Any]
 """A box of the map: a file, or a name with children."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedShare:
-    """A repo of the HF caches: its size, and its disk blocks."""
-
-    name: str
-    size: int
-    own: int
-    shared: int
-    accessed_at: datetime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
-    """Files that several repos have in common, each once on the disk."""
-
-    name: str
-    files: int
-    allocated: int
-    repos: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """What the page shows that is in no folder's figures."""
 
-    repos: tuple[CachedShare, ...] = ()
-    components: tuple[Component, ...] = ()
+    repos: Sequence[Row] = ()
+    """Repos of the HF caches: size, and disk blocks."""
+    components: Sequence[Row] = ()
+    """Files that several repos have in common, each once on the disk."""
     only_smartcache: int = 0
     """Disk blocks that have no name outside the store."""
-    reclaimable: int = 0
-    """What `prune` would free of them."""
 
 
 def look_beside(store: Store, report: Report) -> Beside:
@@ -90,25 +70,23 @@ def look_beside(store: Store, report: Report) -> Beside:
     caches = [folder.path for folder in report.folders if folder.program == _HUGGING_FACE]
     census = Census(scan_caches(caches), stores)
     # By the links there are now: what was deleted since the last look is only in the store.
-    usages = [each.usage() for each in stores]
     return Beside(
-        repos=tuple(_repos(census)),
-        components=tuple(_components(census)),
-        only_smartcache=sum(usage.only_smartcache for usage in usages),
-        reclaimable=sum(usage.reclaimable for usage in usages),
+        repos=[*_repos(census)],
+        components=_components(census),
+        only_smartcache=sum(each.usage().only_smartcache for each in stores),
     )
 
 
-def _repos(census: Census) -> Iterator[CachedShare]:
+def _repos(census: Census) -> Iterator[Row]:
     for repo in census.repos:
         share = census.share_of_repo(repo)
-        yield CachedShare(
-            name=str(repo.repo), size=repo.size, own=share.own, shared=share.shared,
-            accessed_at=repo.accessed_at,
-        )  # fmt: skip
+        yield {
+            "name": str(repo.repo), "size": repo.size, "own": share.own, "shared": share.shared,
+            "accessed": repo.accessed_at.isoformat(),
+        }  # fmt: skip
 
 
-def _components(census: Census) -> list[Component]:
+def _components(census: Census) -> list[Row]:
     """Return what repos have in common, by component: the folder in the repo, or the file."""
     found: defaultdict[tuple[str, tuple[str, ...]], dict[Key, int]] = defaultdict(dict)
     for repo in census.repos:
@@ -120,11 +98,11 @@ def _components(census: Census) -> list[Component]:
             if len(repos) > 1 and pointer.body.allocated:
                 component = pointer.path.partition("/")[0]
                 found[component, repos][pointer.body.key] = pointer.body.allocated
-    rows = [
-        Component(name=name, files=len(files), allocated=sum(files.values()), repos=repos)
+    rows: list[Row] = [
+        {"name": name, "files": len(files), "size": sum(files.values()), "repos": repos}
         for (name, repos), files in found.items()
     ]
-    return sorted(rows, key=lambda row: (-row.allocated, row.name))
+    return sorted(rows, key=lambda row: (-row["size"], row["name"]))
 
 
 # the data of the page
@@ -145,7 +123,7 @@ def document(
     `options` and `folders` those that were given. `clean` makes names harmless that have strange
     bytes.
     """
-    groups = [group for group in report.groups if group.freeable or group.elsewhere]
+    groups = [group for group in report.groups if group.freeable or group.elsewhere or _left(group)]
     groups.sort(key=lambda group: (-group.freeable, -group.elsewhere, group.digest))
     shown = groups[:MOST_GROUPS]
     naming = Naming()
@@ -167,7 +145,11 @@ def document(
             *_Map(report, clean).nodes(),
             *_of_store(report, beside, clean),
         ],
-        "actions": list(_actions(report, beside, len(groups), program, [*options, *folders])),
+        "disks": [
+            {"path": clean(str(each.path)), "free": each.free, "prunable": each.prunable}
+            for each in report.disks
+        ],
+        "actions": list(_actions(report, program, [*options, *folders])),
         "folders": [
             _folder(each.folder, each, clean)
             for each in report.figures
@@ -176,24 +158,16 @@ def document(
         "groups": [_group(each, naming, [*program, "dedup", *least], clean) for each in shown],
         "more_groups": len(groups) - len(shown),
         "components": [
-            {
-                "name": clean(each.name),
-                "files": each.files,
-                "size": each.allocated,
-                "repos": [*map(clean, each.repos)],
-            }
-            for each in beside.components
+            {**row, "name": clean(row["name"]), "repos": [*map(clean, row["repos"])]}
+            for row in beside.components
         ],
         "repos": [
             {
-                "name": clean(each.name),
-                "size": each.size,
-                "own": each.own,
-                "shared": each.shared,
-                "accessed": each.accessed_at.isoformat(),
-                "command": shell([*program, "hub", "rm", each.name]),
+                **row,
+                "name": clean(row["name"]),
+                "command": shell([*program, "hub", "rm", row["name"]]),
             }
-            for each in beside.repos
+            for row in beside.repos
         ],
         "sets": [
             {
@@ -272,8 +246,8 @@ class _Map:
             allocated, count = same[0].allocated, len(same)
             for position, name in enumerate(same):
                 share = allocated // count + (position < allocated % count)
-                below = str(name.path)[len(str(name.folder)) :].lstrip("/")
-                *above, label = self._place(name, below)
+                shown, parts = self._shown_as(name)
+                *above, label = self._place(name, parts)
                 branch = root
                 for part in above:
                     branch = branch.children.setdefault(part, _Branch())
@@ -285,7 +259,7 @@ class _Map:
                 branch.leaves.append({
                     "name": self._clean(label),
                     "bytes": share,
-                    "path": self._clean(f"{self._shown[name.folder]}/{below}"),
+                    "path": self._clean(shown),
                     "size": name.size,
                     "disk": name.allocated,
                     "state": self._state(name),
@@ -298,13 +272,22 @@ class _Map:
             return "duplicate"
         return "shared" if name.links > 1 else "own"
 
-    def _place(self, name: Seen, below: str) -> list[str]:
+    def _shown_as(self, name: Seen) -> tuple[str, list[str]]:
+        """Return the path of a file from the home, and its steps from the folder it was met in."""
+        path, inside = str(name.path), os.path.join(name.folder, "")
+        if path.startswith(inside):
+            below = path[len(inside) :]
+            return os.path.join(self._shown[name.folder], below), below.split("/")
+        # A symlink in the folder led out of it.
+        shown = from_home(name.path)
+        return shown, list(os.path.split(shown))
+
+    def _place(self, name: Seen, parts: list[str]) -> list[str]:
         """Return where a file stands in the tree: program, model or folders, its own name."""
         folder = self._folders[name.folder]
         top = [folder.program or self._shown[name.folder]]
         if folder.program in self._several:
             top.append(self._shown[name.folder])
-        parts = below.split("/")
         if repo := self._namer.repo_of(name.path, folder):
             called = self._namer.name(name.path, folder).partition(" \N{MIDDLE DOT} ")[2]
             return [*top, repo, called or (repo if is_hash(parts[-1]) else parts[-1])]
@@ -356,18 +339,27 @@ def _group(group: Group, naming: Naming, dedup: list[str], clean: Clean) -> dict
         for name in copy.names
         if not copy.is_only_in_store
     )
+    allowed = [] if group.freeable else left_options(group.skipped)
+    may_free = group.freeable or allowed
     return {
         "name": clean(str(naming.of(group))),
         "size": group.size,
         "freeable": group.freeable,
         "elsewhere": group.elsewhere,
+        "left": _left(group),
+        "reasons": sorted({skip.reason for skip in group.skipped if skip.size}),
         "copies": copies,
-        "command": shell([*dedup, *dict.fromkeys(folders)]) if group.freeable else "",
+        "command": shell([*dedup, *allowed, *dict.fromkeys(folders)]) if may_free else "",
     }
 
 
+def _left(group: Group) -> int:
+    """Return what `dedup` leaves alone of a group, in bytes."""
+    return sum(skip.size for skip in group.skipped)
+
+
 def _actions(
-    report: Report, beside: Beside, groups: int, program: Sequence[str], options: Sequence[str]
+    report: Report, program: Sequence[str], options: Sequence[str]
 ) -> Iterator[dict[str, object]]:
     """Go through what would free room: how much, what happens, and the command to paste."""
 
@@ -385,6 +377,7 @@ def _actions(
         }  # fmt: skip
 
     if report.total.freeable:
+        groups = sum(group.freeable > 0 for group in report.groups)
         many = "1 file is" if groups == 1 else f"{groups:,} files are"
         yield action(
             "Replace duplicates with links",
@@ -394,14 +387,21 @@ def _actions(
             report.total.freeable,
             is_certain=True,
         )
-    tensors = sum(freeable for _, freeable in report.artifact_sets)
-    if reclaimable := beside.reclaimable + tensors:
+    if report.left:
+        allowed = left_options(report.left)
+        yield action(
+            "Duplicates that dedup leaves alone",
+            " ".join(left_words(report.left)),
+            ["dedup", *allowed, *options] if allowed else (),
+            sum(each.size for each in report.left if each.options or not allowed),
+        )
+    if report.prunable:
         yield action(
             "Remove what nothing uses any more",
             "Blobs whose files and repos are gone, and tensors that are past their time. The "
             "command shows what would go and asks first.",
             ["prune"],
-            reclaimable,
+            report.prunable,
             is_certain=True,
         )
     if report.uncompared:
@@ -411,16 +411,6 @@ def _actions(
             f"{files} the size of another file and may be a duplicate. A scan reads and compares "
             "them; it changes nothing. Then make this page again.",
             ["scan", *options],
-        )
-    if report.unread.files:
-        age = format_age(report.unread.older_than)
-        days = max(1, report.unread.older_than.days)
-        yield action(
-            f"Look at what nobody has read for {age}",
-            f"{len(report.unread.files):,} files. The command lists them; whether you still need "
-            "them, only you know.",
-            ["report", "-q", f"--older-than={days}d", *options],
-            report.unread.allocated,
         )
     if report.elsewhere:
         yield action(

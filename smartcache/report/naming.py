@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smartcache.folders import Group, Left, ModelFolder, Option
+from smartcache.folders import Group, Left, ModelFolder, Option, Skip
 from smartcache.report.names import Namer
 from smartcache.report.titles import title_of
 from smartcache.sizes import format_size
@@ -48,10 +48,9 @@ class Naming:
     def of_names(self, names: Sequence[tuple[Path, ModelFolder]]) -> Known:
         """Return what is known of one content, given by its paths and the folders they are in."""
         called = (self._namer.name(path, folder) for path, folder in names)
-        title = title_of(names[0][0])
         files = [path.name for path, _ in names]
         return Known(
-            title="" if title is None else title.title,
+            title=title_of(names[0][0]),
             name=next(filter(None, called), ""),
             file=next((file for file in files if not is_hash(file)), files[0]),
         )
@@ -87,7 +86,7 @@ _DIFFERENCES: dict[Option, tuple[str, str]] = {
 }
 
 
-def left_words(left: tuple[Left, ...]) -> Iterator[str]:
+def left_words(left: Iterable[Left]) -> Iterator[str]:
     """Say what `dedup` leaves alone: first what options would include, then what none does."""
     for each in sorted(left, key=lambda each: not each.options):
         files = "1 file" if each.files == 1 else f"{each.files:,} files"
@@ -99,6 +98,14 @@ def left_words(left: tuple[Left, ...]) -> Iterator[str]:
         if "any-file" in each.options:
             words[0] += " that programs edit in place"
         yield f"{size} more with {option_words(each.options)} ({files} {' or '.join(words)})."
+
+
+def left_options(left: Iterable[Left | Skip]) -> list[str]:
+    """Return the words with which `dedup` would include what options can include."""
+    options: set[Option] = set()
+    for each in left:
+        options.update(each.options if isinstance(each, Left) else filter(None, [each.option]))
+    return option_words(sorted(options)).split()
 
 
 def option_words(options: Iterable[Option]) -> str:

@@ -45,14 +45,14 @@
     return step ? `${counted(Math.floor(past / step[1]), step[0])} ago` : "just now";
   };
   const STATES = {
-    own: "Only here",
+    own: "Not shared",
     shared: "Shared: several names, stored once",
     duplicate: "Duplicate: dedup would free it",
     kept: "Held only by smartcache",
     set: "Computed tensors",
     rest: "Smaller files, counted together",
   };
-  const SHORT = { own: "only here", shared: "shared", duplicate: "duplicate" };
+  const SHORT = { own: "not shared", shared: "shared", duplicate: "duplicate" };
 
   const say = (text) => { $("said").textContent = text; };
   const copy = async (text, button) => {
@@ -112,8 +112,11 @@
     card("On disk", total.physical, total.store
       ? `Each file once; ${size(total.store)} more held only by smartcache` : "Each file once"),
     card("Saved by sharing", total.saved, total.saved ? "Further names that take no room" : "No file is shared yet"),
-    card("Can be freed", certain, certain ? "With the commands below" : "No duplicate is known, and nothing is left over", "main"),
+    card("Can be freed", certain, certain ? "With the commands below"
+      : data.actions.length ? "See below what else there is" : "No file is here twice, and nothing is left over", "main"),
   );
+  $("disks").append(...data.disks.map((each) => make("p", {}, "Disk ", make("code", { text: each.path }),
+    `: ${size(each.free)} free${each.prunable ? `; prune would free ${size(each.prunable)} more` : ""}`)));
   $("warnings").append(...data.warnings.slice(0, 20).map((text) => make("p", { class: "warning", text })));
   if (data.warnings.length > 20) {
     $("warnings").append(make("p", { class: "warning", text: `... and ${number(data.warnings.length - 20)} more` }));
@@ -378,6 +381,9 @@
   seen(root);
   $("legend").append(...Object.keys(STATES).filter((state) => states.has(state) && (state === "own" || !(state === "set" && states.has("kept"))))
     .map((state) => make("span", {}, swatch(state), STATES[state])));
+  if (names.size) {
+    $("legend").after(make("p", { class: "lead", text: "A file with several names is drawn at each of them, at an equal part of its size." }));
+  }
   let wide = 0;
   new ResizeObserver(() => {
     if (map.clientWidth === wide) return;
@@ -535,12 +541,14 @@
         make("span", {}, make("span", { class: "paths", text: one.path }), one.program ? make("span", { class: "muted", text: ` ${one.program}` }) : null)));
     const inside = make("div", { class: "inside" }, make("ul", {}, ...copies.slice(0, 200)));
     if (copies.length > 200) inside.append(make("p", { class: "muted", text: `... and ${number(copies.length - 200)} more` }));
+    if (each.reasons.length) inside.append(make("p", { class: "muted", text: `Left alone: ${each.reasons.join("; ")}.` }));
     if (each.command) inside.append(make("p", { class: "muted", text: "Replaces this one, and whatever else is twice in these folders; shows its plan and asks first:" }), command(each.command));
-    else inside.append(make("p", { class: "muted", text: "These lie on different filesystems: links cannot free anything here." }));
+    else if (each.elsewhere) inside.append(make("p", { class: "muted", text: "These lie on different filesystems: links cannot free anything here." }));
     return make("details", { class: "dup" },
       make("summary", {},
         make("span", { class: "title", text: each.name }),
-        make("span", { class: "gain", text: each.freeable ? `${size(each.freeable)} to free` : `${size(each.elsewhere)} elsewhere` }),
+        make("span", { class: "gain", text: each.freeable ? `${size(each.freeable)} to free`
+          : each.elsewhere ? `${size(each.elsewhere)} elsewhere` : `${size(each.left)} left alone` }),
         make("span", { class: "about", text: `${size(each.size)}, ${counted(each.copies.length, "path")}` })),
       inside);
   };

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smartcache.report.figures import Across, Report, SharedFile, Sums
+from smartcache.report.figures import Across, Disk, Report, SharedFile, Sums
 from smartcache.report.naming import from_home, left_words
-from smartcache.report.unread import Unread
-from smartcache.sizes import format_age, format_size
+from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetInfo
@@ -33,18 +32,21 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def sections(report: Report, *, dedup: str = "'smartcache dedup'") -> Iterator[Section]:
+def sections(report: Report, *, dedup: str, allowing: str = "") -> Iterator[Section]:
     """Go through the parts of a report; a part with nothing to say is left out.
 
-    `dedup` is the command that frees the duplicates in the folders of this report.
+    `dedup` is the command that frees the duplicates in the folders of this report, `allowing` the
+    one that includes what it leaves alone without an option.
     """
     total = report.total
     yield Section(
         title="All folders",
         columns=(*_SUMS, ""),
         rows=(_sums(total, f"{_count(len(report.folders), 'folder')}"),),
-        notes=tuple(_summary(report, dedup)),
+        notes=tuple(_summary(report, dedup, allowing)),
     )
+    if report.disks:
+        yield _disks(report.disks)
     yield _table("By program", "PROGRAM", report.programs)
     yield _table("By kind of file", "KIND", report.kinds)
     if report.repos:
@@ -53,12 +55,11 @@ def sections(report: Report, *, dedup: str = "'smartcache dedup'") -> Iterator[S
         yield _most_shared(report.most_shared)
     if report.across:
         yield _across(report.across, report.elsewhere)
-    yield _unread(report.unread)
     if report.artifact_sets:
         yield _artifact_sets(report.artifact_sets)
 
 
-def _summary(report: Report, dedup: str) -> Iterator[str]:
+def _summary(report: Report, dedup: str, allowing: str) -> Iterator[str]:
     total = report.total
     if total.saved:
         yield f"Sharing saves {format_size(total.saved)}: files with several names, stored once."
@@ -67,16 +68,31 @@ def _summary(report: Report, dedup: str) -> Iterator[str]:
     if total.freeable:
         size = format_size(total.freeable)
         yield f"{dedup} would free {size} more."
-    yield from left_words(report.left)
+    elif report.left or report.elsewhere:
+        yield "Links could free nothing here."
+    elif not report.uncompared:
+        rest = "" if report.prunable else ": there is nothing to free"
+        yield f"No file is here twice{rest}."
+    yield from left_words([each for each in report.left if each.options])
+    if allowing:
+        yield f"Run {allowing} to include that."
+    yield from left_words([each for each in report.left if not each.options])
     if report.uncompared:
         files = _count(report.uncompared, "file")
         yield f"{files} never compared with others of the same size: 'smartcache scan' would."
-    elif not (total.freeable or report.left):
-        rest = "" if report.prunable else ": there is nothing to free"
-        yield f"No file is here twice{rest}."
     if report.prunable:
         size = format_size(report.prunable)
         yield f"{size} are held only by smartcache; 'smartcache prune' frees them."
+
+
+def _disks(disks: tuple[Disk, ...]) -> Section:
+    return Section(
+        title="Room on disk",
+        columns=("FREE", "PRUNE FREES", "DISK"),
+        rows=tuple(
+            (format_size(each.free), format_size(each.prunable), str(each.path)) for each in disks
+        ),
+    )
 
 
 def _table(title: str, label: str, rows: tuple[Sums, ...]) -> Section:
@@ -125,34 +141,6 @@ def _across_rows(group: Across) -> Iterator[tuple[str, ...]]:
         yield "", "", f"at {from_home(path)}"
     if len(group.paths) > _MOST_PATHS:
         yield "", "", f"and at {len(group.paths) - _MOST_PATHS:,} more"
-
-
-def _unread(unread: Unread) -> Section:
-    age = format_age(unread.older_than)
-    notes = [
-        f"{point}: {reason}, so it cannot be known there."
-        for point, reason in unread.unknown.items()
-    ]
-    if unread.files:
-        more = len(unread.files) - _MOST_FILES
-        behind = f", the largest shown ({more:,} more)" if more > 0 else ""
-        size = format_size(unread.allocated)
-        notes.insert(0, f"{_count(len(unread.files), 'file')}, {size}{behind}; good to a day.")
-    elif not unread.unknown_files:
-        notes.insert(0, "None.")
-    return Section(
-        title=f"Not read for {age}",
-        columns=("LAST READ", "SIZE", "FILE"),
-        rows=tuple(
-            (
-                each.read_at.astimezone().strftime("%Y-%m-%d"),
-                format_size(each.size),
-                from_home(each.path),
-            )
-            for each in unread.files[:_MOST_FILES]
-        ),
-        notes=tuple(notes),
-    )
 
 
 def _artifact_sets(sets: tuple[tuple[SetInfo, int], ...]) -> Section:

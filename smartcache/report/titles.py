@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
@@ -46,16 +45,6 @@ _TORCH_PICKLE: Final = bytes.fromhex("80028a0a6cfc9c46f920")
 """How `torch.save` began before it made zips."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Title:
-    """What a header says; `title` or `format` is not empty."""
-
-    title: str
-    format: str
-    """The framework that a safetensors file was made for ("pt"), or "GGUF v3"."""
-    kind: Kind
-
-
 def kind_of(path: Path) -> Kind:
     """Return the kind of a file: by its suffix, or its first bytes if the suffix says nothing."""
     if (kind := _KINDS.get(path.suffix.lower())) is not None:
@@ -67,28 +56,22 @@ def kind_of(path: Path) -> Kind:
         return "other"
 
 
-def title_of(path: Path) -> Title | None:
-    """Return the title of a model file; None if it has none, is damaged or cannot be read."""
+def title_of(path: Path) -> str:
+    """Return the title of a model file; "" if it has none, is damaged or cannot be read."""
     try:
         with open_regular(path) as file:
-            return read_title(file, is_latents=_KINDS.get(path.suffix.lower()) == "latents")
+            return read_title(file)
     except OSError:
-        return None
+        return ""
 
 
-def read_title(file: BinaryIO, *, is_latents: bool = False) -> Title | None:
-    """Return the title in the header of an open file that is at its beginning."""
+def read_title(file: BinaryIO) -> str:
+    """Return the title in the header of an open file that is at its beginning; "" if none."""
     head = read_up_to(file, _HEAD)
     kind = _kind_of_head(head)
     if kind == "safetensors":
-        title, form = _safetensors(file, head)
-    elif kind == "gguf":
-        title, form = _gguf(file, head)
-    else:
-        return None
-    if not title and not form:
-        return None
-    return Title(title=title, format=form, kind="latents" if is_latents else kind)
+        return _safetensors(file, head)
+    return _gguf(file, head) if kind == "gguf" else ""
 
 
 def one_line(text: str) -> str:
@@ -114,7 +97,7 @@ def _is_torch_zip(head: bytes) -> bool:
     return head[:4] == b"PK\x03\x04" and head[30 : 30 + length].endswith(b"/data.pkl")
 
 
-def _safetensors(file: BinaryIO, head: bytes) -> tuple[str, str]:
+def _safetensors(file: BinaryIO, head: bytes) -> str:
     length = int.from_bytes(head[:8], "little")
     most = min(length, MOST_READ - 8)
     start = head[8 : 8 + most]
@@ -125,9 +108,9 @@ def _safetensors(file: BinaryIO, head: bytes) -> tuple[str, str]:
     else:  # not in front, where the format's own writers put it
         metadata = _loads(start).get("__metadata__")
     if not isinstance(metadata, dict):
-        return "", ""
-    titles = (_text(metadata.get(key)) for key in _TITLES)
-    return next(filter(None, titles), ""), _text(metadata.get("format"))
+        return ""
+    titles = (metadata.get(key) for key in _TITLES)
+    return next(filter(None, (one_line(each) for each in titles if isinstance(each, str))), "")
 
 
 def _metadata(header: bytes) -> object | None:
@@ -153,10 +136,6 @@ def _loads(text: bytes) -> dict[str, object]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _text(value: object) -> str:
-    return one_line(value) if isinstance(value, str) else ""
 
 
 class _DamagedError(Exception):
@@ -210,17 +189,17 @@ _LONGEST_KEY: Final = 65_535
 _VERSIONS: Final = (2, 3)
 
 
-def _gguf(file: BinaryIO, head: bytes) -> tuple[str, str]:
+def _gguf(file: BinaryIO, head: bytes) -> str:
     reader = _Reader(file, head)
     try:
         reader.skip(4)
-        version = reader.number("I")
-        if version not in _VERSIONS:  # 1 had other lengths; big-endian files show as huge ones
-            return "", ""
+        # 1 had other lengths; big-endian files show as huge ones.
+        if reader.number("I") not in _VERSIONS:
+            return ""
         reader.skip(8)
-        return _gguf_name(reader, pairs=reader.number("Q")), f"GGUF v{version}"
+        return _gguf_name(reader, pairs=reader.number("Q"))
     except _DamagedError:
-        return "", ""
+        return ""
 
 
 def _gguf_name(reader: _Reader, pairs: int) -> str:

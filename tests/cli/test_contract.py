@@ -84,6 +84,7 @@ LOOKS = (
 
 WITHOUT_STORE = {
     "undo": "There is nothing to undo.",
+    "report empty": "No file is here twice: there is nothing to free.",
     "folders ls": "No folder is known, and no program's was found.",
     "hub ls --cache-dir empty": "No repo is cached.",
     "hub verify --cache-dir empty": "Checked 0 files of 0 repos",
@@ -108,7 +109,6 @@ WITHOUT_STORE = {
 REFUSED_WITHOUT_STORE = {
     "undo --last": "There is nothing to undo",
     "undo 9f3a61c2": "There is nothing to undo",
-    "report empty": "There is no store at",
     "folders rm empty": "There is no store at",
     "hub seed --cache-dir shared": "There is no store at",
     "hub mapping --output known.json": "There is no store at",

@@ -4,13 +4,16 @@ import json
 import os
 import re
 import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.api import format_size
 from tests.cli.running import Here, Smartcache
-from tests.folders.trees import SIZE, Machine, content, write
+from tests.folders.trees import SIZE, Machine, content, hf_repo, write
 from tests.store.files import snapshot
 
 SMALL = ("--min-size", "4KiB")
@@ -28,7 +31,7 @@ def scanned(sc: Here, machine: Machine) -> Here:
 class TestText:
     def test_its_parts(self, scanned: Here) -> None:
         text = scanned("report", *SMALL).stdout
-        parts = ["All folders", "By program", "By kind of file", "By repo", "Not read for 3 months"]
+        parts = ["All folders", "Room on disk", "By program", "By kind of file", "By repo"]
         assert [line for line in text.splitlines() if line in parts] == parts
         assert "'smartcache dedup --min-size 4KiB' would free 1.05 MB more." in text
 
@@ -77,40 +80,24 @@ class TestForPrograms:
         assert set(first["paths"]) == {str(path) for path in machine.shared["sdxl"].paths}
         assert first["saved"] == 6 * SIZE
 
-    def test_quiet_prints_what_nobody_has_read_for_long(
-        self, sc: Here, tmp_path: Path, program: Smartcache
-    ) -> None:
-        name = os.fsencode(tmp_path) + b"/m/old\n\xff.pt"
-        write(Path(os.fsdecode(name)), content(1))
-        write(tmp_path / "m/new.pt", content(2), mtime=2_000_000_000)
-        sc("scan", tmp_path / "m", *SMALL)
-        done = program("report", tmp_path / "m", *SMALL, "-q", "--older-than", "1y")
-        assert os.fsencode(done.stdout) == name + b"\n"
-
-
-def test_markdown(scanned: Here) -> None:
-    lines = scanned("report", *SMALL, "--markdown").stdout.splitlines()
-    assert lines[0].startswith("# Model files on this machine, ")
-    assert "## By program" in lines
-    position = lines.index("## By program")
-    assert lines[position + 2] == "| FILES | SIZE | ON DISK | SAVED | DUPLICATE | PROGRAM |"
-    assert all(line.count("|") == 7 for line in lines[position + 2 : position + 10])
+    def test_quiet_prints_the_folders(self, scanned: Here, machine: Machine) -> None:
+        lines = scanned("report", *SMALL, "-q").stdout.splitlines()
+        assert {str(path) for path in machine.folder.values()} <= set(lines)
 
 
 def test_what_cannot_be_meant_is_refused(sc: Here) -> None:
     for mode in ("--json", "-q"):
-        assert "exclude each other" in sc("report", "--markdown", mode, code=2).error
         assert "exclude each other" in sc("report", "--html", "a.html", mode, code=2).error
-    assert "not an age" in sc("report", "--older-than", "old", code=2).error
+    assert "--html FILE" in sc("report", "--force", code=2).hint
 
 
 def test_one_program(scanned: Here) -> None:
-    document = scanned("report", *SMALL, "--only", "ollama", "--json").json
+    document = scanned("report", *SMALL, "--program", "ollama", "--json").json
     assert [row["label"] for row in document["programs"]] == ["Ollama"]
 
 
-def page_data(sc: Here) -> Any:  # noqa: ANN401 - whatever the page holds
-    text = sc("report", *SMALL, "--html", "-").stdout
+def page_data(sc: Here, *words: Path) -> Any:  # noqa: ANN401 - whatever the page holds
+    text = sc("report", *SMALL, "--html", "-", *words).stdout
     (found,) = re.findall(r'id="data">(.*?)</script>', text)
     return json.loads(found)
 
@@ -176,16 +163,159 @@ class TestPage:
             (tmp_path / "fifo", f"{tmp_path / 'fifo'} is not a file"),
         ):
             assert scanned("report", "--html", place, "--force", code=1).error == message
-        assert "--html FILE" in scanned("report", "--open", code=2).hint
-        assert "needs a file" in scanned("report", "--html", "-", "--open", code=2).error
 
-    def test_opens_in_the_browser(self, program: Smartcache, tmp_path: Path) -> None:
-        (tmp_path / "m").mkdir()
-        program("scan", tmp_path / "m")
-        browser = tmp_path / "browser"
-        browser.write_text('#!/bin/sh\necho "$1" > opened\n')
-        browser.chmod(0o755)
-        words = ("report", tmp_path / "m", "--html", "a b.html", "--open")
-        done = program(*words, env={"BROWSER": str(browser)})
-        assert done.stdout == f"{tmp_path / 'a b.html'}\n"
-        assert (tmp_path / "opened").read_text() == f"file://{tmp_path}/a%20b.html\n"
+
+def tiles(nodes: list[Any], *above: str) -> Iterator[tuple[str, ...]]:
+    """The way to each tile of the map."""
+    for node in nodes:
+        if "children" in node:
+            yield from tiles(node["children"], *above, node["name"])
+        else:
+            yield (*above, node["name"])
+
+
+class TestLinksOutOfAFolder:
+    """Programs' folders are followed to where their symlinks lead."""
+
+    @pytest.fixture
+    def comfyui(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "ComfyUI/models"
+        write(folder / "loras/a.safetensors", content(1))
+        write(folder / "checkpoints/b.safetensors", content(2))
+        return folder
+
+    def test_a_file_there_has_its_whole_path(self, sc: Here, comfyui: Path, tmp_path: Path) -> None:
+        """Not what is left if as many characters are cut as the folder's path has."""
+        embeddings = tmp_path / "another place of that length/embeddings"
+        write(embeddings / "deep/c.safetensors", content(3))
+        (comfyui / "embeddings").symlink_to(embeddings)
+        sc("scan", comfyui, *SMALL, "-q")
+        page = page_data(sc, comfyui)
+        assert set(tiles(page["map"])) == {
+            ("ComfyUI", "loras", "a.safetensors"),
+            ("ComfyUI", "checkpoints", "b.safetensors"),
+            ("ComfyUI", f"{embeddings}/deep", "c.safetensors"),
+        }
+        assert str(embeddings / "deep/c.safetensors") in str(page["map"])
+
+    def test_so_has_one_whose_path_only_begins_like_the_folder(
+        self, sc: Here, comfyui: Path
+    ) -> None:
+        more = comfyui.with_name("models-2")
+        write(more / "c.safetensors", content(3))
+        (comfyui / "more").symlink_to(more)
+        sc("scan", comfyui, *SMALL, "-q")
+        assert ("ComfyUI", str(more), "c.safetensors") in set(tiles(page_data(sc, comfyui)["map"]))
+
+    def test_so_has_a_blob_of_a_repo_that_lies_elsewhere(self, sc: Here, tmp_path: Path) -> None:
+        hub = tmp_path / "hub"
+        hf_repo(hub, "org/here", {"x.safetensors": content(1)})
+        blob = hf_repo(tmp_path / "disk", "org/model", {"y.safetensors": content(2)})
+        (hub / "models--org--model").symlink_to(tmp_path / "disk/models--org--model")
+        sc("scan", hub, *SMALL, "-q")
+        found = set(tiles(page_data(sc, hub)["map"]))
+        (path,) = blob.values()
+        assert ("Hugging Face", "org/here", "x.safetensors") in found
+        assert ("Hugging Face", str(path.parent), path.name) in found
+
+
+class TestLeftAlone:
+    """Equal files that dedup replaces only with an option: no part of a report hides them."""
+
+    @pytest.fixture
+    def pair(self, sc: Here, tmp_path: Path) -> Path:
+        folder = tmp_path / "two of them"
+        for name, mode in (("a", 0o644), ("b", 0o600)):
+            write(folder / f"{name}.safetensors", content(1)).chmod(mode)
+        sc("scan", folder, *SMALL, "-q")
+        return folder
+
+    def test_text_says_what_scan_says_and_the_command(self, sc: Here, pair: Path) -> None:
+        said = "65.5 KB more with --allow mode (1 file differs in permissions)."
+        text = sc("report", pair, *SMALL).stdout
+        assert said in sc("scan", pair, *SMALL).stdout
+        assert said in text
+        assert "twice" not in text
+        (line,) = re.findall(r"Run `(.*)` to include that.", text)
+        assert line == f"smartcache dedup '{pair}' --allow mode --min-size 4KiB"
+        assert sc(*shlex.split(line)[1:], "-y", "--json").json["freed_size"] == SIZE
+
+    def test_so_does_the_page(self, sc: Here, pair: Path) -> None:
+        page = page_data(sc, pair)
+        (action,) = page["actions"]
+        said = "65.5 KB more with --allow mode (1 file differs in permissions)."
+        assert (action["text"], action["size"], action["certain"]) == (said, SIZE, False)
+        (group,) = page["groups"]
+        assert (group["left"], group["reasons"]) == (SIZE, ["different permissions"])
+        for line in (group["command"], action["command"]):
+            plan = sc(*shlex.split(line)[1:], "-n", "--json").json
+            assert plan["planned_size"] == SIZE, line
+
+    def test_what_no_option_includes_has_no_command(self, sc: Here, pair: Path) -> None:
+        (pair / "b.safetensors").chmod(0o4755)
+        sc("scan", pair, *SMALL, "-q")
+        page = page_data(sc, pair)
+        (action,) = page["actions"]
+        assert action["text"] == "65.5 KB stays as it is (1 file: has a special mode)."
+        assert (action["size"], action["command"], page["groups"][0]["command"]) == (SIZE, "", "")
+
+    def test_copies_on_two_disks_are_here_twice(
+        self, sc: Here, tmp_path: Path, elsewhere: Path
+    ) -> None:
+        for folder in (tmp_path / "m", elsewhere):
+            write(folder / "a.safetensors", content(1))
+        sc("scan", tmp_path / "m", elsewhere, *SMALL, "-q")
+        text = sc("report", tmp_path / "m", elsewhere, *SMALL).stdout
+        assert "twice" not in text
+        assert "Links could free nothing here." in text
+
+
+class TestDisks:
+    def test_free_room_and_what_prune_would_free(
+        self, sc: Here, tmp_path: Path, elsewhere: Path
+    ) -> None:
+        for folder in (tmp_path / "m", elsewhere):
+            write(folder / "a.safetensors", content(1))
+        alone = write(tmp_path / "alone.bin", content(2))
+        sc("add", "--no-pin", alone)
+        os.link(alone, tmp_path / "m/alone.bin")  # links do not count again
+        sc("scan", tmp_path / "m", elsewhere, *SMALL, "-q")
+        folders = (tmp_path / "m", elsewhere)
+        disks = sc("report", *folders, *SMALL, "--json").json["disks"]
+        would = sc("prune", "-n", "--json").json["planned_size"]
+        assert would == SIZE
+        by_device = {os.stat(each["path"]).st_dev: each for each in disks}
+        assert len(by_device) == len(disks) == 2
+        near, far = (by_device[os.stat(folder).st_dev] for folder in folders)
+        assert (near["prunable"], far["prunable"]) == (would, 0)
+        for disk in disks:
+            free = shutil.disk_usage(disk["path"]).free
+            assert abs(disk["free"] - free) < 1 << 30  # others write there too
+        page = page_data(sc, *folders)
+        assert [(each["path"], each["prunable"]) for each in page["disks"]] == [
+            (each["path"], each["prunable"]) for each in disks
+        ]
+        text = sc("report", *folders, *SMALL).stdout
+        for disk in disks:
+            size = format_size(disk["prunable"])
+            assert re.search(rf"^ *[\d.]+ \w+ +{size}  {disk['path']}$", text, re.MULTILINE)
+
+    def test_a_disk_is_one_line_however_many_folders_are_on_it(
+        self, sc: Here, tmp_path: Path
+    ) -> None:
+        for name in "abc":
+            write(tmp_path / name / "x.pt", content(1))
+        sc("scan", *(tmp_path / name for name in "abc"), *SMALL, "-q")
+        assert len(sc("report", *"abc", *SMALL, "--json").json["disks"]) == 1
+
+
+def test_without_a_store_it_counts_and_makes_nothing(sc: Here, tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"m/{name}.pt", content(1))
+    before = snapshot(tmp_path)
+    document = sc("report", "m", *SMALL, "--json").json
+    assert (document["total"]["files"], document["uncompared"]) == (2, 2)
+    assert (document["prunable"], len(document["disks"])) == (0, 1)
+    assert "2 files never compared" in sc("report", "m", *SMALL).stdout
+    assert sum(1 for _ in tiles(page_data(sc, tmp_path / "m")["map"])) == 2
+    assert snapshot(tmp_path) == before

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import format_size, printable
+from tests.api import Disk, Left, format_size, printable
 from tests.api import report_html as html
 from tests.cli.running import Here
 from tests.folders.trees import Machine, safetensors, write
@@ -137,6 +137,33 @@ class TestMap:
         page = opened(page_of())
         assert page.locator("#treemap").inner_text() == "There is nothing here that takes room."
         assert page.locator("#actions").inner_text().startswith("Nothing: no file is here twice")
+        assert "No file is here twice" in page.locator("#cards").inner_text()
+
+    def test_says_how_a_file_with_several_names_is_drawn(self, opened: Open) -> None:
+        same = tuple(seen(f"{name}.pt", 100, inode=9, links=2) for name in "ab")
+        words = "A file with several names is drawn at each of them, at an equal part of its size."
+        for files, is_said in (((same,), True), ((same[:1],), False)):
+            made = report(files=files)
+            page = opened(html.render(html.document(made, html.Beside(), clean=printable)))
+            assert (words in page.locator("#map .head").inner_text()) == is_said
+
+
+def test_what_dedup_leaves_alone_is_not_nothing(opened: Open) -> None:
+    left = Left(reason="", options=("mode",), files=1, size=20_000_000)
+    page = opened(page_of(*WEIGHTS, left=(left,)))
+    assert "twice" not in page.locator("main").inner_text()
+    (action,) = page.locator(".action").all_inner_texts()
+    assert "20 MB more with --allow mode (1 file differs in permissions)." in action
+    assert "smartcache dedup --allow mode" in action
+
+
+def test_free_room_is_a_line_for_each_disk(opened: Open) -> None:
+    disks = (
+        Disk(path=Path("/"), free=5_000_000_000, prunable=0),
+        Disk(path=Path("/mnt/a b"), free=1000, prunable=2000),
+    )
+    lines = opened(page_of(*WEIGHTS, disks=disks)).locator("#disks p").all_inner_texts()
+    assert lines == ["Disk /: 5 GB free", "Disk /mnt/a b: 1 KB free; prune would free 2 KB more"]
 
 
 class TestTables:

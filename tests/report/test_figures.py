@@ -3,16 +3,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.api import ModelFolder, Mount, Report, Store, Watch, make_report, scan
-from tests.api import report_unread as unread
+from tests.api import ModelFolder, Report, Store, make_report, scan
 from tests.folders.trees import SIZE, content, gguf, hf_repo, safetensors, write
-
-YEAR = timedelta(days=365)
 
 
 @pytest.fixture
@@ -33,8 +29,8 @@ def two(tmp_path: Path) -> ModelFolder:
     return ModelFolder(path=tmp_path / "two")
 
 
-def made(store: Store, *folders: ModelFolder, older_than: timedelta = YEAR) -> Report:
-    return make_report(store, folders, min_size=4096, older_than=older_than)
+def made(store: Store, *folders: ModelFolder) -> Report:
+    return make_report(store, folders, min_size=4096)
 
 
 class TestSavings:
@@ -141,42 +137,3 @@ class TestAcross:
         (across,) = report.across
         assert (across.size, across.elsewhere, report.elsewhere) == (SIZE, SIZE, SIZE)
         assert set(across.paths) == {file, elsewhere / "b.pt"}
-
-
-class TestUnread:
-    def test_only_what_was_neither_read_nor_written_since(
-        self, store: Store, one: ModelFolder
-    ) -> None:
-        now = datetime.now(UTC)
-        for name, read_days, written_days in (("old", 500, 600), ("read", 5, 600), ("new", 500, 5)):
-            path = write(one.path / f"{name}.pt", content(read_days))
-            read, written = now - timedelta(days=read_days), now - timedelta(days=written_days)
-            os.utime(path, (read.timestamp(), written.timestamp()))
-        (found,) = made(store, one).unread.files
-        assert found.path.name == "old.pt"
-        assert now - found.read_at > timedelta(days=499)
-
-    def test_a_scan_does_not_count_as_reading(self, store: Store, one: ModelFolder) -> None:
-        for name in ("a", "b"):
-            write(one.path / f"{name}.pt", content(1))
-        scan(store, [one], min_size=4096)
-        assert len(made(store, one).unread.files) == 2
-
-    @pytest.mark.parametrize("option", ["noatime", "ro"])
-    def test_where_reading_leaves_no_trace_nothing_is_claimed(
-        self, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        mount = Mount(
-            point=tmp_path, fstype="ext4", source="", options=frozenset({option}), family="local"
-        )
-        monkeypatch.setattr(unread, "mount_of", lambda _: mount)
-        watch = Watch(datetime.now(UTC), YEAR)
-        watch.look(write(tmp_path / "a.pt", content(1)), SIZE)
-        found = watch.found()
-        assert (found.files, found.unknown_files) == ((), 1)
-        assert found.unknown == {tmp_path: f"mounted {option}"}
-
-    def test_a_file_that_is_gone_meanwhile_is_left_out(self, tmp_path: Path) -> None:
-        watch = Watch(datetime.now(UTC), YEAR)
-        watch.look(tmp_path / "gone", SIZE)
-        assert watch.found().files == ()

@@ -26,7 +26,6 @@ from tests.report.values import (
     report,
     seen,
     set_info,
-    unread,
 )
 
 NOTHING = html.Beside()
@@ -94,13 +93,13 @@ class TestMap:
 
     def test_tensors_and_what_only_smartcache_holds_take_room_too(self) -> None:
         info = set_info(f"latents/{'ab' * 16}", on_disk=50)
-        beside = html.Beside(only_smartcache=70, reclaimable=60)
-        made = document(report(artifact_sets=((info, 10),)), beside)
+        beside = html.Beside(only_smartcache=70)
+        made = document(report(artifact_sets=((info, 10),), prunable=60), beside)
         assert [(leaf["name"], leaf["bytes"]) for leaf in leaves(made["map"])] == [
             ("latents/abababababab", 50), ("Held only by smartcache", 70),
         ]  # fmt: skip
         (action,) = made["actions"]
-        assert (action["command"], action["size"]) == ("smartcache prune", 70)
+        assert (action["command"], action["size"]) == ("smartcache prune", 60)
 
 
 class TestCommands:
@@ -176,9 +175,7 @@ class TestFigures:
         second["te/y.pt"].hardlink_to(first["te/y.pt"])
         write(folders[1].path / "copy.pt", unet)
         scan(store, folders, min_size=4096)
-        made = make_report(
-            store, folders, min_size=4096, older_than=unread().older_than, is_detailed=True
-        )
+        made = make_report(store, folders, min_size=4096, is_detailed=True)
         data = document(made, html.look_beside(store, made))
         assert sum(leaf["bytes"] for leaf in leaves(data["map"])) == made.total.physical
         assert data["total"]["freeable"] == SIZE == sum(each["freeable"] for each in data["groups"])

@@ -1,25 +1,26 @@
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.api import Across, Left, OldFile, Report, Section, SharedFile, Sums, sections
-from tests.report.values import GB, report, set_info, unread
+from tests.api import Across, Left, Report, Section, SharedFile, Sums, sections
+from tests.report.values import GB, report, set_info
+
+
+def parts(made: Report, **words: str) -> list[Section]:
+    return list(sections(made, dedup="'smartcache dedup'", **words))
 
 
 def section(made: Report, title: str) -> Section:
-    (found,) = [each for each in sections(made) if each.title.startswith(title)]
+    (found,) = [each for each in parts(made) if each.title.startswith(title)]
     return found
 
 
 def titles(made: Report) -> list[str]:
-    return [each.title for each in sections(made)]
+    return [each.title for each in parts(made)]
 
 
 def test_parts_with_nothing_to_say_are_left_out() -> None:
-    assert titles(report()) == [
-        "All folders", "By program", "By kind of file", "Not read for 3 months",
-    ]  # fmt: skip
+    assert titles(report()) == ["All folders", "By program", "By kind of file"]
 
 
 def test_sums_are_a_row_each() -> None:
@@ -47,11 +48,14 @@ def test_the_summary_says_what_is_left_alone_and_what_would_include_it() -> None
         Left(reason="belongs to another user", options=(), files=1, size=3 * GB),
         Left(reason="", options=("group", "mode"), files=2, size=2 * GB),
     )
-    _, more, stays = section(report(left=left), "All").notes
+    (first, *_) = parts(report(left=left), allowing="'dedup --allow group --allow mode'")
+    _, nothing, more, command, stays = first.notes
+    assert nothing == "Links could free nothing here."
     assert more == (
         "2 GB more with --allow group --allow mode (2 files differ in group or differ in "
         "permissions)."
     )
+    assert command == "Run 'dedup --allow group --allow mode' to include that."
     assert stays == "3 GB stays as it is (1 file: belongs to another user)."
 
 
@@ -93,27 +97,6 @@ def test_of_many_paths_the_first_are_shown() -> None:
         "at /3",
         "and at 2 more",
     ]
-
-
-class TestUnread:
-    def test_the_largest_are_named_and_all_are_counted(self) -> None:
-        then = datetime(2024, 5, 6, 12, tzinfo=UTC)
-        files = tuple(
-            OldFile(allocated=GB, size=GB, path=Path(f"/{number}"), read_at=then)
-            for number in range(12)
-        )
-        found = section(report(unread=unread(files=files, allocated=12 * GB)), "Not read")
-        assert found.rows[0] == ("2024-05-06", "1 GB", "/0")
-        assert len(found.rows) == 10
-        assert found.notes == ("12 files, 12 GB, the largest shown (2 more); good to a day.",)
-
-    def test_none(self) -> None:
-        assert section(report(), "Not read").notes == ("None.",)
-
-    def test_where_reading_leaves_no_trace_nothing_is_claimed(self) -> None:
-        parts = unread(unknown={Path("/mnt"): "mounted noatime"}, unknown_files=3)
-        (note,) = section(report(unread=parts), "Not read").notes
-        assert note == "/mnt: mounted noatime, so it cannot be known there."
 
 
 def test_sets_of_artifacts_are_the_last_part() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.api import Copy, ModelFolder, Name, Options, Report, Seen, SetInfo, Sums, Unread
+from tests.api import Copy, ModelFolder, Name, Options, Report, Seen, SetInfo, Sums
 from tests.api import records_Group as Group
 from tests.folders.counting import Unhindered
 
@@ -54,24 +54,12 @@ def report(**parts: object) -> Report:
         "most_shared": (),
         "across": (),
         "elsewhere": 0,
-        "unread": unread(),
         "min_size": 1,
         "uncompared": 0,
         "problems": (),
         "warnings": (),
     }
     return Report(**(empty | parts))  # type: ignore[arg-type]
-
-
-def unread(**parts: object) -> Unread:
-    empty = {
-        "older_than": timedelta(days=90),
-        "files": (),
-        "allocated": 0,
-        "unknown": {},
-        "unknown_files": 0,
-    }
-    return Unread(**(empty | parts))  # type: ignore[arg-type]
 
 
 HOSTILE = (
