@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import subprocess
@@ -15,7 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import pytest
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -24,14 +23,12 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile, RepoFolder
+from huggingface_hub.hf_api import RepoFile
 
 from tests.hub.shared_stores import has_shared_store
-from tests.hub_server import Hub, HubProcess, etag_of, git_sha1
+from tests.hub_server import Hub, HubProcess, git_sha1
 from tests.hub_server import limit as limiting
-from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models, dataset_files
 
 WEIGHTS = random.Random(1).randbytes(200_000)
 FILES = {"config.json": b'{"a": 1}', "vae/model.safetensors": WEIGHTS, "vae/config.json": b"{}"}
@@ -74,112 +71,6 @@ def run_child(code: str, **variables: str) -> str:
     return done.stdout
 
 
-class TestListing:
-    def test_a_tree_comes_in_pages(self, hub: Hub, api: HfApi) -> None:
-        files = {f"data/{number:03}.bin": b"%d" % number for number in range(24)}
-        hub.add("org/name", files)
-        hub.page_size = 10
-        found = list(api.list_repo_tree("org/name", recursive=True))
-        assert [each.path for each in found] == ["data", *files]
-        assert [each.query.get("cursor") for each in hub.api("/tree/")] == [None, "10", "20"]
-
-    def test_a_tree_names_files_as_the_hub_does(self, hub: Hub, api: HfApi) -> None:
-        hub.add("org/name", FILES)
-        found = {each.path: each for each in api.list_repo_tree("org/name", recursive=True)}
-        weights, config = found["vae/model.safetensors"], found["config.json"]
-        assert isinstance(weights, RepoFile)
-        assert isinstance(config, RepoFile)
-        assert weights.lfs is not None
-        assert (weights.size, weights.lfs.size) == (len(WEIGHTS), len(WEIGHTS))
-        assert weights.lfs.sha256 == sha256(WEIGHTS)
-        assert (config.lfs, config.blob_id) == (None, git_sha1(FILES["config.json"]))
-        assert isinstance(found["vae"], RepoFolder)
-
-    def test_a_folder_is_listed_by_itself(self, hub: Hub, api: HfApi) -> None:
-        hub.add("org/name", {**FILES, "vae/deep/er/x.json": b"{}"})
-        found = [each.path for each in api.list_repo_tree("org/name", "vae")]
-        assert found == ["vae/model.safetensors", "vae/config.json", "vae/deep"]
-        assert [each.path for each in api.list_repo_tree("org/name")] == ["config.json", "vae"]
-        with pytest.raises(EntryNotFoundError):
-            list(api.list_repo_tree("org/name", "nothing"))
-
-    def test_details_come_when_asked_for(self, hub: Hub, api: HfApi) -> None:
-        commit = hub.add("org/name", FILES)
-        for found in api.list_repo_tree("org/name", expand=True):
-            assert found.last_commit is not None
-            assert found.last_commit.oid == commit.sha
-
-    def test_info_has_hashes_when_asked_for(self, hub: Hub, api: HfApi) -> None:
-        commit = hub.add("org/name", FILES)
-        plain, full = api.model_info("org/name"), api.model_info("org/name", files_metadata=True)
-        assert plain.sha == full.sha == commit.sha
-        assert plain.siblings is not None
-        assert full.siblings is not None
-        assert [each.rfilename for each in plain.siblings] == list(FILES)
-        assert [each.size for each in plain.siblings] == [None] * 3
-        assert [each.size for each in full.siblings] == [len(data) for data in FILES.values()]
-        assert full.siblings[1].lfs is not None
-        assert full.siblings[1].lfs.sha256 == sha256(WEIGHTS)
-
-    def test_single_paths_can_be_asked_for(self, hub: Hub, api: HfApi) -> None:
-        hub.add("org/name", FILES)
-        wanted = ["vae/model.safetensors", "vae", "nothing"]
-        found = api.get_paths_info("org/name", wanted)
-        assert [each.path for each in found] == wanted[:2]
-
-    def test_a_raw_listing_is_passed_on_as_it_is(self, hub: Hub, api: HfApi) -> None:
-        names = ["../x.bin", "/etc/x.bin", "a\\b.bin", "C:\\x.bin"]
-        extra = {"type": "file", "oid": "0" * 40, "size": 1, "path": "not/served"}
-        hub.add_raw_listing("org/bad", dict.fromkeys(names, b"data"), [extra])
-        found = api.list_repo_tree("org/bad", recursive=True)
-        files = [each.path for each in found if isinstance(each, RepoFile)]
-        assert files == [*names, "not/served"]
-        with pytest.raises(ValueError, match="add_raw_listing"):
-            hub.add("org/bad", {"../x": b""})
-
-
-class TestRevisions:
-    def test_what_was_published_stays(
-        self, hub: Hub, api: HfApi, download: Callable[..., Path]
-    ) -> None:
-        old = hub.add("org/name", {"a.json": b"1", "b.bin": b"same"}, tags=["v1"])
-        new = hub.add("org/name", {"a.json": b"2", "b.bin": b"same"})
-        hub.add("org/name", {"a.json": b"3"}, revision="feature/x")
-        hub.add("org/name", {"a.json": b"4"}, revision="refs/pr/1")
-        wanted = {
-            "main": b"2", old.sha: b"1", new.sha: b"2", "v1": b"1", "feature/x": b"3",
-            "refs/pr/1": b"4", old.sha[:10]: b"1",
-        }  # fmt: skip
-        for revision, data in wanted.items():
-            folder = download("org/name", revision=revision)
-            assert (folder / "a.json").read_bytes() == data, revision
-        refs = api.list_repo_refs("org/name", include_pull_requests=True)
-        assert [each.name for each in refs.branches] == ["main", "feature/x"]
-        assert [(each.name, each.target_commit) for each in refs.tags] == [("v1", old.sha)]
-        assert refs.pull_requests is not None
-        assert [each.ref for each in refs.pull_requests] == ["refs/pr/1"]
-
-    def test_equal_files_of_a_new_commit_are_not_fetched(
-        self, hub: Hub, download: Callable[..., Path]
-    ) -> None:
-        hub.add("org/name", {"a.json": b"1", "b.bin": b"same"})
-        download("org/name")
-        hub.add("org/name", {"a.json": b"2", "b.bin": b"same"})
-        hub.clear()
-        download("org/name")
-        assert [each.file for each in hub.gets()] == ["org/name/a.json"]
-
-    def test_a_tag_can_be_given_later(self, hub: Hub, download: Callable[..., Path]) -> None:
-        commit = hub.add("org/name", FILES)
-        hub.tag("org/name", "v2", "main")
-        assert download("org/name", revision="v2").name == commit.sha
-
-    def test_an_unknown_revision(self, hub: Hub, download: Callable[..., Path]) -> None:
-        hub.add("org/name", FILES)
-        with pytest.raises(RevisionNotFoundError):
-            download("org/name", revision="nothing")
-
-
 class TestFiles:
     def test_a_repo_arrives_whole(self, hub: Hub, download: Callable[..., Path]) -> None:
         hub.add("org/name", {**FILES, "empty.txt": b"", "odd näme #1%20?.txt": b"odd"})
@@ -189,43 +80,6 @@ class TestFiles:
         assert {sha256(WEIGHTS), git_sha1(b"{}")} <= blobs
         assert hub.fetched_bytes("model.safetensors") == len(WEIGHTS)
         assert hub.fetched_bytes("org/name") == hub.fetched_bytes()
-
-    def test_a_second_time_costs_one_request(self, hub: Hub, download: Callable[..., Path]) -> None:
-        hub.add("org/name", FILES)
-        download("org/name")
-        hub.clear()
-        download("org/name")
-        assert [str(each) for each in hub.requests] == ["GET /api/models/org/name/revision/main"]
-
-    def test_other_types_and_names_without_an_organisation(
-        self, hub: Hub, download: Callable[..., Path]
-    ) -> None:
-        types: tuple[Literal["dataset", "space"], ...] = ("dataset", "space")
-        for repo_type in types:
-            hub.add("org/name", dataset_files(), repo_type=repo_type)
-            assert contents(download("org/name", repo_type=repo_type)) == dataset_files()
-        with pytest.raises(RepositoryNotFoundError):
-            download("org/name")
-        hub.add("gpt2", FILES)
-        assert contents(download("gpt2")) == FILES
-
-    def test_files_are_served_from_disk(
-        self, hub: Hub, download: Callable[..., Path], tmp_path: Path
-    ) -> None:
-        data = random.Random(2).randbytes(9_000_001)
-        (tmp_path / "folder" / "sub").mkdir(parents=True)
-        (tmp_path / "folder" / "sub" / "model.gguf").write_bytes(data)
-        hub.add_folder("org/name", tmp_path / "folder")
-        assert contents(download("org/name")) == {"sub/model.gguf": data}
-        assert hub.fetched_bytes() == len(data)
-
-    def test_what_is_large_can_be_said(self, hub: Hub) -> None:
-        files = {"a.txt": b"text", "b.bin": b"data", "c.txt": b"text"}
-        commit = hub.add("org/name", files, lfs=["a.*"], git=["b.bin"])
-        assert [file.is_lfs for file in commit.files.values()] == [True, False, False]
-        assert commit.etag("a.txt") == sha256(b"text")
-        assert commit.etag("b.bin") == git_sha1(b"data")
-        assert commit.etag("c.txt") == etag_of("c.txt", b"text")
 
     @pytest.mark.parametrize("on_disk", [True, False])
     def test_parts_of_a_file(self, hub: Hub, tmp_path: Path, on_disk: bool) -> None:
@@ -450,18 +304,6 @@ class TestLimit:
         limit.wait_for(1 << 40)
         assert clock.now - 1000.0 == pytest.approx(10, abs=0.1)
 
-    @pytest.mark.parametrize("on_disk", [True, False])
-    def test_a_limited_file_arrives_whole(
-        self, hub: Hub, download: Callable[..., Path], tmp_path: Path, on_disk: bool
-    ) -> None:
-        files = {"a.bin": WEIGHTS * 5, "b.bin": WEIGHTS * 4}
-        for name, data in files.items():
-            (tmp_path / name).write_bytes(data)
-        hub.add("org/name", {name: tmp_path / name for name in files} if on_disk else files)
-        hub.bandwidth = 20_000_000
-        assert contents(download("org/name")) == files
-        assert hub.fetched_bytes() == 9 * len(WEIGHTS)
-
 
 class TestXet:
     XET = sha256(b"any hash will do")
@@ -496,52 +338,6 @@ class TestXet:
         ]
         (snapshot,) = (tmp_path / "cache" / "models--org--name" / "snapshots").iterdir()
         assert contents(snapshot) == FILES
-
-
-class TestPrograms:
-    def test_the_hf_command(self, hub: Hub, tmp_path: Path) -> None:
-        hub.add("org/name", FILES)
-
-        def hf(*words: str) -> str:
-            done = subprocess.run(
-                [str(HF), *words, "--cache-dir", str(tmp_path)],
-                env={**os.environ, **hub.environment},
-                capture_output=True, text=True, timeout=PATIENCE, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout
-
-        hf("download", "org/name", "--include", "vae/*")
-        assert {each.file for each in hub.gets()} == {f"org/name/{path}" for path in FILES} - {
-            "org/name/config.json"
-        }
-        hf("cache", "verify", "org/name")
-        assert [each["id"] for each in json.loads(hf("cache", "ls", "--json"))] == [
-            "model/org/name"
-        ]
-
-    @pytest.mark.soak  # the tests of pipelines have both for clients, too
-    @pytest.mark.torch
-    def test_diffusers_and_transformers(self, hub: Hub, models: Models, tmp_path: Path) -> None:
-        hub.add_folder("org/first", models.first)
-        hub.add_folder("org/language", models.language)
-        code = """
-from diffusers import DiffusionPipeline
-from transformers import AutoModel
-pipeline = DiffusionPipeline.from_pretrained("org/first")
-image = pipeline("a cat", num_inference_steps=1, height=32, width=32, output_type="np").images
-print(image.shape, AutoModel.from_pretrained("org/language").config.model_type)
-"""
-        printed = run_child(code, **hub.environment, HF_HOME=str(tmp_path))
-        assert printed.splitlines()[-1] == "(1, 32, 32, 3) bert"
-        for path in (*SHARED_WEIGHTS, OWN_WEIGHTS):
-            assert hub.fetched_bytes(path) == models.size(path)
-
-    @pytest.mark.torch
-    def test_the_pipelines_differ_in_one_part(self, models: Models) -> None:
-        first, second = contents(models.first), contents(models.second)
-        assert first.keys() == second.keys()
-        assert [path for path in first if first[path] != second[path]] == [OWN_WEIGHTS]
 
 
 class TestProcess:
