@@ -239,16 +239,6 @@ def make_pickles(model: Path, folder: Path) -> None:
         path.unlink()
 
 
-def dataset_files(rows: int = 5000) -> dict[str, bytes]:
-    """Return the files of a small dataset: a card, a table, and one large file."""
-    lines = [json.dumps({"id": row, "text": f"a photo of number {row}"}) for row in range(rows)]
-    return {
-        "README.md": b"---\nlicense: mit\n---\nNumbers.\n",
-        "data/train.jsonl": "\n".join(lines).encode() + b"\n",
-        "data/images.tar": bytes(range(256)) * 1024,
-    }
-
-
 def seed(number: int) -> None:
     """Make the next random weights the same every time."""
     import torch
