@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from smartcache.config import Settings, remotes_file, with_home
 from smartcache.progress import Progress, silent
-from smartcache.store import Store, has_sets
+from smartcache.store import Store
 
 if TYPE_CHECKING:
     from smartcache.artifacts import ArtifactSet, ArtifactSets, Memoized, Memory, Rule, SetInfo
@@ -384,7 +384,7 @@ def _connected(description: Mapping[str, object]) -> Tier:
 
 def sets_in(store: Store) -> ArtifactSets | None:
     """Return the sets of artifacts of a store; None, and nothing loaded, if there is no set."""
-    return sets_of(store) if has_sets(store.volume.layout) else None
+    return sets_of(store) if any(store.volume.layout.set_folders()) else None
 
 
 def usage_of_sets(store: Store) -> list[tuple[SetInfo, int]]:
@@ -394,7 +394,7 @@ def usage_of_sets(store: Store) -> list[tuple[SetInfo, int]]:
 
 
 def prunable_size(store: Store) -> int:
-    """Return what `smartcache prune` would free now: on all volumes, blobs, trash and artifacts."""
+    """Return what `smartcache prune` would free now: on all volumes, blobs and artifacts."""
     return sum(prunable_sizes(store).values())
 
 

@@ -50,10 +50,6 @@ class Settings:
     remote_max_size: int = 64 << 30
     """What a set may keep of artifacts that it reads through from a tier."""
     skip_validation: bool = False
-    shared_stores: tuple[Path, ...] = ()
-    """Stores that others have published, to take bytes from."""
-    shared_store_owners: tuple[int, ...] = ()
-    """The users besides root whose published stores may be used."""
 
 
 class Overrides(TypedDict, total=False):
@@ -69,8 +65,6 @@ class Overrides(TypedDict, total=False):
     artifacts_ttl: float | str | None
     remote_max_size: int | str | None
     skip_validation: bool | str | None
-    shared_stores: Sequence[str | Path] | str | None
-    shared_store_owners: Sequence[str | int] | str | None
 
 
 def load_settings(**overrides: Unpack[Overrides]) -> Settings:
@@ -192,11 +186,6 @@ def _comment_of(statement: str) -> str:
 def _typed(name: str, texts: Sequence[str]) -> object:
     """Return what a user typed as the kind of value the file has; a path is relative to here."""
     parse = SETTINGS[name].parse
-    if parse is _paths:
-        return [_kept_path(each) for text in texts for each in text.split(os.pathsep) if each]
-    if parse is _users:
-        words = [each.strip() for text in texts for each in text.split(",")]
-        return [int(word) if word.isdecimal() else word for word in words if word]
     if len(texts) != 1:
         raise ConfigError(f"{name}: takes one value", hint="Put quotes around it.")
     (text,) = texts
@@ -213,8 +202,6 @@ def _kept_path(text: str) -> str:
 
 def _toml_of(value: object) -> str:
     """Write a value as TOML; what it cannot hold, such as bytes that are not UTF-8, is refused."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml_of, value))}]"
     if not isinstance(value, str):
         return str(value).lower()
     import json
@@ -348,37 +335,6 @@ def _expand(text: str) -> Path:
         ) from None
 
 
-def _paths(value: object, base: Path) -> tuple[Path, ...]:
-    """Return absolute paths, each once: of a list, or of a text like that of PATH."""
-    given = [each for each in value.split(os.pathsep) if each] if isinstance(value, str) else value
-    if not isinstance(given, list | tuple):
-        raise ConfigError(f"not a list of paths: {value!r}", hint='Write a list: ["/srv/models"].')
-    return tuple(dict.fromkeys(_path(each, base) for each in given))
-
-
-def _users(value: object, _base: Path) -> tuple[int, ...]:
-    """Return the numbers of users: of a list, or of a text with commas between them."""
-    given = value.split(",") if isinstance(value, str) else value
-    if not isinstance(given, list | tuple):
-        raise ConfigError(f"not a list of users: {value!r}", hint='Write a list: ["ann", 1002].')
-    return tuple(dict.fromkeys(_user(each) for each in given))
-
-
-def _user(value: object) -> int:
-    import pwd
-
-    name = value.strip() if isinstance(value, str) else value
-    try:
-        if isinstance(name, str):
-            return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
-        if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
-            return name
-        raise KeyError(name)
-    except (KeyError, ValueError):  # ValueError: a NUL, or thousands of digits
-        hint = "Write the name or the number of a user of this machine: 'id -u NAME' shows it."
-        raise ConfigError(f"there is no user {value!r}", hint=hint) from None
-
-
 def _count(value: object, _base: Path) -> int:
     hint = f"Write a whole number from 1 to {_MOST_THREADS}."
     try:
@@ -499,14 +455,6 @@ SETTINGS: Mapping[str, Setting] = {
     "skip_validation": Setting(
         _flag, "SMARTCACHE_SKIP_VALIDATION",
         "Take it that the sources of datasets are as they were, and do not look.",
-    ),
-    "shared_stores": Setting(
-        _paths, "SMARTCACHE_SHARED_STORES",
-        "Stores that others have published, to take bytes from.",
-    ),
-    "shared_store_owners": Setting(
-        _users, "SMARTCACHE_SHARED_STORE_OWNERS",
-        "Users besides root, by name or number, whose published stores may be used.",
     ),
 }  # fmt: skip
 """Every setting, in the order in which it is shown."""

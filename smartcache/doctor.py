@@ -36,7 +36,6 @@ Level = Literal["ok", "note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
 LITTLE_SPACE = 1_000_000_000
 _PACKAGES = ("blake3", "xxhash", "huggingface_hub", "hf_xet", "safetensors", "filelock", "torch")
-_MOST_MOVES = 8
 _ELSEWHERE = "Set SMARTCACHE_HOME to a directory on a local disk."
 
 
@@ -81,39 +80,11 @@ class Diagnosis:
 
 def examine(root: Path, others: Iterable[Path] = ()) -> Diagnosis:
     """Look at the store's root and at folders it may share files with; neither need exist."""
-    layout, findings = _follow(Layout(Path(os.path.abspath(root))))
-    store = _place(layout.root, "store", [*findings, *_about_store(layout)])
+    layout = Layout(Path(os.path.abspath(root)))
+    store = _place(layout.root, "store", _about_store(layout))
     folders = (Path(os.path.abspath(other)) for other in others)
     places = (_place(path, "folder", _about_distance(store, path)) for path in folders)
     return Diagnosis(places=(store, *places), versions=_versions())
-
-
-def _follow(layout: Layout) -> tuple[Layout, list[Finding]]:
-    """Return the layout of a store that may have been moved, and what is to say about that."""
-    findings: list[Finding] = []
-    while len(findings) < _MOST_MOVES:
-        try:
-            target = layout.forwarding()
-        except StoreUnwritableError as error:
-            return layout, [*findings, Finding(level="problem", text=f"{error.message}.")]
-        if target is None:
-            return layout, findings
-        if target == layout.root:
-            text = f"A move of the store to {target} was interrupted before it began."
-            return layout, [*findings, Finding(level="problem", text=text)]
-        text = f"The store {layout.root} was moved to {target}."
-        if not _has_store(Layout(target)):
-            hint = f"Mount its drive, or remove {layout.moved_to} to begin a new store here."
-            text = f"The store {layout.root} was moved to {target}, which is not there."
-            return layout, [*findings, Finding(level="problem", text=text, hint=hint)]
-        findings.append(Finding(level="note", text=text))
-        layout = Layout(target)
-    return layout, [*findings, Finding(level="problem", text="The store was moved in a circle.")]
-
-
-def _has_store(layout: Layout) -> bool:
-    # Not `Layout.exists`: pathlib raises where a directory above may not be entered.
-    return os.path.exists(layout.format) or os.path.exists(layout.moved_to)
 
 
 def _place(path: Path, role: Literal["store", "folder"], known: Iterable[Finding]) -> Place:
@@ -171,7 +142,7 @@ def _try(
 
 
 def _about_store(layout: Layout) -> Iterator[Finding]:
-    if not _has_store(layout):
+    if not os.path.exists(layout.format):  # pathlib raises where a folder may not be entered
         yield Finding(level="ok", text="There is no store here yet; it is made when first used.")
         return
     try:

@@ -36,7 +36,6 @@
     │   └── DamagedObjectError              other bytes than the name of the object says
     └── StoreError
         ├── StoreFormatError                the store was written by a newer smartcache, or is none
-        ├── StoreMovedError                 the store was moved away while it was open
         ├── StoreUnwritableError(OSError)   read-only filesystem or missing permission
         │   └── UnsafeStoreError            somebody else could change it
         ├── IndexDamagedError               the index is no readable SQLite file
@@ -322,12 +321,6 @@ class StoreFormatError(StoreError):
     default_hint = "Update smartcache, or point SMARTCACHE_HOME at another directory."
 
 
-class StoreMovedError(StoreError):
-    """The store was moved while this process had it open."""
-
-    default_hint = "Open the store again: it is at its new place."
-
-
 class StoreUnwritableError(StoreError, OSError):
     """The store cannot be written: read-only filesystem or missing permission."""
 
@@ -338,8 +331,8 @@ class UnsafeStoreError(StoreUnwritableError):
     """A store, or a part of it, belongs to somebody else or could be written by others."""
 
     default_hint = (
-        "Use a store of your own (set SMARTCACHE_HOME). A store that its owner has opened with"
-        " 'smartcache publish' can be read: name it in shared_stores."
+        "Use a store of your own (set SMARTCACHE_HOME); a folder that several users share can be a"
+        " remote: 'smartcache remote add'."
     )
 
 
@@ -366,7 +359,7 @@ class BlobNotFoundError(StoreError, FileNotFoundError):
 
 
 class BlobInUseError(StoreError):
-    """A live owner or a symlink still holds the blob."""
+    """A live owner still holds the blob."""
 
     default_hint = "Unpin it or remove its owner first; 'smartcache ls -v' shows what holds it."
 
@@ -432,7 +425,7 @@ class CannotLinkError(StoreError, OSError):
 class NoSpaceError(StoreError, OSError):
     """The filesystem or a quota is full, or would be."""
 
-    default_hint = "'smartcache prune' frees what only smartcache holds."
+    default_hint = "Delete a file you do not need; then 'smartcache prune' can free more."
     default_errno = _errno.ENOSPC
 
 

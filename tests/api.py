@@ -136,7 +136,6 @@ from smartcache.errors import (
     SourcesVanishedError,
     StoreError,
     StoreFormatError,
-    StoreMovedError,
     StoreUnwritableError,
     TierError,
     UnknownClassError,
@@ -271,13 +270,10 @@ from smartcache.store.changes.spot import Spot, beside
 from smartcache.store.changes.undo import Undone, UndoPlan
 from smartcache.store.changes.userfile import Allowance
 from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
-from smartcache.store.index import MIGRATIONS as SCHEMA_MIGRATIONS
-from smartcache.store.index import VERSION, Index
+from smartcache.store.index import SCHEMA, VERSION, Index
 from smartcache.store.owners import link_liveness, liveness, pin
-from smartcache.store.published import SharedStore
 from smartcache.store.records import Blob, LinkKind, Memo, Owner, Seen, Sighting, Trust, judge
 from smartcache.store.store import Store
-from smartcache.store.upkeep import move as store_move
 from smartcache.store.upkeep import usage as store_measure
 from smartcache.store.upkeep.prune import REBUILT, PrunePlan
 from smartcache.store.upkeep.usage import FolderUsage, folder_usage
@@ -362,7 +358,7 @@ __all__ = [
     "RACY_NS",
     "REBUILT",
     "SAMPLE_MIN_SIZE",
-    "SCHEMA_MIGRATIONS",
+    "SCHEMA",
     "SETTINGS",
     "SIDE",
     "SINGLE",
@@ -523,7 +519,6 @@ __all__ = [
     "Share",
     "SharedComponentError",
     "SharedFile",
-    "SharedStore",
     "Sighting",
     "SizeMismatchError",
     "Skeleton",
@@ -541,7 +536,6 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreFormatError",
-    "StoreMovedError",
     "StoreUnwritableError",
     "Sums",
     "Tally",
@@ -762,7 +756,6 @@ __all__ = [
     "store_measure",
     "store_memos",
     "store_mounts",
-    "store_move",
     "store_proof",
     "store_recovery",
     "store_replace",

@@ -57,8 +57,6 @@ def test_defaults_need_neither_environment_nor_file(user: Path) -> None:
         everywhere=False,
         artifacts_max_size=None,
         artifacts_ttl=None,
-        shared_stores=(),
-        shared_store_owners=(),
     )
 
 
@@ -75,8 +73,7 @@ def test_every_setting_can_come_from_the_environment(
         "home": str(tmp_path / "store"), "threads": "3", "keep_writable": "yes",
         "link_min_size": "1MiB", "lock_timeout": "2.5", "everywhere": "1",
         "artifacts_max_size": "2TB", "artifacts_ttl": "30d", "remote_max_size": "1TB",
-        "skip_validation": "1", "shared_stores": os.pathsep.join(("/srv/models", "/mnt/more")),
-        "shared_store_owners": "1002, root",
+        "skip_validation": "1",
     }  # fmt: skip
     assert {*texts} == {*NAMES}
     for name, text in texts.items():
@@ -92,8 +89,6 @@ def test_every_setting_can_come_from_the_environment(
         artifacts_ttl=30 * 86400,
         remote_max_size=10**12,
         skip_validation=True,
-        shared_stores=(Path("/srv/models"), Path("/mnt/more")),
-        shared_store_owners=(1002, 0),
     )
 
 
@@ -111,8 +106,6 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         artifacts_ttl = 3600
         remote_max_size = "1TB"
         skip_validation = true
-        shared_stores = ["/srv/models", "more", "/srv/models"]
-        shared_store_owners = ["root", 1002]
         """,
     )
     assert load_settings() == Settings(
@@ -126,23 +119,21 @@ def test_every_setting_can_come_from_the_file(user: Path) -> None:
         artifacts_ttl=3600,
         remote_max_size=10**12,
         skip_validation=True,
-        shared_stores=(Path("/srv/models"), user / ".config" / "smartcache" / "more"),
-        shared_store_owners=(0, 1002),
     )
 
 
 def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
     as_written = {
         "link_min_size": "1MiB", "artifacts_max_size": "1GB", "artifacts_ttl": "5m",
-        "remote_max_size": "1TB", "home": str(tmp_path / "store"), "shared_stores": [tmp_path],
+        "remote_max_size": "1TB", "home": str(tmp_path / "store"),
     }  # fmt: skip
     as_meant = {
         "link_min_size": 2**20, "artifacts_max_size": 10**9, "artifacts_ttl": 300,
-        "remote_max_size": 10**12, "home": tmp_path / "store", "shared_stores": (tmp_path,),
+        "remote_max_size": 10**12, "home": tmp_path / "store",
     }  # fmt: skip
     same = {
         "threads": 3, "keep_writable": True, "lock_timeout": 0, "everywhere": True,
-        "skip_validation": True, "shared_store_owners": (1002,),
+        "skip_validation": True,
     }  # fmt: skip
     settings = load_settings(**as_written, **same)  # type: ignore[arg-type]
     assert dataclasses.asdict(settings) == as_meant | same
@@ -221,8 +212,6 @@ BAD_VALUES = {
     "remote_max_size": ["plenty"],
     "artifacts_max_size": ["plenty", "-1"],
     "artifacts_ttl": ["long", "0"],
-    "shared_stores": ["~nobody-has-this-name/x"],
-    "shared_store_owners": ["nobody-has-this-name", "root,", "-1", "9" * 5000],
 }
 
 
@@ -248,9 +237,7 @@ def test_a_value_of_the_wrong_type_in_the_file_is_refused(user: Path) -> None:
         "keep_writable = 1", "lock_timeout = true", "lock_timeout = [1]",
         "artifacts_max_size = true", "artifacts_max_size = 1.5",
         "home = 3", 'home = ""', 'home = "a\\u0000b"',
-        "shared_stores = 3", "shared_stores = [3]", 'shared_stores = [""]',
-        "shared_store_owners = true", "shared_store_owners = [true]",
-        "shared_store_owners = [1.5]", "[threads]",
+        "[threads]",
     ):  # fmt: skip
         path = write_config(user, line)
         refusal(f"^{re.escape(str(path))}: {line.split()[0].strip('[]')}: ")

@@ -302,8 +302,7 @@ class TestOnDiskFormat:
     def test_every_table_and_column_of_a_set_is_described(self) -> None:
         text = self.section("## sets/")
         with contextlib.closing(sqlite3.connect(":memory:")) as index:
-            for script in SetIndex.migrations or ():
-                index.executescript(script)
+            index.executescript(SetIndex.schema)
             columns = index.execute(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
                 "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
@@ -316,8 +315,7 @@ class TestOnDiskFormat:
     def test_every_table_and_column_of_a_dataset_is_described(self) -> None:
         text = self.section("### A dataset")
         with contextlib.closing(sqlite3.connect(":memory:")) as index:
-            for script in SourceTable.migrations or ():
-                index.executescript(script)
+            index.executescript(SourceTable.schema)
             columns = index.execute(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
                 "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"

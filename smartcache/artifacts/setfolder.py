@@ -53,7 +53,7 @@ from smartcache.errors import (
     StoreUnwritableError,
     UnsupportedValueError,
 )
-from smartcache.system import lock, sync_directory
+from smartcache.system import atomically, lock
 
 FORMAT = 2
 FILE = "set.json"
@@ -463,15 +463,8 @@ class SetFolder:
             "fingerprint": self.fingerprint.to_json(),
             "options": asdict(self.options),
         }
-        temporary = self.path / f".{FILE}-{secrets.token_hex(4)}"
-        make_private(temporary)
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / FILE)
-        sync_directory(self.path)
+        with atomically(self.path / FILE) as file:
+            file.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def _unwritable(path: Path, error: OSError) -> Exception:

@@ -49,8 +49,6 @@ _SECTIONS = {
         "rm": ("blobs", "Remove blobs that nothing holds."),
         "prune": ("prune", "Free what only smartcache holds and nobody wants."),
         "verify": ("verify", "Compare the index with the disk."),
-        "publish": ("blobs", "Let every user of this machine read the blobs of the store."),
-        "mv": ("leave", "Move the store to another directory."),
         "eject": ("leave", "Give every file its own bytes back and remove the store."),
         "dir": ("ls", "Print where the store is."),
     },

@@ -136,11 +136,10 @@ def repos(ctx: click.Context) -> Offered:
 
 
 def _root(ctx: click.Context) -> Path:
-    """Return where the store is, followed to where it was moved."""
+    """Return where the store is."""
     from smartcache.config import load_settings
-    from smartcache.store import follow
 
-    return follow(load_settings(home=ctx.find_root().params.get("home")).home)
+    return load_settings(home=ctx.find_root().params.get("home")).home
 
 
 def _hf_cache() -> str:

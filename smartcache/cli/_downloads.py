@@ -121,8 +121,6 @@ def _origin(each: PlannedFile) -> str:
         return "to be hashed" if is_waiting else ""
     if each.digest:
         return "the store"
-    if each.shared is not None:
-        return f"the shared store {from_home(each.shared)}"
     more = len(each.candidates) - 1
     others = f" or {counted(more, 'other')}" if more and not each.candidates[0].is_known else ""
     return f"{from_home(each.candidates[0].path)}{others}"

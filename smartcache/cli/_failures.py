@@ -116,7 +116,7 @@ def _of_system(error: OSError) -> tuple[str, str]:
 
 _SEE_WHERE = "Run it again with --debug to see where it happened."
 _PERMISSIONS = "Check the owner and mode of the file and its directory."
-_FULL = ("No space left", "'smartcache prune' frees what only smartcache holds.")
+_FULL = ("No space left", "Delete a file you do not need; then 'smartcache prune' can free more.")
 _SYSTEM: dict[int, tuple[str, str]] = {
     errno.ENOENT: ("No such file", "Check the path; relative paths start in the current folder."),
     errno.EACCES: ("Permission denied", _PERMISSIONS),

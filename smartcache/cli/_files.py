@@ -86,6 +86,5 @@ def _inside(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name, reverse=True)
     layout = Layout(Path(folder))
-    names = (layout.format.name, layout.moved_to.name)
-    is_store = any(entry.name in names for entry in inside) and layout.exists()
+    is_store = any(entry.name == layout.format.name for entry in inside) and layout.exists()
     return [] if is_store else inside

@@ -62,7 +62,7 @@ class Session:
         return load_settings(home=self.home)
 
     def has_store(self) -> bool:
-        """Say whether there is a store (or the way to one that was moved) at the home."""
+        """Say whether there is a store at the home."""
         from smartcache.store import Layout
 
         return Layout(self.settings.home).exists()

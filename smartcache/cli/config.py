@@ -84,7 +84,6 @@ def get_command(session: Session, *, name: str) -> None:
     examples=(
         ("smartcache config set threads 4", "a number"),
         ("smartcache config set artifacts_max_size 200GB", "a size"),
-        ("smartcache config set shared_stores /srv/models /srv/more", "a list"),
     ),
 )
 @click.argument("name", metavar="SETTING", shell_complete=_completion.settings)

@@ -247,10 +247,16 @@ def _terms(plan: DedupPlan) -> list[str]:
         for what, number in plan.permissions.items()
     ]
     terms += [f"A volume will be made at {path}." for path in plan.new_volumes]
-    terms.append(
-        "Every path and every byte stays; a link shows the date of the file it shares. 'smartcache "
-        "undo' gives each file its own bytes, date and mode back."
-    )
+    if any(each.kind == "reflink" for each in plan.groups):
+        terms.append(
+            "A file that shares blocks keeps its date and mode; a program that writes to it gets "
+            "blocks of its own. There is nothing to undo."
+        )
+    if any(each.kind == "hardlink" for each in plan.groups):
+        terms.append(
+            "Every path and every byte stays; a link shows the date of the file it shares. "
+            "'smartcache undo' gives each file its own bytes, date and mode back."
+        )
     return terms
 
 

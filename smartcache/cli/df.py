@@ -131,7 +131,6 @@ def _rows(usage: StoreUsage, sets: SetUsage, *, verbose: bool) -> list[list[str]
     ]
     if verbose:
         rows += [
-            ["  trash", format_size(usage.trash), "removed, undoable until the next prune"],
             ["  bad", format_size(usage.bad), "damaged, kept for a look"],
             ["  tmp", format_size(usage.tmp), "being written"],
             ["  sets", format_size(usage.sets), "computed tensors"],
@@ -169,7 +168,6 @@ def _store_document(usage: StoreUsage, sets: SetUsage) -> dict[str, object]:
         "only_smartcache": usage.only_smartcache,
         "reclaimable": _reclaimable(usage, sets),
         "saved": usage.saved,
-        "trash": usage.trash,
         "bad": usage.bad,
         "tmp": usage.tmp,
         "sets": usage.sets,

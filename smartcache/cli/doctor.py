@@ -11,7 +11,6 @@ from smartcache.cli._command import FILE, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
-from smartcache.cli._words import counted
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 
@@ -51,18 +50,16 @@ def doctor_command(ctx: click.Context, *, paths: tuple[Path, ...]) -> None:
 
     session = ctx.ensure_object(Session)
     roots, problems = _volumes(session)
-    shared = _about_shared_stores(session, roots)
     diagnosis = examine(roots[0], paths)
     neighbours = [examine(root).places[0] for root in roots[1:]]
     places = [diagnosis.places[0], *neighbours, *diagnosis.places[1:]]
-    findings = [*problems, *shared, *(finding for place in places for finding in place.findings)]
+    findings = [*problems, *(finding for place in places for finding in place.findings)]
     out.show(
-        human=lambda: _show(diagnosis, places, [*problems, *shared]),
+        human=lambda: _show(diagnosis, places, problems),
         document=lambda: {
             "level": max((each.level for each in findings), key=LEVELS.index, default="ok"),
             "versions": diagnosis.versions,
             "problems": problems,
-            "shared_stores": shared,
             "places": [_document(place) for place in places],
         },
         ids=lambda: [place.path for place in places if _is_bad(place.findings)],
@@ -88,29 +85,6 @@ def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
     except StoreError as error:
         text = f"The store cannot be opened: {error.message}."
         return [home], [Finding(level="problem", text=text, hint=error.hint)]
-
-
-def _about_shared_stores(session: Session, roots: list[Path]) -> list[Finding]:
-    """Say of each published store that the settings name whether bytes are taken from it."""
-    from smartcache.doctor import Finding
-    from smartcache.store import shared_stores
-    from smartcache.system import user_name
-
-    findings = []
-    for store in shared_stores(session.settings, roots):
-        try:
-            owner, count = store.check()
-        except (StoreError, OSError) as error:
-            text = f"Nothing is taken from the shared store {store.root}: {error}."
-            hint = getattr(error, "hint", "")
-            findings.append(Finding(level="warning", text=text, hint=hint))
-        else:
-            text = (
-                f"The shared store {store.root} belongs to {user_name(owner)} and lists "
-                f"{counted(count, 'blob')}."
-            )
-            findings.append(Finding(level="ok", text=text))
-    return findings
 
 
 def _show(diagnosis: Diagnosis, places: list[Place], general: list[Finding]) -> None:

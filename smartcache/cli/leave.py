@@ -1,4 +1,4 @@
-"""Moving the store, and leaving it: `mv`, `eject`."""
+"""Leaving: `eject`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._command import FILE, asks, command
+from smartcache.cli._command import asks, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -18,7 +18,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store import EjectPlan, MovePlan, Undone
+    from smartcache.store import EjectPlan, Undone
 
 
 @command(
@@ -194,56 +194,3 @@ def _ejection(plan: EjectPlan) -> dict[str, object]:
         "artifact_sets_size": plan.sets_size,
         "warnings": plan.warnings,
     }
-
-
-@command(
-    "mv",
-    examples=(
-        ("smartcache mv /data/smartcache", "the old place leads to the new one"),
-        ("smartcache mv /mnt/big/smartcache --dry-run", "another filesystem: what must be copied"),
-    ),
-)
-@click.argument("new_root", metavar="NEWROOT", type=FILE)
-@asks
-@click.pass_obj
-def mv_command(session: Session, *, new_root: Path, dry_run: bool, yes: bool) -> None:
-    """Move the store to another directory.
-
-    On the same filesystem in one step, else by a copy that is verified before the old one goes.
-    Links stay right, and the old directory leads to the new one.
-    """
-    with session.store() as store:
-        plan = store.plan_move(new_root)
-        for warning in plan.warnings:
-            out.warn(warning)
-        if not dry_run:
-            out.confirm(f"{_move_text(plan)}?", yes=yes)
-            plan.execute(progress=bars)
-            session.home = str(plan.new_root)
-    out.show(
-        human=lambda: _say_moved(plan, dry_run=dry_run),
-        document=lambda: {
-            "dry_run": dry_run,
-            "root": plan.root,
-            "new_root": plan.new_root,
-            "is_rename": plan.is_rename,
-            "copied_size": plan.copied_size,
-            "free_size": plan.free_size,
-            "symlinks": plan.symlinks,
-            "warnings": plan.warnings,
-        },
-        ids=lambda: [plan.new_root],
-    )
-
-
-def _move_text(plan: MovePlan) -> str:
-    how = "in one step" if plan.is_rename else f"by copying {format_size(plan.copied_size)}"
-    return f"Move {plan.root} to {plan.new_root} {how}"
-
-
-def _say_moved(plan: MovePlan, *, dry_run: bool) -> None:
-    if dry_run:
-        out.line(f"Would {_move_text(plan)[0].lower()}{_move_text(plan)[1:]}.")
-        return
-    out.line(f"The store is at {plan.new_root} now.")
-    out.talk(f"{plan.root} leads there; set SMARTCACHE_HOME to the new place when you like.")

@@ -163,21 +163,18 @@ def _document(found: Found, *, verbose: bool) -> dict[str, object]:
 def dir_command(session: Session, *, verbose: bool) -> None:
     """Print where the store is.
 
-    Nothing is made or opened: the store may not exist yet. If it was moved, the new place is
-    printed.
+    Nothing is made or opened: the store may not exist yet.
     """
     from smartcache.config import config_file
-    from smartcache.store import Layout, follow
+    from smartcache.store import Layout
 
-    home = session.settings.home
-    layout = Layout(follow(home))
+    layout = Layout(session.settings.home)
     paths: dict[str, Path] = {
         "root": layout.root,
         "index": layout.index,
         "journal": layout.journal,
         "blobs": layout.blobs,
         "sets": layout.sets,
-        "trash": layout.trash,
         "bad": layout.bad,
         "config": config_file(),
     }

@@ -64,10 +64,9 @@ def prune_command(
 ) -> None:
     """Free what only smartcache holds and nobody wants.
 
-    Blobs without a pin, owner, symlink or hard link go, and the trash is emptied: what it holds
-    cannot be undone afterwards. Of artifact sets, what is past its time and dead room go, never an
-    artifact that is wanted: 'smartcache artifacts prune' evicts those; 'smartcache hub prune' frees
-    more in HF caches. `smartcache gc` is the same command.
+    Blobs without a pin, owner or hard link go. Of artifact sets, what is past its time and dead
+    room go, never an artifact that is wanted: 'smartcache artifacts prune' evicts those;
+    'smartcache hub prune' frees more in HF caches. `smartcache gc` is the same command.
     """
     from smartcache.cache import sets_in
 

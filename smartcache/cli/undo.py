@@ -23,19 +23,12 @@ if TYPE_CHECKING:
     from smartcache.store import BatchSummary, Change, Store, Undone, UndoPlan
 
 _MOST_SHOWN = 20
-_WORDS = {
-    "adopt": "make writable again",
-    "move": "bring back",
-    "place": "remove the link",
-    "replace": "give own bytes",
-    "share": "give own blocks",
-    "forget": "bring back from the trash",
-}
+_WORDS = {"adopt": "make writable again", "place": "remove the link", "replace": "give own bytes"}
 
 
 def _word(change: Change) -> str:
     """Return what undoing a change means."""
-    return _WORDS["replace" if change.keep else change.op] if change.op in _WORDS else change.op
+    return _WORDS["replace" if change.keep else change.op]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,10 +76,9 @@ def _has_damage(reports: list[tuple[Store, VerifyReport]], of_sets: list[SetVeri
 
 def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
     """Make the index anew, even if it is no SQLite file any more; return how many blobs it has."""
-    from smartcache.store import follow, rebuild, replace_damaged_index
+    from smartcache.store import rebuild, replace_damaged_index
 
-    home = session.settings.home
-    root = follow(home)
+    root = session.settings.home
     if dry_run:
         return _count_blobs(root)
     question = "Rebuild the index? Owners may be missing from it: prune will refuse until a scan."

@@ -3,8 +3,9 @@
 A plan is made from a scan and from a look at each file's owner, mode and attributes (`checks`, the
 same that the scan counts with); nothing is changed before `execute`. Then survivors become blobs in
 place, the others links to them. Each file is replaced in one step that is journaled before and can
-be undone; an interruption at any moment leaves every file whole, and running again goes on. What
-happened since the scan is noticed file by file: a plan is a wish, not a promise.
+be undone (files that share blocks stay as they were: nothing to undo). An interruption at any
+moment leaves every file whole, and running again goes on. What happened since the scan is noticed
+file by file: a plan is a wish, not a promise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class DedupResult:
     replaced: int
     """Names that are links now."""
     changed: int
-    """Files that `undo` would give back: those replaced, and those that they share now."""
+    """Files that `undo` would give back: those that are links now. Shared blocks need no undo."""
     freed: int
     """Disk blocks of inodes whose last name went, as they were when it went."""
     freed_at_most: bool
@@ -229,7 +230,7 @@ class _Run:
                 triples = [
                     (p.survivor, path, p.group.digest) for p in shared for path in p.replaced
                 ]
-                self._count(store.share_many(triples) if triples else (), shared, job)
+                self._count(store.share_many(triples), shared, job, is_undoable=False)
                 self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
         self._changed += self._changes
         if self._changes:
@@ -262,9 +263,17 @@ class _Run:
                 else:
                     job.advance(plan.group.size * len(plan.replaced))
             waiting = again
-        self._count(store.replace_many(pairs, allow=self._allow, follow=False), plans, job)
+        results = store.replace_many(pairs, allow=self._allow, follow=False)
+        self._count(results, plans, job, is_undoable=True)
 
-    def _count(self, results: Iterable[Replacement], plans: list[GroupPlan], job: Job) -> None:
+    def _count(
+        self,
+        results: Iterable[Replacement],
+        plans: list[GroupPlan],
+        job: Job,
+        *,
+        is_undoable: bool,
+    ) -> None:
         sizes = {plan.group.digest: plan.group.size for plan in plans}
         survivors = {plan.survivor for plan in plans}
         for result in results:
@@ -272,7 +281,7 @@ class _Run:
                 self._note(result.path, result.error)
             else:
                 self._replaced += result.outcome == "replaced"
-                self._changes += result.outcome == "replaced"
+                self._changes += is_undoable and result.outcome == "replaced"
                 self._freed += result.freed
             if result.path not in survivors:
                 job.advance(sizes.get(result.digest, 0))

@@ -25,6 +25,7 @@ from typing import Final
 
 from smartcache.config import ignore_file
 from smartcache.errors import ConfigError, StoreError
+from smartcache.system import atomically
 
 KEYS_ON_MTIME: Final = frozenset({"A1111", "Forge"})
 """Programs that hash a model again when its mtime is another than in their own cache."""
@@ -278,9 +279,8 @@ def ignore(words: Iterable[str], *, remove: bool = False) -> list[str]:
     after = dict.fromkeys([*kept, *(() if remove else patterns)])
     file = ignore_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_bytes(os.fsencode("".join(f"{each}\n" for each in after)))
-    temporary.replace(file)
+    with atomically(file, is_private=False) as writing:
+        writing.write(os.fsencode("".join(f"{each}\n" for each in after)))
     return patterns
 
 

@@ -38,10 +38,6 @@ SAMPLE_MIN_SIZE = 1 << 20
 _CHUNK_FILES = 32_768
 """Taken together, so that no thread waits for others; some MB of memory."""
 _CHUNK_SIZE = 32 << 30
-_MAY_BE_MORE = (
-    "The index was lost, and links to the store may lie in what is ignored: 'prune' waits until a"
-    " scan has seen everything ('smartcache folders ignore --remove')"
-)
 
 
 def folders_to_scan(
@@ -187,21 +183,14 @@ def scan_folders(
     """Scan folders; `exclude` are patterns of paths, names or directories to leave out.
 
     `any_file` counts duplicates as freeable whatever kind of file they are. Quick: nothing is
-    hashed in full, and groups are likely, not proven. Whole: these are all folders there are, so
-    that links which a lost index has forgotten are found again.
+    hashed in full, and groups are likely, not proven. Whole: these are all folders there are.
     """
     walked, scope = look(store, folders, min_size=min_size, exclude=exclude, progress=progress)
-    warnings: tuple[str, ...] = ()
-    if store.has_lost_links:
-        store.record_symlinks(Path(os.fsdecode(path)) for path in walked.blob_links)
-        if is_whole and walked.is_partial:
-            warnings = (_MAY_BE_MORE,)
-        elif is_whole and not walked.problem_count:
-            store.confirm_links()
-    found = find_duplicates(
+    if store.has_lost_links and is_whole and not walked.problem_count:
+        store.confirm_links()
+    return find_duplicates(
         store, walked, scope, any_file=any_file, is_quick=is_quick, progress=progress
     )
-    return replace(found, warnings=warnings)
 
 
 def survey(

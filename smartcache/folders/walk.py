@@ -28,7 +28,7 @@ _MOST_LOST = 100_000
 _LISTINGS = 100
 """Directories looked up in the index at once."""
 _INCOMPLETE = tuple(os.fsencode(suffix) for suffix in INCOMPLETE_SUFFIXES)
-_STORE_MARKS = {b"index.sqlite3", b"moved-to"}
+_STORE_MARK = b"index.sqlite3"
 _Key = tuple[int, int]
 _Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], Collection[bytes]]
 """Folder, directory, files that are new or changed, names that are gone."""
@@ -58,10 +58,6 @@ class Walked:
     modes: dict[str, dict[int, tuple[int, int] | None]] = field(default_factory=dict)
     """By filesystem: group and permissions of inodes that have not those of the first file, as most
     have; None: of another user, or with a special mode."""
-    is_partial: bool = False
-    """The user has some files ignored: there may be more than was met."""
-    blob_links: list[bytes] = field(default_factory=list)
-    """Symlinks that point at blobs of the store, if the store has forgotten them."""
 
 
 def walk(store: Store, folders: Iterable[ModelFolder], *, job: Job) -> Walked:
@@ -89,8 +85,6 @@ class _Run:
         self._usual: tuple[int, int, int] | None = None
         self._usually: tuple[int, int] | None = None
         self._ignored = ignored()
-        self.walked.is_partial = bool(self._ignored.patterns)
-        self._blobs = os.fsencode(store.volume.layout.blobs) if store.has_lost_links else None
         self._entered: set[_Key] = set()
         self._filesystems: dict[int, int] = {}
         self._names: dict[int, str] = {}
@@ -213,26 +207,21 @@ class _Run:
                             min(st.st_mtime_ns, LATEST_NS), min(st.st_ctime_ns, LATEST_NS),
                             st.st_nlink, st.st_blocks * 512,
                         )  # fmt: skip
-                    elif stat.S_ISLNK(st.st_mode):
+                    elif stat.S_ISLNK(st.st_mode) and os.path.isdir(entry.path):
                         listing.symlinks.append(entry.path)
         except OSError as error:
             self._excuse(path, error)
         self._job.advance(len(seen))
         self.walked.files += len(seen)
-        if self._blobs is not None:
-            self.walked.blob_links += [e for e in listing.symlinks if _leads_to(e, self._blobs)]
-        listing.symlinks = [each for each in listing.symlinks if os.path.isdir(each)]
-        listing.is_store = (
-            bool(seen.keys() & _STORE_MARKS) and Layout(Path(os.fsdecode(path))).exists()
-        )
+        listing.is_store = _STORE_MARK in seen and Layout(Path(os.fsdecode(path))).exists()
         return listing
 
     def _wanted(self, entries: Iterable[os.DirEntry[bytes]]) -> Iterable[os.DirEntry[bytes]]:
-        """Pass over what the user ignores; but a store is known by its marks in any case."""
+        """Pass over what the user ignores; but a store is known by its mark in any case."""
         if not self._ignored.patterns:
             return entries
         matches = self._ignored.matches
-        return (each for each in entries if each.name in _STORE_MARKS or not matches(each.path))
+        return (each for each in entries if each.name == _STORE_MARK or not matches(each.path))
 
     def _note_mode(self, st: os.stat_result) -> None:
         """Remember an owner or mode that is not that of the first file."""
@@ -314,14 +303,6 @@ def _is_in_store(directory: bytes) -> bool:
     """Say whether a directory is a store or lies in one."""
     path = Path(os.fsdecode(directory))
     return any(Layout(each).exists() for each in (path, *path.parents))
-
-
-def _leads_to(symlink: bytes, directory: bytes) -> bool:
-    try:
-        target = os.path.join(os.path.dirname(symlink), os.readlink(symlink))
-    except OSError:
-        return False
-    return os.path.normpath(target).startswith(os.path.join(directory, b""))
 
 
 def is_incomplete(name: bytes) -> bool:

@@ -2,7 +2,7 @@
 
 There is no other way for bytes to come: downloads, and the answers that libraries get, end here.
 Sources are tried in this order: a blob on this filesystem, files that may have the bytes, blobs of
-other volumes, stores that others have published, tiers; what none of them has is fetched, under a
+other volumes, tiers; what none of them has is fetched, under a
 name that no program looks for. A file has its name only when its bytes are those that the Hub
 announced. A weight then becomes a blob in place, where a volume can link it.
 
@@ -233,10 +233,8 @@ class Bringing:
         return None
 
     def _from_elsewhere(self, planned: PlannedFile, advance: Advance | None) -> Source | None:
-        """Take what a published store or a tier has."""
+        """Take what a tier has."""
         file, offer = planned.file, planned.offer
-        if planned.is_large and self._from_published(planned):
-            return "copy"
         if planned.is_large and offer is None and self.store.tiers:
             wanted = Wanted(algorithm=file.algorithm, value=file.etag, size=file.size)
             offer = self.store.find_in_tiers([wanted]).get(wanted)
@@ -283,23 +281,6 @@ class Bringing:
             except FileSkippedError as error:
                 _log.debug("%s is copied: %s", candidate.path, error)
         near.put_file(candidate.path, expected={"blake3": digest})
-
-    def _from_published(self, planned: PlannedFile) -> bool:
-        """Take the bytes from a store that another user has published; False: none has them."""
-        file, near = planned.file, self.near
-        with _left_if_it_fails(f"{file.path} is not taken from a shared store", logging.WARNING):
-            if near is not None and planned.is_weight:
-                blob = self.store.bring(file.algorithm, file.etag, size=file.size, to=near)
-                if blob is not None:
-                    self._place(planned, blob.digest)
-                return blob is not None
-            # Texts are never shared.
-            shared = self.store.find_shared("sha256", file.etag, size=file.size)
-            for found in shared if file.is_lfs else ():
-                with open(found.store.open(found.digest), "rb") as source:
-                    self._write(planned, lambda to: _copy(source, to, "sha256", file.etag))
-                return True
-        return False
 
     def _take(self, planned: PlannedFile, offer: Offer, advance: Advance | None) -> bool:
         """Take the bytes from a tier; False, and a warning, if it fails to give them."""

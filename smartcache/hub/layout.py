@@ -24,7 +24,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -38,7 +37,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from smartcache.errors import HubError, LockTimeoutError, RepoNotCachedError
 from smartcache.hub.records import RemoteFile, Repo, xet_of
-from smartcache.system import allocated_bytes, check_hex
+from smartcache.system import allocated_bytes, atomically, check_hex
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HALF_MADE = re.compile(r".+\.[0-9a-f]{8}\.(incomplete|tmp)|tmp[a-z0-9_]{8}\.tmp")
@@ -142,12 +141,8 @@ def write_ref(folder: Path, revision: str, commit: str) -> None:
     if revision == commit or read_ref(path) == commit:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        part.write_text(commit, encoding="ascii")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomically(path, is_private=False, room=folder) as file:
+        file.write(commit.encode("ascii"))
 
 
 def commits_of(folder: Path) -> list[str]:

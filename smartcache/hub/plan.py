@@ -1,7 +1,7 @@
 """Plan a download: for each file where its bytes come from, before anything is fetched or changed.
 
 Sources in this order: what is at the place already, the store, files of known folders that may
-have the bytes, stores that other users have published, tiers, the Hub. A plan costs the requests
+have the bytes, tiers, the Hub. A plan costs the requests
 that huggingface_hub would make (the commit, the listing: neither is asked for again) and stats; of
 a tier, what it says of the repo, and a small request for each large file besides. No byte of a file
 is read for it.
@@ -576,7 +576,7 @@ class Planning:
         return self._place.kinds(is_weight=planned.is_weight)[0] == "auto"
 
     def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
-        """Plan to take a near file, a blob of another volume, a far file, or a published blob."""
+        """Plan to take a near file, a blob of another volume, or a far file."""
         file, store = planned.file, self._store
         candidates, left_out = sources.candidates(file)
         candidates = tuple(each for each in candidates if each.path != planned.found)
@@ -592,9 +592,6 @@ class Planning:
                 return known
         if candidates:
             return replace(planned, source="copy", candidates=candidates)
-        if store is not None:
-            for found in store.find_shared(file.algorithm, file.etag, size=file.size):
-                return replace(planned, source="copy", shared=found.store.root)
         return planned
 
     def _from_tiers(self, plans: list[PlannedFile]) -> list[PlannedFile]:

@@ -15,7 +15,7 @@ from smartcache.system import Algorithm
 
 Source = Literal["present", "link", "reuse", "copy", "tier", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file of a known folder that has to be
-hashed first and is then adopted or copied, another volume or a shared store, a tier, the Hub."""
+hashed first and is then adopted or copied, another volume, a tier, the Hub."""
 
 _EDITED = frozenset(
     (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml", ".cfg", ".py", ".ipynb", ".md", ".jinja",
@@ -146,8 +146,6 @@ class PlannedFile:
     """Of the blob in the store, if it has one."""
     candidates: tuple[Candidate, ...] = ()
     """Files that may have the bytes, the likeliest first."""
-    shared: Path | None = None
-    """The store of another user that has the bytes, if they are nowhere else on the machine."""
     offer: Offer | None = None
     """The object of a tier that has the bytes, if this machine has not; small files have it too."""
     found: Path | None = None
@@ -162,11 +160,9 @@ class PlannedFile:
 
     @property
     def origin(self) -> Path | str | None:
-        """The file, shared store or tier that the bytes are most likely taken from."""
+        """The file or tier that the bytes are most likely taken from."""
         if self.offer is not None:
             return self.offer.tier.name
-        if self.shared is not None:
-            return self.shared
         return self.candidates[0].path if self.candidates and not self.digest else self.found
 
     @property

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from typing import IO, Any, Self
 
 from smartcache.artifacts import ArtifactSets
 from smartcache.errors import ConfigError, UnsupportedValueError
-from smartcache.system import sync_directory
+from smartcache.system import atomically
 
 __all__ = ["DataBackend", "load_tensors"]
 
@@ -251,17 +250,8 @@ class DataBackend:
     def _write_file(self, path: str, data: bytes) -> None:
         folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
-        temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}")
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            _remove(temporary)
-            raise
-        sync_directory(Path(folder))
+        with atomically(Path(path), is_private=False) as file:
+            file.write(data)
 
 
 class _Writing(io.BytesIO):

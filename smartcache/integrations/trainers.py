@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from smartcache.errors import ConfigError, DatasetError, SmartcacheError
 from smartcache.integrations.mgds.takeover import OldCache, xxh64_of
 from smartcache.integrations.simpletuner import load_tensors
 from smartcache.progress import Progress, silent
+from smartcache.system import atomically
 
 if TYPE_CHECKING:
     from smartcache.training import Dataset, Output
@@ -748,20 +748,12 @@ def _write(path: str, trainer: Target, kept: Mapping[Any, Any], claim: Mapping[s
         claim["names"][name]: values[""] if "" in values else values[name] for name in fields
     }
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = os.path.join(os.path.dirname(path), f".tmp-{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            if trainer == "sd-scripts":
-                arrays = {name: each.numpy() for name, each in tensors.items()}
-                for name, each in claim["others"].items():
-                    arrays[claim["names"][name]] = np.array(each["values"], each["dtype"])
-                np.savez(file, **arrays)
-            else:
-                save = import_module("safetensors.torch").save
-                file.write(save(tensors, metadata=claim["header"] or None))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
+    with atomically(Path(path), is_private=False) as file:
+        if trainer == "sd-scripts":
+            arrays = {name: each.numpy() for name, each in tensors.items()}
+            for name, each in claim["others"].items():
+                arrays[claim["names"][name]] = np.array(each["values"], each["dtype"])
+            np.savez(file, **arrays)
+        else:
+            save = import_module("safetensors.torch").save
+            file.write(save(tensors, metadata=claim["header"] or None))

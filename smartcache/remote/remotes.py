@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from filelock import FileLock
 from smartcache.config import remotes_file
 from smartcache.errors import ConfigError, TierError
 from smartcache.remote.tier import Abilities, Tier, check_options, check_url
+from smartcache.system import atomically
 
 _FORMAT = 1
 _MOST_FILE = 1 << 20
@@ -158,16 +158,8 @@ class Remotes:
                 for name, each in sorted(remotes.items())
             }  # fmt: skip
             text = json.dumps({"format": _FORMAT, "remotes": entries}, indent=1) + "\n"
-            part = self.path.with_name(f".{self.path.name}-{secrets.token_hex(4)}")
-            try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                with open(os.open(part, flags, 0o600), "w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, self.path)
-            finally:
-                part.unlink(missing_ok=True)
+            with atomically(self.path) as file:
+                file.write(text.encode())
 
 
 def _remote(name: str, entry: Mapping[str, object]) -> Remote:

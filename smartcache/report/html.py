@@ -13,7 +13,6 @@ import hashlib
 import heapq
 import json
 import os
-import secrets
 import shlex
 import stat
 from collections import Counter, defaultdict
@@ -33,6 +32,7 @@ from smartcache.report.names import Namer
 from smartcache.report.naming import Naming, from_home, is_hash, left_options, left_words
 from smartcache.report.roles import roles
 from smartcache.store import Seen, Store
+from smartcache.system import atomically
 
 MOST_FILES = 50_000
 """Names in the page, the largest; the others are counted together, model by model."""
@@ -498,11 +498,6 @@ def check_target(path: Path, *, force: bool = False) -> None:
 def write(page: str, path: Path) -> Path:
     """Write a page: it appears whole or not at all. Return where it is."""
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8", newline="") as file:
-            file.write(page)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomically(target, is_private=False) as file:
+        file.write(page.encode())
     return target

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from smartcache.store.catalog import MemoRow as MemoRow
     from smartcache.store.catalog import Scope as Scope
     from smartcache.store.catalog import SeenRow as SeenRow
-    from smartcache.store.changes.forget import Forgotten as Forgotten
     from smartcache.store.changes.journal import Batch as Batch
     from smartcache.store.changes.journal import BatchSummary as BatchSummary
     from smartcache.store.changes.journal import Change as Change
@@ -49,9 +48,6 @@ if TYPE_CHECKING:
     from smartcache.store.hashes import learn as learn
     from smartcache.store.owners import link_liveness as link_liveness
     from smartcache.store.owners import liveness as liveness
-    from smartcache.store.published import PublishPlan as PublishPlan
-    from smartcache.store.published import SharedBlob as SharedBlob
-    from smartcache.store.published import shared_stores as shared_stores
     from smartcache.store.records import LINKED_SUFFIXES as LINKED_SUFFIXES
     from smartcache.store.records import Blob as Blob
     from smartcache.store.records import KnownFolder as KnownFolder
@@ -70,9 +66,6 @@ if TYPE_CHECKING:
     from smartcache.store.tiers import Wanted as Wanted
     from smartcache.store.upkeep.eject import EjectPlan as EjectPlan
     from smartcache.store.upkeep.eject import clear_leftovers as clear_leftovers
-    from smartcache.store.upkeep.move import DATASET as DATASET
-    from smartcache.store.upkeep.move import MovePlan as MovePlan
-    from smartcache.store.upkeep.move import has_sets as has_sets
     from smartcache.store.upkeep.prune import PrunePlan as PrunePlan
     from smartcache.store.upkeep.prune import PruneResult as PruneResult
     from smartcache.store.upkeep.prune import Victim as Victim
@@ -82,11 +75,11 @@ if TYPE_CHECKING:
     from smartcache.store.upkeep.verify import VerifyReport as VerifyReport
     from smartcache.store.upkeep.verify import rebuild as rebuild
     from smartcache.store.upkeep.verify import replace_damaged_index as replace_damaged_index
+    from smartcache.store.volume import DATASET as DATASET
     from smartcache.store.volume import Layout as Layout
-    from smartcache.store.volume import follow as follow
     from smartcache.store.volume import volume_root as volume_root
 
-Kind = Literal["auto", "hardlink", "reflink", "symlink", "copy"]
+Kind = Literal["auto", "hardlink", "reflink", "copy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """How a blob can be put at a path."""
 DEFAULT_PIN = "kept"
@@ -94,7 +87,6 @@ DEFAULT_PIN = "kept"
 _HOMES = {
     "blobs": "CHUNK check_expected checked copy_hashed explained prove",
     "catalog": "By Candidate FolderSums Member MemberRow MemoRow Scope SeenRow",
-    "changes.forget": "Forgotten",
     "changes.journal": "Batch BatchSummary Change Journal",
     "changes.replace": "Replacement",
     "changes.separate": "SeparatePlan Separated plan_separate",
@@ -106,18 +98,16 @@ _HOMES = {
     ),
     "hashes": "Learned hash_all hashes_of learn",
     "owners": "link_liveness liveness",
-    "published": "PublishPlan SharedBlob shared_stores",
     "records": (
         "Blob KnownFolder LINKED_SUFFIXES Link Owner RememberedFile Seen Sighting Trust sighting_of"
     ),
     "store": "Store",
     "tiers": "BlobSource Document Found Offer Wanted",
     "upkeep.eject": "EjectPlan clear_leftovers",
-    "upkeep.move": "DATASET MovePlan has_sets",
     "upkeep.prune": "PrunePlan PruneResult Victim",
     "upkeep.usage": "FolderUsage StoreUsage folder_usage",
     "upkeep.verify": "VerifyReport rebuild replace_damaged_index",
-    "volume": "Layout follow volume_root",
+    "volume": "DATASET Layout volume_root",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted([*_HOME_OF, "DEFAULT_PIN", "KINDS", "Kind"])  # noqa: PLE0605 - as the table

@@ -328,8 +328,7 @@ def take_in(
 ) -> Blob:
     """Make a blob of an open file's bytes, in an inode of its own: a reflink where that works.
 
-    What is hashed is the new inode, before it gets its name. Who could not read the file cannot
-    read the blob, should the store be published.
+    What is hashed is the new inode, before it gets its name.
     """
     st = os.fstat(descriptor)
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *expected, *algorithms)))

@@ -39,7 +39,7 @@ from smartcache.system import (
     signed,
 )
 
-_VERSION_1 = """
+SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 CREATE TABLE blobs (
@@ -58,13 +58,15 @@ CREATE TABLE blobs (
 );
 CREATE INDEX blobs_inode ON blobs (inode);
 
-CREATE TABLE aliases (
-    algorithm TEXT NOT NULL,
-    value     BLOB NOT NULL,
-    blob      INTEGER NOT NULL REFERENCES blobs (id) ON DELETE CASCADE,
-    PRIMARY KEY (algorithm, value)
+CREATE TABLE contents (
+    digest   BLOB PRIMARY KEY,    -- of a blob or of a file outside
+    sha256   BLOB,
+    xet      BLOB,
+    git_sha1 BLOB
 ) WITHOUT ROWID;
-CREATE INDEX aliases_blob ON aliases (blob);
+CREATE INDEX contents_sha256 ON contents (sha256) WHERE sha256 IS NOT NULL;
+CREATE INDEX contents_xet ON contents (xet) WHERE xet IS NOT NULL;
+CREATE INDEX contents_git_sha1 ON contents (git_sha1) WHERE git_sha1 IS NOT NULL;
 
 CREATE TABLE owners (
     id         INTEGER PRIMARY KEY,
@@ -104,52 +106,12 @@ CREATE TABLE folders (
     walked_at INTEGER NOT NULL
 );
 
-CREATE TABLE sightings (
-    path       BLOB PRIMARY KEY,
-    folder     INTEGER NOT NULL REFERENCES folders (id) ON DELETE CASCADE,
-    size       INTEGER NOT NULL,
-    filesystem TEXT NOT NULL,
-    inode      INTEGER NOT NULL,
-    mtime_ns   INTEGER NOT NULL,
-    ctime_ns   INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX sightings_size ON sightings (size);
-CREATE INDEX sightings_folder ON sightings (folder);
-
-CREATE TABLE memos (
-    filesystem TEXT NOT NULL,
-    inode      INTEGER NOT NULL,
-    size       INTEGER NOT NULL,
-    mtime_ns   INTEGER NOT NULL,
-    ctime_ns   INTEGER NOT NULL,
-    racy       INTEGER NOT NULL,
-    blake3     BLOB,
-    sha256     BLOB,
-    xet        BLOB,
-    git_sha1   BLOB,
-    PRIMARY KEY (filesystem, inode)
-) WITHOUT ROWID;
-CREATE INDEX memos_blake3 ON memos (blake3) WHERE blake3 IS NOT NULL;
-
-CREATE TABLE volumes (
-    path       BLOB PRIMARY KEY,
-    filesystem TEXT NOT NULL,
-    added_at   INTEGER NOT NULL
-) WITHOUT ROWID;
-"""
-
-# Sightings by directory: a path is written once for all files in it, and one look-up gives what was
-# seen there. What version 1 had seen is forgotten: the next scan sees it again.
-_VERSION_2 = """
-DROP TABLE sightings;
-UPDATE folders SET walked_at = 0;
-
 CREATE TABLE filesystems (
     id   INTEGER PRIMARY KEY,
     name TEXT NOT NULL UNIQUE     -- filesystem_id, as in memos and links
 );
 
-CREATE TABLE directories (
+CREATE TABLE directories (        -- a path is written once for all files in it
     id     INTEGER PRIMARY KEY,
     path   BLOB NOT NULL UNIQUE,
     folder INTEGER NOT NULL REFERENCES folders (id) ON DELETE CASCADE
@@ -170,38 +132,6 @@ CREATE TABLE sightings (
 ) WITHOUT ROWID;
 CREATE INDEX sightings_size ON sightings (size);
 
-ALTER TABLE memos ADD COLUMN sample BLOB;  -- XXH3 of head and tail, a reason to compare or not to
-"""
-
-# The Hub asks for files by sha256; without this every question would read all memos.
-_VERSION_3 = """
-CREATE INDEX memos_sha256 ON memos (sha256) WHERE sha256 IS NOT NULL;
-"""
-
-# The other hashes of bytes stand in one place, whether a blob or a file outside has them; memos
-# say which bytes a file has.
-_VERSION_4 = """
-CREATE TABLE contents (
-    digest   BLOB PRIMARY KEY,
-    sha256   BLOB,
-    xet      BLOB,
-    git_sha1 BLOB
-) WITHOUT ROWID;
-INSERT OR IGNORE INTO contents
-    SELECT blobs.digest, sha256.value, xet.value, git.value FROM blobs
-    LEFT JOIN aliases AS sha256 ON sha256.blob = blobs.id AND sha256.algorithm = 'sha256'
-    LEFT JOIN aliases AS xet ON xet.blob = blobs.id AND xet.algorithm = 'xet'
-    LEFT JOIN aliases AS git ON git.blob = blobs.id AND git.algorithm = 'git-sha1'
-    WHERE coalesce(sha256.value, xet.value, git.value) IS NOT NULL;
-INSERT OR IGNORE INTO contents
-    SELECT blake3, sha256, xet, git_sha1 FROM memos
-    WHERE blake3 IS NOT NULL AND racy = 0 AND coalesce(sha256, xet, git_sha1) IS NOT NULL;
-CREATE INDEX contents_sha256 ON contents (sha256) WHERE sha256 IS NOT NULL;
-CREATE INDEX contents_xet ON contents (xet) WHERE xet IS NOT NULL;
-CREATE INDEX contents_git_sha1 ON contents (git_sha1) WHERE git_sha1 IS NOT NULL;
-DROP TABLE aliases;
-
-ALTER TABLE memos RENAME TO old_memos;
 CREATE TABLE memos (
     filesystem TEXT NOT NULL,
     inode      INTEGER NOT NULL,
@@ -213,17 +143,16 @@ CREATE TABLE memos (
     sample     BLOB,              -- XXH3 of head and tail, a reason to compare or not to
     PRIMARY KEY (filesystem, inode)
 ) WITHOUT ROWID;
-INSERT INTO memos
-    SELECT filesystem, inode, size, mtime_ns, ctime_ns, racy, blake3, sample FROM old_memos
-    WHERE blake3 IS NOT NULL OR sample IS NOT NULL;
-DROP TABLE old_memos;
 CREATE INDEX memos_digest ON memos (digest) WHERE digest IS NOT NULL;
+
+CREATE TABLE volumes (
+    path       BLOB PRIMARY KEY,
+    filesystem TEXT NOT NULL,
+    added_at   INTEGER NOT NULL
+) WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
-"""MIGRATIONS[n] turns version n into version n + 1, in one transaction."""
-
-VERSION = len(MIGRATIONS)
+VERSION = 5
 
 HASHES: dict[Algorithm, str] = {"sha256": "sha256", "xet": "xet", "git-sha1": "git_sha1"}
 """The columns of other hashes than the digest."""
@@ -260,7 +189,8 @@ _Row = tuple[Any, ...]
 class Index(Database):
     """The index of one volume."""
 
-    migrations: ClassVar[tuple[str, ...]] = MIGRATIONS
+    schema: ClassVar[str] = SCHEMA
+    schema_version: ClassVar[int] = VERSION
 
     # blobs
 
@@ -270,7 +200,7 @@ class Index(Database):
         return blob if blob is not None and blob.is_here else None
 
     def record(self, digest: str) -> Blob | None:
-        """Return what is known of a digest, be its bytes lost or in the trash."""
+        """Return what is known of a digest, even if its bytes are lost."""
         return self._blob(f"SELECT {_BLOB} FROM blobs WHERE digest = ?", bytes.fromhex(digest))
 
     def blob_by_inode(self, inode: int) -> Blob | None:
@@ -397,19 +327,19 @@ class Index(Database):
         """Remember that a blob was used."""
         self.execute("UPDATE blobs SET used_at = ? WHERE id = ?", int(now or time.time()), blob)
 
-    def mark_gone(self, blob: int, trust: Trust = Trust.LOST) -> None:
+    def mark_gone(self, blob: int) -> None:
         """Remember that a blob's bytes are gone, but keep its links and holds."""
         sql = "UPDATE blobs SET allocated = 0, links = 0, inode = -1, trust = ? WHERE id = ?"
-        self.execute(sql, int(trust), blob)
+        self.execute(sql, int(Trust.LOST), blob)
 
-    def add_lost(self, digest: str, size: int) -> None:
-        """Remember a blob whose bytes are not here now, for what holds it or points at it."""
+    def add_lost(self, digest: str) -> None:
+        """Remember a blob whose bytes are not here now, for what holds it."""
         sql = (
             "INSERT OR IGNORE INTO blobs (digest, size, allocated, inode, mtime_ns, ctime_ns,"
-            " links, trust, added_at, used_at) VALUES (?, ?, 0, -1, 0, 0, 0, ?, ?, ?)"
+            " links, trust, added_at, used_at) VALUES (?, 0, 0, -1, 0, 0, 0, ?, ?, ?)"
         )
         now = int(time.time())
-        self.execute(sql, bytes.fromhex(digest), size, int(Trust.LOST), now, now)
+        self.execute(sql, bytes.fromhex(digest), int(Trust.LOST), now, now)
 
     def drop_blob(self, blob: int) -> None:
         """Forget a blob with its links and holds."""
@@ -423,18 +353,6 @@ class Index(Database):
             f" FROM blobs WHERE trust < {int(Trust.LOST)}"
         )
         return Totals(*(int(value) for value in self.select(sql)[0]))
-
-    def content_mark(self) -> tuple[int, ...]:
-        """Return figures that change when blobs or their sha256 come or go: a pass over each."""
-        blobs = (
-            "SELECT count(*), coalesce(max(id), 0), coalesce(sum(size), 0),"
-            f" coalesce(sum(added_at), 0) FROM blobs WHERE trust < {int(Trust.LOST)}"
-        )
-        named = (
-            "SELECT count(*) FROM contents JOIN blobs ON blobs.digest = contents.digest"
-            " WHERE sha256 IS NOT NULL"
-        )
-        return (*self.select(blobs)[0], self.number(named))
 
     def clear(self) -> None:
         """Forget links and owners, and that any blob is here; `drop_lost` forgets what stays lost.
@@ -571,14 +489,14 @@ class Index(Database):
             found.setdefault(blob, []).append(_link(tuple(row)))
         return found
 
-    def links_after(self, path: str, limit: int, *, kind: LinkKind | None = None) -> list[Link]:
+    def links_after(self, path: str, limit: int) -> list[Link]:
         """Return the next links in order of path: a page for work that writes in between."""
         sql = (
             f"SELECT {_LINK} FROM links JOIN blobs ON blobs.id = blob"
-            " WHERE path > ? AND (? IS NULL OR links.kind = ?) ORDER BY path LIMIT ?"
+            " WHERE path > ? ORDER BY path LIMIT ?"
         )
         after = os.fsencode(path)
-        return [_link(r) for r in self._ahead(0, after, self.select(sql, after, kind, kind, limit))]
+        return [_link(r) for r in self._ahead(0, after, self.select(sql, after, limit))]
 
     # owners
 

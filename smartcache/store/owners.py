@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from smartcache.errors import BlobNotFoundError
 from smartcache.store.changes.journal import Batch, Change
-from smartcache.store.records import Blob, Link, LinkKind, Owner
+from smartcache.store.records import Blob, Link, Owner
 from smartcache.store.volume import Volume
 from smartcache.system import allocated_bytes, filesystem_id, nearest_existing, signed
 
@@ -52,7 +52,7 @@ def liveness(owner: Owner) -> Liveness:
     return "dead"
 
 
-def link_liveness(volume: Volume, link: Link) -> Liveness:
+def link_liveness(link: Link) -> Liveness:
     """Say whether a recorded link still shares its blob."""
     try:
         st = os.lstat(link.path)
@@ -61,75 +61,45 @@ def link_liveness(volume: Volume, link: Link) -> Liveness:
         return "dead" if filesystem_id(parent) == link.filesystem else "away"
     except OSError:
         return "away"
-    is_there = True
-    if link.kind == "hardlink":
-        is_there = signed(st.st_ino) == link.inode
-    elif link.kind == "symlink":
-        is_there = stat.S_ISLNK(st.st_mode) and _points_at(
-            link.path, volume.layout.blob(link.digest)
-        )
-    return "live" if is_there else "dead"
+    is_dead = link.kind == "hardlink" and signed(st.st_ino) != link.inode
+    return "dead" if is_dead else "live"
 
 
-def _points_at(path: Path, target: str) -> bool:
-    """Say whether a symlink leads to a blob, maybe through the old root of a moved store."""
-    if os.readlink(path) == target:
-        return True
-    try:
-        return os.path.samefile(path, target)
-    except OSError:
-        return False
-
-
-def link_pages(volume: Volume, kind: LinkKind | None = None) -> Iterator[list[Link]]:
+def link_pages(volume: Volume) -> Iterator[list[Link]]:
     """Go through the recorded links by path, some at a time: whoever does may write in between."""
     after = ""
-    while page := volume.index.links_after(after, _PAGE, kind=kind):
+    while page := volume.index.links_after(after, _PAGE):
         after = str(page[-1].path)
         yield page
 
 
-class Keepers(NamedTuple):
-    """Who keeps a blob alive."""
-
-    holders: list[Holding]
-    """The owners that still hold it, live or away."""
-    symlinks: list[Link]
-    """The recorded symlinks that still point at it, or may (their drive is away)."""
-
-    def want_it(self, *, drop_away: bool = False) -> bool:
-        """Say whether the blob must stay; `drop_away`: owners on absent drives are gone."""
-        states = {state for _, state in self.holders}
-        return "live" in states or ("away" in states and not drop_away) or bool(self.symlinks)
+def is_wanted(holders: Iterable[Holding], *, drop_away: bool = False) -> bool:
+    """Say whether a blob must stay; `drop_away`: owners on absent drives are gone."""
+    states = {state for _, state in holders}
+    return "live" in states or ("away" in states and not drop_away)
 
 
-def keepers_of(volume: Volume, blob: Blob) -> Keepers:
-    """Return who keeps a blob alive, checked against the disk now."""
+def keepers_of(volume: Volume, blob: Blob) -> list[Holding]:
+    """Return the owners that still hold a blob, live or away, checked against the disk now."""
     owners = [(owner, liveness(owner)) for owner in volume.index.holders_of(blob.id)]
-    return _keepers(volume, owners, volume.index.links_of(blob.id))
+    return _keepers(owners, volume.index.links_of(blob.id))
 
 
-def _keepers(volume: Volume, owners: Iterable[Holding], links: Iterable[Link]) -> Keepers:
+def _keepers(owners: Iterable[Holding], links: Iterable[Link]) -> list[Holding]:
     """Ask the owners and links on record, of which the disk knows whether they are still there.
 
     An owner that held the blob through links holds it only while one of those links is there.
     """
     through: dict[int, set[Liveness]] = {}
-    symlinks: list[Link] = []
     for link in links:
-        if link.owner is None and link.kind != "symlink":
-            continue
-        state = link_liveness(volume, link)
         if link.owner is not None:
-            through.setdefault(link.owner, set()).add(state)
-        if link.kind == "symlink" and state != "dead":
-            symlinks.append(link)
+            through.setdefault(link.owner, set()).add(link_liveness(link))
     holders: list[Holding] = []
     for owner, exists in owners:
         states = through.get(owner.id, {exists}) if exists == "live" else {exists}
         if states != {"dead"}:
             holders.append((owner, "live" if "live" in states else "away"))
-    return Keepers(holders, symlinks)
+    return holders
 
 
 class Page(NamedTuple):
@@ -138,7 +108,7 @@ class Page(NamedTuple):
     stats: dict[int, os.stat_result]
     owners: dict[int, list[Holding]]
     """The owners on record, deleted ones too."""
-    alone: list[tuple[Blob, Keepers]]
+    alone: list[tuple[Blob, list[Holding]]]
     """Those that only smartcache has, and who wants them all the same; `allocated` is of now."""
 
 
@@ -158,7 +128,7 @@ def look(volume: Volume) -> Iterator[Page]:
         alone = [
             (
                 replace(blob, allocated=allocated_bytes(stats[blob.id])),
-                _keepers(volume, owners.get(blob.id, ()), links.get(blob.id, ())),
+                _keepers(owners.get(blob.id, ()), links.get(blob.id, ())),
             )
             for blob in index.blobs_among(lonely)
         ]

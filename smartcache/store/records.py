@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from smartcache.system import StatKey, allocated_bytes, filesystem_id, signed
 
-LinkKind = Literal["hardlink", "reflink", "symlink", "copy"]
+LinkKind = Literal["hardlink", "reflink", "copy"]
 OwnerKind = Literal["pin", "repo", "folder", "set"]
 Verdict = Literal["same", "relinked", "suspect"]
 
@@ -39,8 +39,6 @@ class Trust(IntEnum):
     """Hash before use: adopted while young, found without a row, or changed from outside."""
     LOST = 3
     """The file is damaged or gone; the row keeps what was known until the bytes come back."""
-    TRASHED = 4
-    """The file is in the trash; the row keeps what was known until undo brings it back."""
 
 
 def judge(before: StatKey, links: int, now: os.stat_result) -> Verdict:
@@ -84,7 +82,7 @@ class Blob:
 
     @property
     def is_here(self) -> bool:
-        """Say whether the store should have the bytes: neither lost nor in the trash."""
+        """Say whether the store should have the bytes: they are not lost."""
         return self.trust < Trust.LOST
 
     def judged(self, st: os.stat_result) -> Verdict:

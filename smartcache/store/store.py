@@ -32,10 +32,8 @@ from smartcache.store import DEFAULT_PIN, Kind
 from smartcache.store import blobs as _blobs
 from smartcache.store import hashes as _hashes
 from smartcache.store import owners as _owners
-from smartcache.store import published as _published
 from smartcache.store import tiers as _tiers
 from smartcache.store.catalog import Catalog, Scope
-from smartcache.store.changes import forget as _forget
 from smartcache.store.changes import place as _place
 from smartcache.store.changes import undo as _undo
 from smartcache.store.changes.adopt import Adoption, adopt_many
@@ -47,7 +45,6 @@ from smartcache.store.owners import Liveness
 from smartcache.store.records import Blob, KnownFolder, Link, Owner, Seen, Sighting
 from smartcache.store.tiers import Document
 from smartcache.store.upkeep import eject as _eject
-from smartcache.store.upkeep import move as _move
 from smartcache.store.upkeep import prune as _prune
 from smartcache.store.upkeep import usage as _usage
 from smartcache.store.upkeep import verify as _verify
@@ -91,14 +88,12 @@ class Store:
         self._others: dict[Path, Self] = {}
         self._known_volumes: list[tuple[Path, str]] | None = None
         self._thread = threading.local()
-        self._shared: list[_published.SharedStore] | None = None
         self.open_tiers: Callable[[], list[_tiers.BlobSource]] = list
         """Says which tiers there are now: set by whoever knows them."""
         self._asking = _tiers.Asking()
         _verify.rebuild_if_lost(self.volume)
         try:
             with self.volume.in_haste():
-                _move.finish_move(self.volume)
                 _undo.recover(self.volume)
                 self.volume.fold_journal()
         except LockTimeoutError as error:
@@ -116,8 +111,7 @@ class Store:
         return f"{type(self).__name__}({str(self.root)!r})"
 
     def close(self) -> None:
-        """Close the store and its neighbours; a published one says what it has by now."""
-        _published.renew_listing(self.volume)
+        """Close the store and its neighbours."""
         for other in self._others.values():
             other.close()
         self.volume.close()
@@ -228,7 +222,7 @@ class Store:
 
     def holders_of(self, blob: Blob) -> list[tuple[Owner, Liveness]]:
         """Return who keeps a blob of this volume alive, checked against the disk."""
-        return _owners.keepers_of(self.volume, blob).holders
+        return _owners.keepers_of(self.volume, blob)
 
     def digest_of(
         self,
@@ -348,45 +342,6 @@ class Store:
                 algorithms=algorithms, follow=follow, progress=progress,
             )  # fmt: skip
 
-    def shared_stores(self) -> list[_published.SharedStore]:
-        """Return the published stores of other users that the settings name, usable or not."""
-        if self._shared is None:
-            own = [store.root for store in self.stores()]
-            self._shared = _published.shared_stores(self.settings, own)
-        return self._shared
-
-    def find_shared(
-        self, algorithm: Algorithm, value: str, *, size: int | None = None
-    ) -> Iterator[_published.SharedBlob]:
-        """Go through what shared stores have under a hash (and of a size), by their account."""
-        for shared in self.shared_stores():
-            found = shared.find(algorithm, value)
-            if found is not None and size in (None, found.size):
-                yield found
-
-    def bring(
-        self,
-        algorithm: Algorithm,
-        value: str,
-        *,
-        size: int | None = None,
-        to: Store | None = None,
-        progress: Progress = silent,
-    ) -> Blob | None:
-        """Take bytes from a shared store into this one (or a neighbour); None: none has them.
-
-        The copy is hashed by the hash that is asked for before it becomes a blob; wrong bytes are
-        a warning, and not kept.
-        """
-        for found in self.find_shared(algorithm, value, size=size):
-            with progress(f"From {found.store.root}", found.size, "bytes") as job:
-                blob = _published.bring(
-                    (to or self).volume, found, (algorithm, value), advance=job.advance
-                )
-            if blob is not None:
-                return blob
-        return None
-
     @property
     def tiers(self) -> list[_tiers.BlobSource]:
         """The places beyond this machine to look for bytes in; none of them was asked yet."""
@@ -478,8 +433,7 @@ class Store:
     ) -> Iterator[Replacement]:
         """Let targets of (source, target, digest) share blocks (reflinks), or say why not."""
         files = ((Path(a), Path(b), check_hex("blake3", digest)) for a, b, digest in pairs)
-        with self.batch("share") as batch:
-            yield from share_many(self.volume, files, batch=batch, progress=progress)
+        return share_many(self.volume, files, progress=progress)
 
     def add_folder(self, path: str | Path, *, program: str = "") -> None:
         """Remember a folder that the user gives to smartcache: scans look at it from now on."""
@@ -537,11 +491,9 @@ class Store:
                     ended.append(owner.name)
         return ended
 
-    def forget(self, digest: str, *, to_trash: bool = True) -> _forget.Forgotten:
-        """Remove a blob that nobody holds: to the trash, where undo finds it, or for good."""
-        digest = check_hex("blake3", digest)
-        with self.batch("rm") as batch:
-            return _forget.forget(self.volume, digest, batch=batch, to_trash=to_trash)
+    def remove(self, digest: str) -> int:
+        """Remove a blob that nobody holds, for good; return the bytes that this frees."""
+        return _prune.remove(self.volume, check_hex("blake3", digest))
 
     # looking after the whole
 
@@ -592,10 +544,6 @@ class Store:
         """Whether the index was made again and no scan has looked for forgotten links since."""
         return self.volume.index.note(_prune.REBUILT) is not None
 
-    def record_symlinks(self, paths: Iterable[Path]) -> None:
-        """Record symlinks to blobs that were found: they keep what they point at."""
-        _place.record_symlinks(self.volume, paths)
-
     def confirm_links(self) -> None:
         """Say that a scan has found the links again after a rebuild: `prune` may run."""
         self.volume.index.set_note(_prune.REBUILT, None)
@@ -609,25 +557,6 @@ class Store:
     def plan_eject(self, *, drop_pinned: bool = False, drop_sets: bool = False) -> _eject.EjectPlan:
         """Plan to give every file its own state back and to remove the store."""
         return _eject.plan_eject(self.volume, drop_pinned=drop_pinned, drop_sets=drop_sets)
-
-    def plan_move(self, new_root: str | Path) -> _move.MovePlan:
-        """Plan to move the store to another root; close this object after executing it."""
-        return _move.plan_move(self.volume, Path(new_root))
-
-    # other users
-
-    @property
-    def is_published(self) -> bool:
-        """Whether every user of this machine may read the blobs of this volume."""
-        return _published.is_published(self.volume)
-
-    def plan_publish(self) -> _published.PublishPlan:
-        """Plan to let every user of this machine read the blobs of this volume."""
-        return _published.plan_publish(self.volume)
-
-    def unpublish(self) -> None:
-        """Close the blobs of this volume to other users again."""
-        _published.unpublish(self.volume)
 
     # volumes
 

@@ -1,9 +1,9 @@
 """One store directory on one filesystem: its paths, and the index, journal and locks in it.
 
-Opening creates the tree where it is missing, follows a store that was moved, and refuses one that
-somebody else could write: a store has one writing user. Directories are 0700 and files 0600,
-whatever the umask is; blobs are read-only. What a dead process left half done is the matter of
-`Store`.
+Opening creates the tree where it is missing and refuses a store that somebody else could write: a
+store has one writing user. Directories are 0700 and files 0600, whatever the umask is; blobs are
+read-only. What a kill or a power cut left half made is made again; what a dead process left half
+done is the matter of `Store`.
 
 <root>/                     default ~/.local/share/smartcache; `<mount>/.smartcache-<uid>` elsewhere
   format                    "1": the version of this tree; a newer one is refused
@@ -15,11 +15,7 @@ whatever the umask is; blobs are read-only. What a dead process left half done i
   blobs/<aa>/<digest>       read-only, complete, verified
   sets/<name>/<id>/         artifact sets
   tmp/                      in progress; each file is locked by the process that writes it
-  trash/<digest>            removed by `rm`, still undoable; emptied by `prune`
   bad/<digest>.<n>          damaged; moved here, never deleted by itself
-  reserve                   1 MiB of nothing, given up when the disk is so full that `prune` fails
-  listing                   only in a published store: what others may take, by sha256
-  moved-to                  only in a root whose store was moved: the path of the new root
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ from smartcache.errors import (
     NoSpaceError,
     StoreError,
     StoreFormatError,
-    StoreMovedError,
     StoreUnwritableError,
 )
 from smartcache.store.catalog import Catalog
@@ -53,14 +48,13 @@ from smartcache.system import (
     Claim,
     KeyLocks,
     OnWait,
+    atomically,
     boot_id,
     check_own,
     claim,
     clone,
-    create_own,
     effective_user,
     filesystem_id,
-    free_bytes,
     is_digest,
     is_network,
     is_supported,
@@ -70,6 +64,8 @@ from smartcache.system import (
 )
 
 FORMAT = 1
+DATASET = "dataset"
+"""What the folder of a dataset is called, which is no id of a set."""
 CACHEDIR_TAG = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# This file marks a cache directory of smartcache.\n"
@@ -79,13 +75,10 @@ FOLD_SIZE = 1 << 20
 """A journal shorter than this is read in milliseconds."""
 _FOLDED = "journal_folded"
 """Note in the index: how long the journal was when it was last looked at for folding."""
-_RESERVE_SIZE = 1 << 20
 _HASTE = 0.3
 """Seconds that pass for no wait: others hold the lock for milliseconds."""
-_MOST_MOVES = 8
-_LONGEST_PATH = 4096 + 1
-_FILES = ("format", "index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "journal.jsonl",
-          "lock", "lock.turn", "reserve", "moved-to", "listing")  # fmt: skip
+_FILES = ("format", "index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm",
+          "index.sqlite3-journal", "journal.jsonl", "lock", "lock.turn")  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -118,12 +111,8 @@ class Layout:
         self.tag = self.blobs / "CACHEDIR.TAG"
         self.sets = root / "sets"
         self.tmp = root / "tmp"
-        self.trash = root / "trash"
         self.bad = root / "bad"
-        self.reserve = root / "reserve"
-        self.moved_to = root / "moved-to"
-        self.listing = root / "listing"
-        self.directories = self.blobs, self.sets, self.tmp, self.trash, self.bad, self.leases
+        self.directories = self.blobs, self.sets, self.tmp, self.bad, self.leases
         self._blobs = f"{root}{os.sep}blobs{os.sep}"
 
     def blob(self, digest: str) -> str:
@@ -139,30 +128,8 @@ class Layout:
         return self.bad / f"{digest}.{secrets.token_hex(4)}"
 
     def exists(self) -> bool:
-        """Say whether a store (or what remains of one) is here."""
-        return self.format.exists() or self.moved_to.exists()
-
-    def forwarding(self) -> Path | None:
-        """Return the root this store was moved to, if it was."""
-        try:
-            if check_own(self.moved_to) is None:
-                return None
-            check_own(self.root)
-            raw = read_own(self.moved_to, _LONGEST_PATH).rstrip(b"\n")
-        except FileNotFoundError:
-            return None
-        except StoreError:
-            raise
-        except OSError as error:
-            with suppress(PermissionError, NotADirectoryError):
-                check_own(self.root)  # says it more clearly, if it is somebody else's
-            raise _unwritable(self.root, error) from error
-        if b"\0" in raw or not os.path.isabs(raw) or len(raw) == _LONGEST_PATH:
-            hint = "Write the path of the store's new place into it, or remove it if there is none."
-            raise StoreFormatError(
-                f"{self.moved_to} is damaged: it holds no path", hint=hint, root=self.root
-            )
-        return Path(os.fsdecode(raw))
+        """Say whether a store is here."""
+        return self.format.exists()
 
     def create(self) -> None:
         """Make the tree where it is missing. A directory with other contents is refused."""
@@ -170,37 +137,55 @@ class Layout:
             make_folders(self.root.parent)
             self._make_directory(self.root)
             check_own(self.root)
-            if not self.format.exists():
-                # A process killed while it made the store leaves at most a half-written "format".
-                names = {name for name in os.listdir(self.root) if not name.startswith(".format-")}
-                others = names - {"moved-to", *(path.name for path in self.directories)}
-                if others and not self.format.exists():  # another process may have made it now
+            if not _is_filled(self.format):
+                # Looked at last: another process may have made it now.
+                if not self._is_half_made() and not _is_filled(self.format):
                     message = f"{self.root} is not empty and is not a smartcache store"
                     hint = "Set SMARTCACHE_HOME to a new or empty directory."
                     raise StoreFormatError(message, hint=hint, root=self.root)
-                self._write(self.format, f"{FORMAT}\n", self.root)
+                with atomically(self.format) as file:
+                    file.write(f"{FORMAT}\n".encode())
             for path in self.directories:
                 self._make_directory(path)
-            while not self.tag.exists():
-                with suppress(FileNotFoundError):  # another process has cleared `tmp/` up
-                    self._write(self.tag, CACHEDIR_TAG, self.tmp)
+            while not _is_filled(self.tag):
+                # Another process may clear `tmp/` up.
+                with suppress(FileNotFoundError), atomically(self.tag, room=self.tmp) as file:
+                    file.write(CACHEDIR_TAG.encode())
             sync_directory(self.root)
         except StoreError:
             raise
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
-    def secure(self) -> None:
-        """Raise unless this user alone can write the store; close it to readers, too.
+    def is_whole(self) -> bool:
+        """Say whether nothing of the tree is missing."""
+        return _is_filled(self.format) and all(map(Path.is_dir, self.directories))
 
-        What its owner has published stays open to them: the root and the blobs.
+    def _is_half_made(self) -> bool:
+        """Say whether a directory without a format is empty, or a store that was not finished.
+
+        A kill or a power cut may leave that. Only what we make is in it: with an empty "format" or
+        our mark in `blobs/`, or else no file at all.
         """
-        check_own(self.root)
-        is_published = self.listing.exists()
-        open_to_all = {self.root, self.blobs, self.listing} if is_published else set()
+        ours = {*_FILES, *(path.name for path in self.directories)}
+        with os.scandir(self.root) as entries:
+            names = {each.name for each in entries if not each.name.startswith(".format.")}
+        if not names <= ours:
+            return False
+        if self.format.name in names:
+            return True
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if read_own(self.tag, len(CACHEDIR_TAG)) == CACHEDIR_TAG.encode():
+                return True
+        left = (".format.", f".{self.tag.name}.", self.tag.name)
+        files = (name for _, _, found in os.walk(self.root) for name in found)
+        return all(name.startswith(left) for name in files)
+
+    def secure(self) -> None:
+        """Raise unless this user alone can write the store; close it to readers, too."""
         for path in (self.root, *self.directories, *(self.root / name for name in _FILES)):
             st = check_own(path)
-            if st is not None and st.st_mode & 0o077 and path not in open_to_all:
+            if st is not None and st.st_mode & 0o077:
                 with suppress(FileNotFoundError):  # SQLite has removed its log
                     os.chmod(path, 0o700 if stat.S_ISDIR(st.st_mode) else 0o600)
         with suppress(FileNotFoundError):
@@ -216,9 +201,16 @@ class Layout:
         except OSError as error:
             message = f"{self.root} is not a smartcache store"
             raise StoreFormatError(message, root=self.root) from error
+        if not text and self._is_half_made():
+            return
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) > FORMAT:
             message = f"{self.root} has format {text[:20]!r}; this smartcache reads up to {FORMAT}"
             raise StoreFormatError(message, root=self.root)
+
+    def set_folders(self) -> Iterator[Path]:
+        """Go through the folders of all artifact sets, and of datasets."""
+        for outer in _directories(self.sets):
+            yield from _directories(outer)
 
     def has_blobs(self) -> bool:
         """Say whether there is anything in `blobs/`; quick, however much there is."""
@@ -229,12 +221,12 @@ class Layout:
         return False
 
     def make_blob_directory(self, digest: str, *, sync: bool = True) -> None:
-        """Make `blobs/<aa>` for a digest, with the mode its parent has: it may be published."""
-        self._make_directory(self.blobs / digest[:2], self.blobs.stat().st_mode & 0o777)
+        """Make `blobs/<aa>` for a digest."""
+        self._make_directory(self.blobs / digest[:2])
         if sync:
             sync_directory(self.blobs)
 
-    def _make_directory(self, path: Path, mode: int = 0o700) -> None:
+    def _make_directory(self, path: Path) -> None:
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
@@ -243,13 +235,21 @@ class Layout:
             if not is_own or path != self.root or self.format.exists():
                 return
             # An empty directory that was made for the store beforehand.
-        path.chmod(mode)
+        path.chmod(0o700)
 
-    def _write(self, path: Path, text: str, beside: Path) -> None:
-        temporary = beside / f".{path.name}-{secrets.token_hex(4)}"
-        with open(create_own(temporary), "w", encoding="ascii") as file:
-            file.write(text)
-        temporary.replace(path)
+
+def _is_filled(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _directories(path: Path) -> Iterator[Path]:
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                yield Path(entry.path)
 
 
 def _unwritable(root: Path, error: OSError) -> StoreError:
@@ -275,14 +275,20 @@ class Volume:
             hint = "Use it under WSL, with the store on the Linux side."
             raise StoreError("The store does not work on this system yet", hint=hint)
         self.settings = settings
-        self.layout = layout = Layout(follow(Path(os.path.abspath(root))))
-        if layout.format.exists():
+        self.layout = layout = Layout(Path(os.path.abspath(root)))
+        try:
+            is_there = layout.exists()
+        except OSError as error:
+            with suppress(PermissionError, NotADirectoryError):
+                check_own(layout.root)  # says it more clearly, if it is somebody else's
+            raise _unwritable(layout.root, error) from error
+        if is_there:
             layout.secure()
             layout.check()
         elif not create:
             message = f"There is no smartcache store at {layout.root}"
             raise StoreFormatError(message, root=layout.root)
-        if not layout.format.exists() or not all(map(Path.is_dir, layout.directories)):
+        if not layout.is_whole():
             layout.create()
             layout.secure()
         self.root = layout.root
@@ -302,12 +308,11 @@ class Volume:
             )
         # Before the tables are made: what is put in afterwards is no sign of a lost index.
         self.had_content = layout.journal.exists() or layout.has_blobs()
-        self.index = self._open_index(wal=not on_network)
+        self.index = Index(layout.index, wal=not on_network)
         self.catalog = catalog or Catalog(self.index)
         self.index.patience = self._patience
         self.index.on_wait = self._say
         self.journal.timeout, self.journal.on_wait = settings.lock_timeout, self._say
-        self.make_reserve()
 
     def close(self) -> None:
         """Close the index; locks and leases are held by blocks, so none remain."""
@@ -324,7 +329,6 @@ class Volume:
             with lock(
                 self.layout.lock, exclusive=exclusive, timeout=timeout, what=what, on_wait=on_wait
             ):
-                self.refuse_if_moved()
                 yield
         except LockTimeoutError:
             if self._is_in_haste:
@@ -347,15 +351,8 @@ class Volume:
     def _patience(self) -> float | None:
         return self._thread.haste if self._is_in_haste else self.settings.lock_timeout
 
-    def refuse_if_moved(self) -> None:
-        """Raise if the store is not here any more."""
-        if os.path.lexists(self.layout.moved_to):
-            message = f"The store {self.root} was moved to {self.layout.forwarding()}"
-            raise StoreMovedError(message, root=self.root)
-
     def batch(self, label: str) -> Batch:
         """Return a new batch of journaled changes."""
-        self.refuse_if_moved()
         return Batch(self.journal, self.layout.tmp, label)
 
     def fold_journal(self) -> None:
@@ -379,21 +376,9 @@ class Volume:
 
     def new_tmp(self) -> Claim:
         """Make and lock a new file in `tmp/`; if this process dies, the next open removes it."""
-        self.refuse_if_moved()
         while (held := claim(self.layout.new_tmp())) is None:
             continue
         return held
-
-    def give_up_reserve(self) -> None:
-        """Free the space that is kept for the moment when the disk is full."""
-        self.layout.reserve.unlink(missing_ok=True)
-
-    def make_reserve(self) -> None:
-        """Keep some space for the moment when the disk is full and only `prune` can help."""
-        if self.layout.reserve.exists() or free_bytes(self.root) < 64 * _RESERVE_SIZE:
-            return
-        with suppress(OSError), open(create_own(self.layout.reserve), "wb") as file:
-            file.write(bytes(_RESERVE_SIZE))
 
     def _say(self, sentence: str) -> None:
         (self.on_wait if self.on_wait and not self._is_in_haste else _log.info)(sentence)
@@ -422,33 +407,3 @@ class Volume:
             return os.lstat(self.layout.blob(digest)).st_ino
         except OSError:
             return None
-
-    def _open_index(self, *, wal: bool) -> Index:
-        try:
-            return Index(self.layout.index, wal=wal)
-        except NoSpaceError:
-            # Opening needs a few pages for SQLite's shared memory, even to prune.
-            if not self.layout.reserve.exists():
-                raise
-            self.give_up_reserve()
-            return Index(self.layout.index, wal=wal)
-
-
-def follow(root: Path) -> Path:
-    """Return where the store of a root is now, however often it was moved."""
-    for _ in range(_MOST_MOVES):
-        target = Layout(root).forwarding()
-        if target is None:
-            return root
-        if target == root:
-            hint = "A move was interrupted before it began: use the old root, or run mv again."
-            raise StoreFormatError(f"{root} is not a store yet", hint=hint)
-        if not Layout(target).exists():
-            hint = f"Mount its drive, or remove {Layout(root).moved_to} to begin a new store here."
-            raise StoreFormatError(
-                f"The store was moved to {target}, which is not there", hint=hint
-            )
-        root = target
-    raise StoreFormatError(
-        f"{root} was moved in a circle", hint="Remove one of the 'moved-to' files."
-    )

@@ -65,13 +65,13 @@ from smartcache.system.locks import lock as lock
 from smartcache.system.locks import try_lock as try_lock
 from smartcache.system.locks import unlock as unlock
 from smartcache.system.locks import wait_for as wait_for
+from smartcache.system.ownfiles import atomically as atomically
 from smartcache.system.ownfiles import check_own as check_own
 from smartcache.system.ownfiles import create_own as create_own
 from smartcache.system.ownfiles import make_or_open_own as make_or_open_own
 from smartcache.system.ownfiles import make_own as make_own
 from smartcache.system.ownfiles import open_own as open_own
 from smartcache.system.ownfiles import read_own as read_own
-from smartcache.system.ownfiles import user_name as user_name
 from smartcache.system.sqlite import Database as Database
 from smartcache.system.sqlite import number_of as number_of
 from smartcache.system.sqlite import of_row as of_row

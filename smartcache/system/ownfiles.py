@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from smartcache.errors import UnsafeFileError, UnsafeStoreError
-from smartcache.system.kernel import effective_user
+from smartcache.system.kernel import effective_user, sync_directory
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _NOT_REGULAR = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}
@@ -114,6 +117,32 @@ def create_own(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
     descriptor = os.open(path, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
     os.fchmod(descriptor, 0o600)  # an umask may take even that away
     return descriptor
+
+
+@contextmanager
+def atomically(
+    path: Path, *, is_private: bool = True, room: Path | None = None
+) -> Iterator[BinaryIO]:
+    """Give a file to write to, which takes the name when the block ends: whole, or not at all.
+
+    Its bytes are on the disk before it has the name, and the name when this returns: a power cut
+    leaves the old file or the new one, never an empty one. Not `is_private`: who can read it is
+    left to the umask. `room`: the folder of the same filesystem to write it in, if not its own.
+    """
+    start = os.fsdecode(os.fsencode(path.name)[:100])  # filesystems count bytes
+    temporary = (room or path.parent) / f".{start}.{secrets.token_hex(4)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = create_own(temporary) if is_private else os.open(temporary, flags, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with suppress(PermissionError):  # a folder that may be written but not read
+        sync_directory(path.parent)
 
 
 def read_own(path: str | os.PathLike[str], most: int) -> bytes:

@@ -100,8 +100,10 @@ def number_of(row: tuple[Any, ...]) -> int:
 class Database:
     """A connection, transactions, notes about the whole, and a consistent copy."""
 
-    migrations: ClassVar[tuple[str, ...]]
-    """What makes the tables, version by version, each in one transaction."""
+    schema: ClassVar[str]
+    """What makes the tables, in one transaction."""
+    schema_version: ClassVar[int] = 1
+    """The number of the schema; tables of another are not read."""
 
     def __init__(self, path: Path, *, wal: bool, read_only: bool = False) -> None:
         """Open it, made if it is not there. With `read_only` nobody may write it meanwhile."""
@@ -152,7 +154,9 @@ class Database:
     def _connect(self, *, create: bool = False) -> tuple[sqlite3.Connection, bool]:
         """Return a new connection, and whether its tables were made for it."""
         if not self._is_read_only:
-            return connect(self.path, self.migrations, wal=self._wal, create=create)
+            return connect(
+                self.path, self.schema, self.schema_version, wal=self._wal, create=create
+            )
         # Nobody writes it: it may be on a filesystem that cannot be written.
         uri = _uri(self.path, "mode=ro&immutable=1")
         try:
@@ -381,11 +385,11 @@ os.register_at_fork(
 
 
 def connect(
-    path: Path, migrations: tuple[str, ...], *, wal: bool, create: bool
+    path: Path, schema: str, version: int, *, wal: bool, create: bool
 ) -> tuple[sqlite3.Connection, bool]:
-    """Open a database, its schema brought up to date, with all that every connection needs.
+    """Open a database with all that every connection needs.
 
-    Says, too, whether this call has made its tables. `migrations[n]` turns version n into n + 1.
+    Says, too, whether this call has made its tables.
     """
     connection: sqlite3.Connection | None = None
     try:
@@ -415,7 +419,7 @@ def connect(
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA cache_size = -16000")
-        is_made = _migrate(connection, path, migrations)
+        is_made = _make_tables(connection, path, schema, version)
         connection.execute(f"PRAGMA busy_timeout = {int(1000 * SPELL_SECONDS)}")
         if has_holes:
             _fill_holes(path)
@@ -486,31 +490,31 @@ def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
             time.sleep(_PAUSE)
 
 
-def _migrate(connection: sqlite3.Connection, path: Path, migrations: tuple[str, ...]) -> bool:
-    """Apply the migrations this index lacks; two processes at once apply each once.
-
-    Returns whether this call has made the first tables.
-    """
+def _make_tables(connection: sqlite3.Connection, path: Path, schema: str, version: int) -> bool:
+    """Make the tables if there are none; say whether this call has. Of two processes one does."""
     is_made = False
-    newest = len(migrations)
-    while (version := _version(connection)) < newest:
+    if not _version(connection):
         connection.execute("BEGIN IMMEDIATE")
         try:
-            if _version(connection) == version:
+            if not _version(connection):
                 # Not `executescript`: it would commit the transaction it runs in.
-                lines = (line.partition("--")[0] for line in migrations[version].splitlines())
+                lines = (line.partition("--")[0] for line in schema.splitlines())
                 for statement in "\n".join(lines).split(";"):
                     connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {version + 1}")
-                is_made |= version == 0
+                connection.execute(f"PRAGMA user_version = {version}")
+                is_made = True
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:  # a full disk has rolled it back already
                 connection.execute("ROLLBACK")
             raise
-    if version > newest:
-        message = f"{path} has schema {version}; this smartcache reads up to {newest}"
+    found = _version(connection)
+    if found > version:
+        message = f"{path} has schema {found}; this smartcache reads {version}"
         raise StoreFormatError(message, path=path)
+    if found < version:
+        message = f"{path} has schema {found}, of an older smartcache"
+        raise IndexDamagedError(message, path=path)
     return is_made
 
 

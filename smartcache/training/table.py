@@ -83,7 +83,7 @@ def is_unsized(known: bytes) -> bool:
 class SourceTable(Database):
     """The table of sources of one dataset."""
 
-    migrations: ClassVar[tuple[str, ...]] = (_VERSION_1,)
+    schema: ClassVar[str] = _VERSION_1
 
     def version(self) -> int:
         """Return a number that is another one when another connection has written something."""

@@ -6,19 +6,15 @@ What is evicted, compacted and found damaged is shown by tests/artifacts.
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.api import BlobInUseError, SmartCache, Store
-from tests.api import store_faults as faults
 from tests.cli.computed import days_ago, fill, flip, keys, latent, put
-from tests.cli.running import Here, Smartcache
-from tests.processes.children import Child
+from tests.cli.running import Here
 from tests.store.files import OTHER, digest_of
 
 
@@ -289,115 +285,3 @@ def test_eject_loses_what_was_computed_only_if_allowed_and_undo_never(
     assert "are lost" in sc("eject", "-n", "--drop-artifacts").stdout
     sc("eject", "-y", "--drop-artifacts")
     assert not home.exists()
-
-
-def killed(work: Callable[[], object]) -> None:
-    """Run something in a process that kills itself."""
-    with Child(work) as child:
-        _, status = os.waitpid(child.pid, 0)
-        child._is_over = True  # noqa: SLF001
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-
-
-class TestMove:
-    @pytest.fixture(params=["same filesystem", "other filesystem"])
-    def target(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-        """Where the store goes."""
-        if request.param == "same filesystem":
-            return tmp_path / "new"
-        elsewhere: Path = request.getfixturevalue("elsewhere")
-        return elsewhere / "new"
-
-    def test_sets_come_along_there_and_back(
-        self, sc: Here, worn: str, home: Path, target: Path
-    ) -> None:
-        with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={"size": 1}) as some:
-            pickled = pickle.dumps(some["key-3"].handle("latent"))
-        document = sc("mv", target, "-y", "--json").json
-        if not document["is_rename"]:
-            assert document["copied_size"] >= 20 * 4096
-        assert keys(target, worn) == LIVE
-        assert keys(home, worn) == LIVE  # which leads there
-        handle = pickle.loads(pickled)  # noqa: S301 - our own
-        assert (handle.tensor() == latent(3)).all()
-        assert "No damage" in sc("--home", target, "artifacts", "verify").stdout
-        (info,) = sc("artifacts", "ls", "--json").json["sets"]
-        assert info["path"] == str(target / "sets/latents" / worn)
-        sc("mv", home, "-y")
-        assert keys(home, worn) == LIVE
-        assert not (home / "sets").is_symlink()
-        assert (target / "sets" / "latents" / worn / "set.json").exists()
-        sc("mv", target, "-y")
-        sc("eject", "-y", "--drop-artifacts")
-        assert not target.exists()
-        assert not home.exists()
-
-    def test_an_open_set_loses_nothing_and_is_not_copied_away_from_its_writer(
-        self, sc: Here, home: Path, tmp_path: Path, elsewhere: Path
-    ) -> None:
-        with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={}) as latents:
-            put(latents, range(5))
-            latents.flush()
-            done = sc("mv", elsewhere / "new", "-y", code=1)
-            assert "has the set latents open for writing" in done.error
-            sc("mv", tmp_path / "new", "-y")
-            put(latents, range(5, 10))
-            assert len(latents) == 10
-        assert len(keys(tmp_path / "new", latents.id)) == 10
-        sc("mv", elsewhere / "new", "-y")
-        assert len(keys(elsewhere / "new", latents.id)) == 10
-
-    def test_what_a_killed_writer_has_put_comes_along(
-        self, sc: Here, home: Path, target: Path
-    ) -> None:
-        """Its pack has no footer, and the next writer goes on with it at the new place."""
-
-        def write() -> None:
-            put(SmartCache(home).artifacts("latents", fingerprint={}), range(5))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        killed(write)
-        sc("mv", target, "-y")
-        with SmartCache(home) as cache, cache.artifacts("latents", fingerprint={}) as latents:
-            assert (latents.get("key-3")["latent"] == latent(3)).all()
-            put(latents, range(5, 10))
-            assert latents.get_or_compute("key-10", lambda: 10) == 10
-        assert len(keys(target, latents.id)) == 11
-        assert len(list(latents.path.resolve().glob("*.pack"))) == 1
-        assert "No damage" in sc("artifacts", "verify").stdout
-
-    def test_what_a_broken_off_copy_left_does_no_harm(
-        self, sc: Here, home: Path, elsewhere: Path
-    ) -> None:
-        id_ = fill(home)
-        left = elsewhere / "new/sets/latents" / id_ / "0123456789abcdef.pack"
-        left.parent.mkdir(parents=True)
-        left.write_bytes(b"half a pack")
-        (elsewhere / "new/.moving").write_bytes(b"")
-        sc("mv", elsewhere / "new", "-y")
-        assert not left.exists()
-        assert len(keys(elsewhere / "new", id_)) == 10
-
-    @pytest.mark.parametrize(
-        "point",
-        ["move: prepared", "move: blobs copied", "move: copied", "move: switched"],
-    )
-    def test_a_kill_in_the_middle_loses_nothing(
-        self, point: str, program: Smartcache, home: Path, elsewhere: Path
-    ) -> None:
-        id_ = fill(home)
-
-        def move() -> None:
-            faults.hook = lambda name: (
-                os.kill(os.getpid(), signal.SIGKILL) if name == point else None
-            )
-            with Store(home) as store:
-                store.plan_move(elsewhere / "new").execute()
-
-        killed(move)
-        assert len(keys(home, id_)) == 10
-        program("artifacts", "verify")
-        if point != "move: switched":
-            program("mv", elsewhere / "new", "-y")
-        assert len(keys(elsewhere / "new", id_)) == 10
-        assert len(keys(home, id_)) == 10

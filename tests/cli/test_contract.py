@@ -63,11 +63,9 @@ CHANGES = {
     f"link {DIGEST} new.pt": "",
     f"pin {DIGEST}": "",
     f"unpin {PINNED}": "",
-    f"rm {DIGEST}": "Remove 1 blob (70 KB) to the trash?",
+    f"rm {DIGEST}": "Remove 1 blob (70 KB)?",
     "prune": "Remove 1 blob for good and free ",
     "verify --rebuild": "Rebuild the index?",
-    "publish": "",
-    "mv new": "Move ",
     "eject --drop-pinned --drop-artifacts": "Remove the store?",
 }
 """What each would do, and what it asks before."""
@@ -123,8 +121,6 @@ REFUSED_WITHOUT_STORE = {
     "pin ab12": "There is no store at",
     "unpin ab12": "There is no store at",
     "rm ab12": "There is no store at",
-    "publish -y": "There is no store at",
-    "mv new -y": "There is no store at",
     "eject -y": "There is no store at",
 }
 

@@ -364,20 +364,6 @@ class TestCarrying:
 class TestStore:
     """A dataset lies among the sets, and goes where they go."""
 
-    @pytest.mark.parametrize("place", ["here", "elsewhere"])
-    def test_a_moved_store_has_its_datasets_with_everything_ready(
-        self, place: str, sc: Here, photos: Made, tmp_path: Path, request: pytest.FixtureRequest
-    ) -> None:
-        folder = tmp_path if place == "here" else request.getfixturevalue("elsewhere")
-        sc("mv", folder / "moved", "-y")
-        for home in (photos.home, folder / "moved"):
-            plan = sc("--home", home, "datasets", "plan", "photos", "--json").json
-            assert (plan["items"], plan["ready"]) == (7, 6)
-            assert plan["encode"] == {"latent": {}, "text": {}}
-            assert plan["changes"] == {}
-        with SmartCache(folder / "moved") as cache, cache.open_dataset("photos") as dataset:
-            assert dataset[0]["latent"].shape == (4, 64, 48)
-
     @pytest.mark.usefixtures("photos")
     def test_the_other_commands_count_sets_and_not_datasets(self, sc: Here) -> None:
         names = [name.partition("/")[0] for name in sc("artifacts", "ls", "-q").ids]

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from blake3 import blake3
 
-from tests.api import MOST_SHOWN, MOST_UNKNOWN, Store
+from tests.api import MOST_SHOWN, MOST_UNKNOWN
 from tests.cli.running import PATIENCE, Here, Process, Result, Smartcache
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
@@ -151,19 +151,6 @@ class TestPlan:
         assert download.hub.fetched_bytes() == len(UNET) + len(ONE["config.json"])
         program("undo", undo_id(done), "-y")
         assert os.stat(found).st_mode & 0o777 == 0o644
-
-    @pytest.mark.usefixtures("two")
-    def test_what_another_user_has_published_is_copied(
-        self, download: Download, tmp_path: Path
-    ) -> None:
-        root = tmp_path / "srv"
-        with Store(root) as store:
-            for data in (ENCODER, OTHER_UNET):
-                store.put_stream([data], algorithms=["sha256"])
-            store.plan_publish().execute()
-        done = download("org/two", "-v", env={"SMARTCACHE_SHARED_STORES": str(root)})
-        assert done.stderr.count(f"the shared store {root}") == 2
-        assert download.hub.gets("safetensors") == []
 
     def test_files_that_were_not_looked_at_are_named(
         self, download: Download, program: Smartcache, tmp_path: Path

@@ -1,11 +1,9 @@
-"""What is given back and moved is shown by tests/store/test_eject.py and test_move.py."""
+"""What is given back is shown by tests/store/test_eject.py."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-
-import pytest
 
 from tests.api import Store
 from tests.cli.running import Here
@@ -69,38 +67,24 @@ class TestEject:
         assert file.stat().st_mode & 0o200
 
 
-class TestMove:
-    @pytest.fixture
-    def filled(self, sc: Here, models: Path) -> Here:
-        sc("add", models / "a.safetensors")
-        sc("link", digest_of(WEIGHTS), models / "l.pt", "--kind", "symlink")
-        return sc
-
-    def test_the_old_place_leads_to_the_new_one(
-        self, filled: Here, tmp_path: Path, models: Path, home: Path
-    ) -> None:
-        done = filled("mv", "new", "--dry-run")
-        assert done.stdout == f"Would move {home} to {tmp_path}/new in one step.\n"
-        done = filled("mv", "new", "-y")
-        assert done.stdout == f"The store is at {tmp_path}/new now.\n"
-        assert filled.digests() == filled.digests("--home", tmp_path / "new")
-        assert (models / "l.pt").read_bytes() == WEIGHTS
-        assert filled("mv", "newer", "-y", "-q").ids == [str(tmp_path / "newer")]
-
-    def test_to_another_filesystem_it_is_copied(
-        self, filled: Here, elsewhere: Path, models: Path
-    ) -> None:
-        document = filled("mv", elsewhere / "new", "-y", "--json").json
-        assert not document["is_rename"]
-        assert document["copied_size"] >= len(WEIGHTS)
-        assert filled.digests("--home", elsewhere / "new") == [digest_of(WEIGHTS)]
-        assert (models / "l.pt").read_bytes() == WEIGHTS
-
-    def test_a_place_that_cannot_be_is_refused(
-        self, filled: Here, models: Path, home: Path
-    ) -> None:
-        before = snapshot(models)
-        assert "not empty" in filled("mv", models, "-y", code=1).error
-        assert snapshot(models) == before
-        assert "inside each other" in filled("mv", home / "inside", "-y", code=1).error
-        assert "NEWROOT" in filled("mv", code=2).error
+def test_a_store_whose_folder_was_moved_works_at_its_new_place(
+    sc: Here, models: Path, home: Path, tmp_path: Path
+) -> None:
+    """`mv` it and set SMARTCACHE_HOME: files share with it as before."""
+    copy = models / "a-copy.safetensors"
+    write(copy, (models / "a.safetensors").read_bytes())
+    before = snapshot(models)
+    sc("dedup", models, "-y", "--min-size", "1KiB", "--read-only")
+    sc("add", models / "b.safetensors")
+    blobs, figures = sc.digests(), sc("df", "--json").json["stores"][0]
+    new = home.rename(tmp_path / "elsewhere")
+    at = ("--home", new)
+    (moved,) = sc(*at, "df", "--json").json["stores"]
+    assert moved | {"root": str(home), "index": 0, "total": 0} == figures | {"index": 0, "total": 0}
+    assert sc.digests(*at) == blobs
+    assert sc(*at, "scan", models, "--json").json["hashed"] == 0
+    assert sc(*at, "verify", "--full").stdout.startswith("Checked ")
+    sc(*at, "undo", "--all", "-y")
+    assert snapshot(models) == before
+    sc(*at, "eject", "--drop-pinned", "-y")
+    assert not new.exists()

@@ -52,14 +52,9 @@ def test_age_and_size_limit_it(filled: Here, home: Path) -> None:
     assert filled.digests() == [SMALL]
 
 
-def test_the_trash_goes_with_its_history_but_bad_files_only_when_asked(
-    filled: Here, home: Path
-) -> None:
+def test_bad_files_go_only_when_asked(filled: Here, home: Path) -> None:
     (home / "bad" / f"{LARGE}.1").write_bytes(b"damaged")
-    filled("rm", "-y", LARGE)
     assert LARGE in filled("prune", "-y", "-q").ids
-    assert os.listdir(home / "trash") == []
-    assert filled("undo", "--list", "-q").ids == []
     assert os.listdir(home / "bad")
     filled("prune", "-y", "--bad")
     assert os.listdir(home / "bad") == []

@@ -94,10 +94,3 @@ class TestRebuild:
         assert filled("verify", "--rebuild", "-y", "--json").json["rebuilt"] == 2
         assert set(filled.digests()) == {LARGE, SMALL}
         assert set(filled.digests("--filter", "pinned=yes")) == {LARGE, SMALL}
-
-    def test_works_at_the_old_place_of_a_moved_store(self, filled: Here, tmp_path: Path) -> None:
-        for name in ("new", "newer"):
-            filled("mv", tmp_path / name, "-y")
-            spoil_index(tmp_path / name)
-            assert filled("verify", "--rebuild", "-y", "--json").json["rebuilt"] == 2
-            assert filled("dir").stdout == f"{tmp_path / name}\n"

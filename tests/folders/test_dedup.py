@@ -751,6 +751,7 @@ class TestReflinks:
         inodes = inodes_of(paths)
         with open_store(disk / "store") as store:
             plan = planned(store, disk / "models", keep_writable=keep_writable)
+            assert plan.freed_size == scanned(store, disk / "models").freeable == plan.files * size
             (group,) = plan.groups
             assert (group.kind, plan.read_only) == ("reflink", 0)
             (words,) = plan.kinds.values()
@@ -758,15 +759,13 @@ class TestReflinks:
             result = plan.execute()
             assert (result.replaced, result.freed_at_most) == (plan.files, True)
             assert result.freed == plan.files * size
+            assert (result.changed, result.batches, store.history()) == (0, (), [])
             assert snapshot(disk / "models") == before
             assert inodes_of(paths) == inodes
             found = scanned(store, disk / "models")
             assert (found.freeable, found.groups) == (0, 0), "shared blocks are no duplicates"
             again = planned(store, disk / "models", keep_writable=keep_writable)
             assert again.groups == ()
-            assert undo_everything(store) == []
-            assert snapshot(disk / "models") == before
-            assert scanned(store, disk / "models").freeable == 2 * size
 
     def test_an_ordinary_user_gets_hard_links_unless_files_must_stay_writable(
         self, disk: Path
@@ -796,7 +795,6 @@ class TestReflinks:
             result = plan.execute()
             assert (result.replaced, result.skipped) == (2, ())
             assert len(inodes_of(paths)) == 3
-            assert undo_everything(store) == []
         assert snapshot(disk / "models") == before
 
 
@@ -822,5 +820,4 @@ class TestSubvolumes:
             result = deduplicated(store, disk / "sub", disk / "top")
             assert (result.replaced, result.skipped) == (4, ())
             assert scanned(store, disk / "sub", disk / "top").freeable == 0
-            assert undo_everything(store) == []
         assert (snapshot(disk / "sub" / "models"), snapshot(disk / "top")) == before

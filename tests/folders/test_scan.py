@@ -628,24 +628,9 @@ class TestTroubles:
 
 
 class TestAfterALostIndex:
-    """Symlinks to blobs are found again, and `prune` may run only when all folders were seen."""
+    """`prune` may run only when all folders were seen."""
 
-    def test_symlinks_to_blobs_keep_what_they_point_at(self, store: Store, folder: Path) -> None:
-        kept, lost = (store.put_stream([content(number)]).digest for number in (1, 2))
-        (folder / "sub").mkdir()
-        (folder / "sub" / "a.gguf").symlink_to(store.path_of(kept))
-        (folder / "b.gguf").symlink_to(os.path.relpath(store.path_of(kept), folder))
-        (folder / "broken").symlink_to(store.root / "blobs" / "00" / ("0" * 64))
-        (folder / "whole").symlink_to(store.root / "blobs")
-        store.rebuild()
-        assert scan(store, plain(folder), is_whole=True).problems == ()
-        links = store.links_of(store.get(kept))
-        assert sorted(link.path for link in links) == [folder / "b.gguf", folder / "sub" / "a.gguf"]
-        store.plan_prune().execute()
-        assert [blob.digest for blob in store.blobs()] == [kept]
-        assert store.find("blake3", lost) is None
-
-    def test_only_a_scan_that_saw_everything_confirms_the_links(
+    def test_only_a_scan_that_saw_everything_lets_prune_run(
         self, store: Store, folder: Path
     ) -> None:
         index = store.volume.index

@@ -456,9 +456,6 @@ class TestLinks:
     def test_a_store_in_a_folder_is_left_out(self, store: Store, folder: Path) -> None:
         with Store(folder / "cache") as inner:
             inner.put_stream([content(1)])
-        with Store(folder / "old") as moved:
-            moved.put_stream([content(1)])
-            moved.plan_move(folder / "new").execute()
         store.put_stream([content(1)])
         (folder / "link").symlink_to(store.root)
         (folder / "blobs").symlink_to(store.root / "blobs")

@@ -71,7 +71,7 @@ class TestBlobs:
         assert list(mapping) == []
         digest = store.put_stream([WEIGHTS], algorithms=["sha256"]).digest
         assert list(mapping) == [sha256(WEIGHTS)]
-        store.forget(digest)
+        store.remove(digest)
         assert list(mapping) == []
         assert sha256(WEIGHTS) not in mapping
 
@@ -431,7 +431,7 @@ class Model:
             self.blobs.add(data)
         if verb == "forget" and data in self.blobs:
             found = self.store.put_stream([data]).digest
-            self.store.forget(found, to_trash=False)
+            self.store.remove(found)
             self.blobs.remove(data)
         if verb == "write" and path not in self.files:
             path.write_bytes(data)

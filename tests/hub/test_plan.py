@@ -238,7 +238,7 @@ def test_a_blob_that_is_pruned_after_the_plan_is_fetched(client: Client, hub: Hu
     blob = client.store.put_stream([WANTED], algorithms=("sha256",))
     plan = client.plan()
     assert plan.saved_size == SIZE
-    client.store.forget(blob.digest, to_trash=False)
+    client.store.remove(blob.digest)
     path = Path(plan.execute())
     assert (path / NAME).read_bytes() == WANTED
     assert len(hub.gets()) == 1

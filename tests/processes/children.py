@@ -122,9 +122,9 @@ def _become(user: int, group: int) -> None:
 
 
 @contextmanager
-def folder_of(user: int | None) -> Iterator[Path]:
+def folder_of(user: int | None, *, on: Path | None = None) -> Iterator[Path]:
     """Give an empty directory that belongs to a user and that other users can reach."""
-    folder = Path(tempfile.mkdtemp(prefix="smartcache-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="smartcache-test-", dir=on))
     try:
         folder.chmod(0o755)
         if user is not None:

@@ -230,7 +230,6 @@ class World:
         self.home = directory / "store"
         self.cache = directory / "hf"
         self.hub = hub
-        self.shared = directory / "srv"
         self._starter = starter
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -241,7 +240,6 @@ class World:
             **self.hub.environment,
             "HOME": str(self.directory),
             "SMARTCACHE_HOME": str(self.home),
-            "SMARTCACHE_SHARED_STORES": str(self.shared),
             "HF_HUB_CACHE": str(self.cache),
         }
 

@@ -138,11 +138,6 @@ def _share(world: World, store: Store) -> None:
             raise result.error
 
 
-def _before_undoing_shares(world: World, store: Store) -> None:
-    _before_share(world, store)
-    _share(world, store)
-
-
 # place
 
 
@@ -176,7 +171,7 @@ def _place(
 
 
 def _places() -> Iterator[Operation]:
-    kinds: tuple[Kind, ...] = ("hardlink", "symlink", "copy")
+    kinds: tuple[Kind, ...] = ("hardlink", "copy")
     for kind in kinds:
         for overwrite in (False, True):
             yield Operation(
@@ -198,21 +193,18 @@ def _places() -> Iterator[Operation]:
 # remove
 
 
-def _before_forget(world: World, store: Store) -> None:
+def _before_remove(world: World, store: Store) -> None:
     adopted(world, store, "bystander.bin", MEDIUM)
     stored(world, store, "doomed.bin", LARGE)
 
 
-def _forget(*, to_trash: bool) -> Callable[[World, Store], None]:
-    def run(world: World, store: Store) -> None:
-        digest = world.digests["doomed.bin"]
-        try:
-            store.forget(digest, to_trash=to_trash)
-        except BlobNotFoundError:
-            if os.path.lexists(store.volume.layout.blob(digest)):
-                raise
-
-    return run
+def _remove(world: World, store: Store) -> None:
+    digest = world.digests["doomed.bin"]
+    try:
+        store.remove(digest)
+    except BlobNotFoundError:
+        if os.path.lexists(store.volume.layout.blob(digest)):
+            raise
 
 
 def _before_prune(world: World, store: Store) -> None:
@@ -220,7 +212,6 @@ def _before_prune(world: World, store: Store) -> None:
     for seed in range(3):
         stored(world, store, f"unowned{seed}.bin", content(10 + seed, 20_000))
     store.pin(stored(world, store, "pinned.bin", LARGE))
-    store.forget(stored(world, store, "trashed.bin", SMALL))
 
 
 def _prune(world: World, store: Store) -> None:
@@ -255,28 +246,6 @@ def _before_undoing_dedup(world: World, store: Store) -> None:
     _dedup(world, store)
 
 
-# blobs for other users
-
-
-def _before_publish(world: World, store: Store) -> None:
-    world.directory.chmod(0o755)
-    adopted(world, store, "one.bin", LARGE)
-    stored(world, store, "two.bin", MEDIUM)
-
-
-def _publish(world: World, store: Store) -> None:
-    store.plan_publish().execute()
-
-
-def _before_unpublish(world: World, store: Store) -> None:
-    _before_publish(world, store)
-    _publish(world, store)
-
-
-def _unpublish(world: World, store: Store) -> None:
-    store.unpublish()
-
-
 def _before_pin(world: World, store: Store) -> None:
     stored(world, store, "one.bin", LARGE)
 
@@ -285,7 +254,7 @@ def _pin(world: World, store: Store) -> None:
     store.pin(world.digests["one.bin"], "mine")
 
 
-# undo, eject, move
+# undo, eject
 
 
 def _before_leaving(world: World, store: Store) -> None:
@@ -296,7 +265,7 @@ def _before_leaving(world: World, store: Store) -> None:
     world.link("twin.bin", to="again.bin")
     for name in ("same.bin", "again.bin", "twin.bin"):
         store.replace(world.at(name), one)
-    for kind in ("hardlink", "symlink", "copy"):
+    for kind in ("hardlink", "copy"):
         store.place(one, world.at(f"{kind}.bin"), kind=kind)
         world.allowed[f"{kind}.bin"] = {LARGE}
     adopted(world, store, "alone.bin", SMALL, mode=0o600)
@@ -310,9 +279,8 @@ def _before_leaving(world: World, store: Store) -> None:
 
 def _before_undo(world: World, store: Store) -> None:
     _before_leaving(world, store)
-    for name in ("hardlink.bin", "symlink.bin", "copy.bin", "linked.bin", "only.bin"):
+    for name in ("hardlink.bin", "copy.bin", "linked.bin", "only.bin"):
         world.may_vanish(name)
-    store.forget(stored(world, store, "trashed.bin", content(20, 3_000)))
 
 
 def _undo(world: World, store: Store) -> None:
@@ -328,25 +296,6 @@ def _undo(world: World, store: Store) -> None:
 
 def _eject(world: World, store: Store) -> None:
     store.plan_eject().execute()
-
-
-def _before_move(world: World, store: Store) -> None:
-    _before_leaving(world, store)
-    store.forget(stored(world, store, "trashed.bin", content(20, 3_000)))
-
-
-def _move(to: Callable[[World], Path]) -> Callable[[World, Store], None]:
-    def run(world: World, store: Store) -> None:
-        if store.root != to(world):
-            store.plan_move(to(world)).execute()
-
-    return run
-
-
-def _far_root(world: World) -> Path:
-    if world.elsewhere is None:
-        raise AssertionError("there is no other filesystem")
-    return world.elsewhere / "store"
 
 
 # verify and rebuild
@@ -423,26 +372,13 @@ OPERATIONS = [
         takes=tuple(SHARED),
         needs_reflinks=True,
     ),
-    Operation(name="undo shares", prepare=_before_undoing_shares, run=_undo, needs_reflinks=True),
     Operation(name="dedup", prepare=_before_dedup, run=_dedup),
     Operation(name="undo of dedup", prepare=_before_undoing_dedup, run=_undo),
     Operation(name="pin", prepare=_before_pin, run=_pin, is_one_step=True),
-    Operation(name="rm", prepare=_before_forget, run=_forget(to_trash=True), is_one_step=True),
-    Operation(
-        name="rm for good", prepare=_before_forget, run=_forget(to_trash=False), is_one_step=True
-    ),
+    Operation(name="rm", prepare=_before_remove, run=_remove, is_one_step=True),
     Operation(name="prune", prepare=_before_prune, run=_prune),
-    Operation(name="publish", prepare=_before_publish, run=_publish),
-    Operation(name="unpublish", prepare=_before_unpublish, run=_unpublish, needs_room=False),
     Operation(name="undo", prepare=_before_undo, run=_undo),
     Operation(name="eject", prepare=_before_leaving, run=_eject, ends_store=True),
-    Operation(name="mv", prepare=_before_move, run=_move(lambda world: world.directory / "moved")),
-    Operation(
-        name="mv to another filesystem",
-        prepare=_before_move,
-        run=_move(_far_root),
-        needs_elsewhere=True,
-    ),
     Operation(name="verify and repair", prepare=_before_repair, run=_repair),
     Operation(name="rebuild", prepare=_before_rebuild, run=_rebuild),
 ]
@@ -468,11 +404,9 @@ def _recoveries() -> Iterator[Operation]:
         "replace": Moment("replace: exchanged", 3),
         "place hardlink over a file": Moment("place: temporary made", 1),
         "place copy": Moment("place: linked", 1),
-        "rm": Moment("forget: row removed", 1),
+        "rm": Moment("rm: row removed", 1),
         "undo": Moment("own copy: written", 2),
         "eject": Moment("eject: files restored", 1),
-        "mv": Moment("move: exchanged", 1),
-        "mv to another filesystem": Moment("move: switched", 1),
     }
     for operation in OPERATIONS:
         if moment := moments.get(operation.name):

@@ -66,7 +66,7 @@ def left_in(path: Path) -> list[str]:
     beside = (path.with_name(f".{path.name}.lock"), path.with_name(f"{path.name}.partial"))
     names += [each.name for each in beside if each.exists()]
     # A set that is killed while it writes its description leaves a copy of that.
-    return [f"left: {name}" for name in names if not name.startswith(".set.json-")]
+    return [f"left: {name}" for name in names if not name.startswith(".set.json.")]
 
 
 def of_carrying(moments: list[Moment]) -> list[Moment]:

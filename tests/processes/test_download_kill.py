@@ -26,7 +26,7 @@ from click.testing import CliRunner
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import ModelFolder, Store, look, main
+from tests.api import ModelFolder, look, main
 from tests.api import hub_layout as layout
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
@@ -44,14 +44,13 @@ KNOWN, CLAIMED, COPIED = (
     "vae/b.safetensors",
 )
 PRESENT, TWICE = "present/a.safetensors", "present/b.safetensors"
-TAKEN = "taken/model.safetensors"
 LARGE_TEXT = "vocabulary.json"
 FILES = {
     "config.json": CONFIG,
     "tokenizer.json": TOKENIZER,
     LARGE_TEXT: content(9, SIZE),
     **{path: content(number, SIZE + number) for number, path in enumerate(
-        (*FETCHED, KNOWN, CLAIMED, COPIED, PRESENT, TWICE, TAKEN), 10)},
+        (*FETCHED, KNOWN, CLAIMED, COPIED, PRESENT, TWICE), 10)},
 }  # fmt: skip
 RIGHT, WRONG = "unet/model.safetensors", "vae/model.safetensors"
 
@@ -79,9 +78,6 @@ def prepare(world: World) -> None:
         (folder / "weights.safetensors").write_bytes(FILES[path])
     old = world.directory / "old.safetensors"
     old.write_bytes(FILES[TWICE])
-    with Store(world.shared) as store:
-        store.put_stream([FILES[TAKEN]], algorithms=("sha256",))
-        store.plan_publish().execute()
     with world.store() as store:
         store.put_stream([FILES[KNOWN]], algorithms=("sha256",))
         store.adopt(old)

@@ -38,7 +38,7 @@ Seconds = Callable[[float], float]
 WORKERS = 8
 SHARED = [random.Random(size).randbytes(size) for size in (1, 700, 70_000, 300_000, 2_000_000)]
 DIGESTS = [blake3(data).hexdigest() for data in SHARED]
-KINDS: tuple[Kind, ...] = ("auto", "hardlink", "symlink", "copy")
+KINDS: tuple[Kind, ...] = ("auto", "hardlink", "copy")
 MOST_LINKS = 20
 
 _log = logging.getLogger(__name__)

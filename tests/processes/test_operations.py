@@ -240,7 +240,7 @@ def test_a_full_disk_is_said_and_loses_nothing(operation: Operation, tmp_path: P
 
     was_full, problems = in_own_namespace(run)
     fail_with(problems)
-    assert was_full == operation.needs_room, "the disk was not full"
+    assert was_full, "the disk was not full"
 
 
 FREE_PAGES = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377)
@@ -316,10 +316,13 @@ def test_an_ordinary_user_gets_what_root_gets(operation: Operation, new_world: N
     if operation.needs_elsewhere:
         pytest.skip("one folder is enough")
     _, reference = learnt(operation, new_world)
-    with folder_of(NOBODY) as home:
+    # Where files can share blocks, if they have to.
+    disk = new_world().directory.parent if operation.needs_reflinks else None
+    with folder_of(NOBODY, on=disk) as home:
 
         def run() -> Reference:
-            return learnt(operation, lambda: World(home / "world"))[1]
+            has_reflinks = operation.needs_reflinks
+            return learnt(operation, lambda: World(home / "world", has_reflinks=has_reflinks))[1]
 
         with Child(run, user=NOBODY) as child:
             theirs = child.result()
@@ -333,9 +336,14 @@ def test_an_ordinary_user_gets_what_root_gets(operation: Operation, new_world: N
 def test_files_that_are_not_ours_to_take_are_left_alone(
     operation: Operation, why: str, new_world: NewWorld
 ) -> None:
-    """A program has them open for writing, or somebody else owns them (root gets no exception)."""
+    """A program has them open for writing, or somebody else owns them (root gets no exception).
+
+    Sharing blocks changes nothing that an owner could see or lose: root may, with any file.
+    """
     if why != "busy" and os.geteuid() != 0:
         pytest.skip("only root can give files away")
+    if why != "busy" and operation.needs_reflinks:
+        pytest.skip("tests/store/test_share.py shares files of another user")
     with new_world() as world, ExitStack() as stack:
         operation.begin(world)
         for name in operation.takes:

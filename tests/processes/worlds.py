@@ -153,7 +153,6 @@ class Operation:
     spoil: Callable[[World], None] | None = None
     takes: tuple[str, ...] = ()
     is_one_step: bool = False
-    needs_room: bool = True
     needs_elsewhere: bool = False
     needs_reflinks: bool = False
     ends_store: bool = False
@@ -208,12 +207,6 @@ def state_of(world: World, store: Store | None) -> State:
     for name in world.names():
         path = world.at(name)
         st = os.lstat(path)
-        if stat.S_ISLNK(st.st_mode):
-            target = os.readlink(path)
-            for place in world.places:
-                target = target.replace(str(place), "")
-            state.files[name] = ("symlink", target)
-            continue
         data = zlib.crc32(path.read_bytes())
         state.files[name] = (data, oct(stat.S_IMODE(st.st_mode)), st.st_mtime_ns)
         if world.has_reflinks:
@@ -238,9 +231,8 @@ def _shared_size(path: Path) -> int:
 
 def _remembered(state: State, store: Store, names: dict[str, str]) -> None:
     layout, index = store.volume.layout, store.volume.index
-    for directory in (layout.trash, layout.bad):
-        found = sorted(name.partition(".")[0] for name in os.listdir(directory))
-        state.side[directory.name] = [names.get(name, name) for name in found]
+    found = sorted(name.partition(".")[0] for name in os.listdir(layout.bad))
+    state.side["bad"] = [names.get(name, name) for name in found]
     owners = {owner.id: str(owner) for owner in index.owners()}
     for blob in list(index.blobs()):
         holders = sorted(str(owner) for owner in index.holders_of(blob.id))

@@ -233,37 +233,6 @@ def test_a_store_or_a_folder_above_that_others_could_write_is_told(tmp_path: Pat
     assert not says(examined(root), "Anyone can write")
 
 
-# stores that were moved
-
-
-def test_a_moved_store_is_examined_where_it_is(tmp_path: Path) -> None:
-    old, new = Layout(tmp_path / "old"), Layout(tmp_path / "new")
-    new.create()
-    old.root.mkdir()
-    old.moved_to.write_bytes(os.fsencode(new.root) + b"\n")
-    place = examined(old.root)
-    assert place.path == new.root
-    assert about(place, "was moved to").level == "note"
-
-
-def test_a_store_that_moved_to_an_absent_drive_or_in_a_circle_is_a_problem(
-    tmp_path: Path,
-) -> None:
-    old = Layout(tmp_path / "old")
-    old.root.mkdir()
-    old.moved_to.write_bytes(os.fsencode(tmp_path / "absent"))
-    found = about(examined(old.root), "which is not there")
-    assert (found.level, examine(old.root).level) == ("problem", "problem")
-    assert str(old.moved_to) in found.hint
-    assert examined(old.root).path == old.root
-    for length in (1, 2, 3):
-        layouts = [Layout(tmp_path / f"{length}-{number}") for number in range(length)]
-        for number, layout in enumerate(layouts):
-            layout.root.mkdir()
-            layout.moved_to.write_bytes(os.fsencode(layouts[(number + 1) % length].root))
-        assert examine(layouts[0].root).level == "problem", length
-
-
 # what does not work
 
 

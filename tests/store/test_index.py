@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import SCHEMA_MIGRATIONS as MIGRATIONS
 from tests.api import (
+    SCHEMA,
     VERSION,
     Catalog,
     Index,
-    LinkKind,
+    IndexDamagedError,
     Memo,
     Owner,
     Sighting,
@@ -27,6 +27,8 @@ from tests.api import (
     StoreFormatError,
     Trust,
     connect,
+    rebuild,
+    replace_damaged_index,
     signed,
 )
 from tests.processes.children import Child
@@ -54,24 +56,6 @@ class TestSchema:
         assert index.is_new
         assert index.is_sound()
 
-    def test_an_index_of_every_older_version_is_brought_up_to_date(
-        self, tmp_path: Path, index: Index
-    ) -> None:
-        for old in range(VERSION):
-            path = tmp_path / f"{old}.sqlite3"
-            with row(old), closing(sqlite3.connect(path)) as connection:
-                for script in MIGRATIONS[:old]:
-                    connection.executescript(script)
-                connection.execute(f"PRAGMA user_version = {old}")
-            with row(old), closing(Index(path, wal=True)) as made:
-                assert made.is_new == (old == 0)
-                blob = made.add_blob(A, stat_of(), hashes={"sha256": B})
-                assert made.hashes_of([A]) == {A: {"blake3": A, "sha256": B}}
-                assert made.blobs_among([blob])
-                assert made.is_sound()
-            assert version_of(path) == VERSION, old
-            assert tables_of(path) == tables_of(index.path), old
-
     def test_an_index_of_a_newer_version_is_refused_and_left_alone(self, store: Store) -> None:
         store.close()
         path = store.volume.layout.index
@@ -82,17 +66,29 @@ class TestSchema:
                 Store(store.root)
             assert version_of(path) == newer
 
-    def test_a_migration_that_fails_leaves_the_old_version(
+    def test_an_index_of_an_older_version_is_made_again_when_asked_for(self, store: Store) -> None:
+        digest = store.put_stream([b"kept"]).digest
+        store.close()
+        with closing(sqlite3.connect(store.volume.layout.index)) as connection:
+            connection.execute(f"PRAGMA user_version = {VERSION - 1}")
+        with pytest.raises(IndexDamagedError, match=f"schema {VERSION - 1}") as caught:
+            Store(store.root)
+        assert "verify --rebuild" in caught.value.hint
+        with closing(replace_damaged_index(store.root, store.settings)) as volume:
+            rebuild(volume)
+        with Store(store.root) as again, again.open(digest) as file:
+            assert file.read() == b"kept"
+
+    def test_a_schema_that_fails_leaves_no_table(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = tmp_path / "index.sqlite3"
-        Index(path, wal=True).close()
-        broken = (*MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE extra (x)")
-        monkeypatch.setattr(Index, "migrations", broken)
+        broken = f"{SCHEMA}; CREATE TABLE extra (x); CREATE TABLE extra (x)"
+        monkeypatch.setattr(Index, "schema", broken)
         with pytest.raises(StoreError):
             Index(path, wal=True)
-        assert version_of(path) == VERSION
-        assert "extra" not in tables_of(path)
+        assert version_of(path) == 0
+        assert not tables_of(path)
 
     def test_processes_that_open_a_new_index_at_once_all_get_it(self, tmp_path: Path) -> None:
         path = tmp_path / "index.sqlite3"
@@ -114,9 +110,8 @@ class TestSchema:
         for wal, mode in ((True, "wal"), (False, "delete")):
             for before in (True, False):
                 Index(tmp_path / "index.sqlite3", wal=before).close()
-                connection = connect(tmp_path / "index.sqlite3", MIGRATIONS, wal=wal, create=False)[
-                    0
-                ]
+                path = tmp_path / "index.sqlite3"
+                connection, _ = connect(path, SCHEMA, VERSION, wal=wal, create=False)
                 found = connection.execute("PRAGMA journal_mode").fetchone()[0]
                 connection.close()
                 assert found == mode, before
@@ -273,17 +268,14 @@ class TestBlobs:
         blob = index.add_blob(A, stat_of())
         names = [b"/\x01", b"/a", b"/a/b", b"/\xc3\xa9", b"/\xff"]
         for name in reversed(names):
-            kind: LinkKind = "symlink" if b"a" in name else "copy"
             path = os.fsdecode(name)
-            index.add_link(path, blob, kind=kind, filesystem="f", inode=1, owner=None)
+            index.add_link(path, blob, kind="copy", filesystem="f", inode=1, owner=None)
         walked: list[bytes] = []
         after = ""
         while page := index.links_after(after, 2):
             walked += [os.fsencode(link.path) for link in page]
             after = str(page[-1].path)
         assert walked == names
-        found = index.links_after("", 10, kind="symlink")
-        assert [os.fsencode(link.path) for link in found] == [b"/a", b"/a/b"]
 
     def test_volumes_come_and_go(self, index: Index) -> None:
         path = Path(os.fsdecode(b"/mnt/\xff"))

@@ -171,7 +171,6 @@ class TestRoundTrip:
             lambda: store.pin(digest),
             lambda: store.unpin(digest),
             lambda: store.plan_undo().execute(),
-            lambda: store.forget(digest),
             lambda: store.plan_prune().execute(),
         ]
         for step in steps:

@@ -12,7 +12,6 @@ import pytest
 from tests.api import (
     BlobNotFoundError,
     DamagedBlobError,
-    SmartcacheError,
     Store,
     UnsafeFileError,
     open_own,
@@ -135,18 +134,6 @@ class TestInPlaceOfOtherFiles:
             with row(act), pytest.raises(UnsafeFileError, match=r"jsonl is not a regular file"):
                 act()
         assert store.verify().blobs == 2
-
-    def test_a_trashed_blob(self, make: Make, store: Store) -> None:
-        store.forget(DIGEST)
-        place = put_in_place(store.volume.layout.trash / DIGEST, make)
-        try:
-            (undone,) = store.plan_undo().execute()
-        except SmartcacheError:
-            pass
-        else:
-            assert not undone.is_undone
-        store.plan_prune().execute()
-        assert not os.path.lexists(place) or place.is_dir()
 
     def test_a_damaged_blob_that_is_to_be_cleared(self, make: Make, store: Store) -> None:
         place = put_in_place(store.volume.layout.bad / f"{DIGEST}.0", make)

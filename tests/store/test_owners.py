@@ -27,7 +27,6 @@ from tests.store.files import (
     hold_by,
     read,
     row,
-    undo,
     write,
 )
 
@@ -83,12 +82,12 @@ class TestLinks:
     def live(self, store: Store, path: Path) -> str:
         link = store.volume.index.link(path)
         assert link is not None
-        return link_liveness(store.volume, link)
+        return link_liveness(link)
 
     def test_a_link_lives_until_it_is_removed_or_replaced(
         self, store: Store, folder: Path, digest: str
     ) -> None:
-        for kind in ("hardlink", "symlink", "copy"):
+        for kind in ("hardlink", "copy"):
             with row(kind):
                 path = folder / kind
                 store.place(digest, path, kind=kind)
@@ -98,22 +97,21 @@ class TestLinks:
                 if kind != "copy":
                     write(path)
                     assert self.live(store, path) == "dead"
-        (folder / "symlink").unlink()
-        (folder / "symlink").symlink_to("elsewhere")
-        assert self.live(store, folder / "symlink") == "dead"
 
     def test_a_link_on_a_drive_that_is_away_may_live(
         self, store: Store, elsewhere: Path, digest: str
     ) -> None:
         path = elsewhere / "a.safetensors"
-        link = store.place(digest, path, kind="symlink")
+        link = store.place(digest, path, kind="copy")
+        owner = store.record_owner(Owner(kind="folder", name="mine", path=elsewhere))
+        store.volume.index.hold(owner, store.get(digest).id)
         store.volume.index.add_link(
             str(path),
             store.get(digest).id,
-            kind="symlink",
+            kind="copy",
             filesystem="uuid:of-the-drive",
             inode=link.inode,
-            owner=None,
+            owner=owner,
         )
         path.unlink()
         assert self.live(store, path) == "away"
@@ -148,11 +146,11 @@ class TestHolding:
     ) -> None:
         owner = Owner(kind="folder", name="models", path=folder)
         lost = store.put_stream([OTHER]).digest
-        trashed = store.put_stream([b"trash"]).digest
+        removed = store.put_stream([b"removed"]).digest
         store.path_of(lost).unlink()
         store.verify()
-        store.forget(trashed)
-        for name in ("0" * 64, lost, trashed):
+        store.remove(removed)
+        for name in ("0" * 64, lost, removed):
             with row(name), pytest.raises(BlobNotFoundError):
                 store.pin(name)
             with row(name), pytest.raises(BlobNotFoundError):
@@ -201,36 +199,23 @@ class TestPins:
         assert (holders(store), holders(store, other)) == (["a"], [])
 
 
-class TestForget:
-    def test_a_blob_goes_to_the_trash_and_stays_there_after_a_rebuild(
-        self, store: Store, digest: str
-    ) -> None:
-        forgotten = store.forget(digest.upper())
-        assert (forgotten.size, forgotten.freed_size) == (len(WEIGHTS), 0)
-        assert forgotten.is_in_trash
-        assert (store.volume.layout.trash / digest).read_bytes() == WEIGHTS
-        for ask in (store.get, store.forget):
-            with row(ask), pytest.raises(BlobNotFoundError):
-                ask(digest)
-        assert not store.verify(full=True).has_damage
-        store.rebuild()
-        assert list(store.blobs()) == []
-        assert undo(store) == []
-        assert read(store) == WEIGHTS
-
-    def test_a_blob_can_go_for_good_but_what_others_share_stays_theirs(
+class TestRemoved:
+    def test_a_blob_is_gone_for_good_but_what_others_share_stays_theirs(
         self, store: Store, folder: Path, digest: str
     ) -> None:
         blocks = allocated(blob_path(store))
-        forgotten = store.forget(digest, to_trash=False)
-        assert (forgotten.is_in_trash, forgotten.freed_size) == (False, blocks)
-        assert (list(store.volume.layout.trash.iterdir()), store.history()) == ([], [])
+        assert store.remove(digest.upper()) == blocks
+        for ask in (store.get, store.remove):
+            with row(ask), pytest.raises(BlobNotFoundError):
+                ask(digest)
+        assert (list(store.blobs()), store.history()) == ([], [])
+        assert not store.verify(full=True).has_damage
         store.put_stream([WEIGHTS])
         store.place(digest, folder / "a.safetensors", kind="hardlink")
-        assert store.forget(digest, to_trash=False).freed_size == 0
+        assert store.remove(digest) == 0
         assert (folder / "a.safetensors").read_bytes() == WEIGHTS
 
-    @pytest.mark.parametrize("holder", ["pin", "owner", "symlink", "away"])
+    @pytest.mark.parametrize("holder", ["pin", "owner", "away"])
     def test_what_is_held_is_refused_by_name(
         self, store: Store, folder: Path, digest: str, holder: str
     ) -> None:
@@ -238,21 +223,19 @@ class TestForget:
         if holder == "away":
             folder.rename(folder.with_name("unplugged"))
         with pytest.raises(BlobInUseError, match="mine") as caught:
-            store.forget(digest)
+            store.remove(digest)
         (name,) = vars(caught.value)["holders"]
         assert "mine" in name
         assert read(store) == WEIGHTS
 
-    def test_dead_owners_and_links_are_no_reason_to_refuse(
+    def test_dead_owners_are_no_reason_to_refuse(
         self, store: Store, folder: Path, digest: str
     ) -> None:
         store.own(Owner(kind="folder", name="m", path=folder / "sub", root=folder), [digest])
-        store.place(digest, folder / "a", kind="symlink")
-        (folder / "a").unlink()
-        assert store.forget(digest).is_in_trash
+        assert store.remove(digest) > 0
 
-    def test_a_lost_blob_can_be_forgotten(self, store: Store, digest: str) -> None:
+    def test_a_lost_blob_can_be_removed(self, store: Store, digest: str) -> None:
         edit(store.path_of(digest))
         assert store.verify().damaged == [digest]
-        assert not store.forget(digest).is_in_trash
+        assert store.remove(digest) == 0
         assert store.verify().missing == []

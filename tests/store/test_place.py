@@ -174,16 +174,6 @@ class TestKinds:
         assert os.stat(link.path).st_mtime_ns == store.get(digest).key.mtime_ns
         assert store.get(digest).is_held_only_by_smartcache
 
-    def test_a_symlink_points_at_the_blob_and_keeps_it(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        link = store.place(digest, folder / "a.safetensors", kind="symlink")
-        assert os.readlink(link.path) == str(blob_path(store))
-        assert link.inode == inode_of(link.path)
-        assert store.plan_prune().victims == ()
-        link.path.unlink()
-        assert [victim.digest for victim in store.plan_prune().victims] == [digest]
-
     def test_a_reflink_has_bytes_of_its_own_or_is_refused(
         self, store: Store, folder: Path, digest: str
     ) -> None:
@@ -301,13 +291,13 @@ class TestDestination:
     ) -> None:
         other = store.put_stream([OTHER]).digest
         for kind in working_kinds(folder):
-            for held, there in ((other, "hardlink"), (other, "symlink"), (digest, "hardlink")):
+            for held, there in ((other, "hardlink"), (other, "copy"), (digest, "hardlink")):
                 with row(kind, there):
                     path = folder / f"{kind} {there} {held[:4]}.safetensors"
                     store.place(held, path, kind=there)  # type: ignore[arg-type]
                     store.place(digest, path, kind=kind, overwrite=True)
                     assert path.read_bytes() == WEIGHTS
-                    if kind in ("copy", "symlink"):
+                    if kind == "copy":
                         assert inode_of(path) != inode_of(blob_path(store))
                     assert [each[0] for each in linked(store, digest)].count(path) == 1
         assert read(store, other) == OTHER
@@ -320,7 +310,7 @@ class TestDestination:
         adopted = write(folder / "adopted.safetensors")
         store.replace(adopted, digest)
         assert store.place(digest, adopted).kind == "hardlink"
-        for kind in ("hardlink", "symlink"):
+        for kind in ("hardlink", "copy"):
             path = folder / f"{kind}.safetensors"
             first = store.place(digest, path, kind=kind)
             for again in (kind, "auto"):
@@ -332,7 +322,7 @@ class TestDestination:
     def test_a_rename_that_fails_leaves_everything_as_it_was(
         self, store: Store, folder: Path, digest: str, request: pytest.FixtureRequest
     ) -> None:
-        kinds: tuple[Kind, ...] = ("hardlink", "symlink", "copy")
+        kinds: tuple[Kind, ...] = ("hardlink", "copy")
         other = store.put_stream([OTHER]).digest
         write(folder / "file", OTHER)
         for there in kinds:
@@ -363,8 +353,8 @@ class TestDestination:
         self, store: Store, folder: Path, at_point: AtPoint
     ) -> None:
         moments: tuple[tuple[Kind, str], ...] = (
-            ("hardlink", "place: journaled"), ("symlink", "place: journaled"),
-            ("copy", "place: journaled"), ("copy", "place: filled"),
+            ("hardlink", "place: journaled"), ("copy", "place: journaled"),
+            ("copy", "place: filled"),
         )  # fmt: skip
         for kind, point in moments:
             digest = store.put_stream([WEIGHTS]).digest

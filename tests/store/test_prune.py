@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")
 PassTime = Callable[[float], None]
 DIGEST = digest_of(WEIGHTS)
 HOUR = 3600.0
-HOLDERS = pytest.mark.parametrize("holder", ["pin", "owner", "symlink", "hardlink", "stranger"])
+HOLDERS = pytest.mark.parametrize("holder", ["pin", "owner", "hardlink", "stranger"])
 
 
 def digests(plan: PrunePlan) -> list[str]:
@@ -238,7 +238,7 @@ class TestRecheck:
         self, store: Store, digest: str
     ) -> None:
         plan = store.plan_prune()
-        store.forget(digest, to_trash=False)
+        store.remove(digest)
         result = plan.execute()
         assert (result.removed, result.freed_size) == (0, 0)
         store.put_stream([WEIGHTS])
@@ -272,36 +272,7 @@ class TestRecheck:
         assert digests(store.plan_prune()) == [digest]
 
 
-class TestTrashAndBad:
-    def test_the_trash_is_emptied_and_then_nothing_of_it_is_known(
-        self, store: Store, digest: str
-    ) -> None:
-        blocks = allocated(blob_path(store))
-        store.forget(digest)
-        plan = store.plan_prune()
-        assert [(victim.digest, victim.reason) for victim in plan.victims] == [(digest, "trash")]
-        assert plan.freed_size == plan.execute().freed_size == blocks
-        assert list(store.volume.layout.trash.iterdir()) == []
-        assert (store.history(), list(store.blobs())) == ([], [])
-        report = store.verify(full=True)
-        assert (report.missing, report.blobs) == ([], 0)
-
-    def test_trash_that_others_share_or_that_came_back_meanwhile_frees_nothing(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        store.forget(digest)
-        plan = store.plan_prune()
-        store.plan_undo().execute()
-        store.pin(digest)
-        assert plan.execute().freed_size == 0
-        assert read(store) == WEIGHTS
-        store.unpin(digest)
-        store.place(digest, folder / "a.bin", kind="hardlink")
-        store.forget(digest)
-        plan = store.plan_prune()
-        assert plan.freed_size == plan.execute().freed_size == 0
-        assert (folder / "a.bin").read_bytes() == WEIGHTS
-
+class TestBad:
     def test_damaged_files_stay_unless_asked_for(self, store: Store, digest: str) -> None:
         edit(blob_path(store))
         store.verify()
@@ -314,10 +285,9 @@ class TestTrashAndBad:
     def test_what_is_reported_is_what_the_filesystem_gives_back(
         self, store: Store, folder: Path
     ) -> None:
-        """Shared, in the trash, and sparse: those count by their blocks."""
+        """Shared and sparse: those count by their blocks."""
         names = [put(store, n, size) for n, size in enumerate((1, 4096, 4097, 100_000, 65_536))]
         store.place(names[3], folder / "a.bin", kind="hardlink")
-        store.forget(names[1])
         path = write(folder / "sparse.bin", b"x")
         os.truncate(path, 50_000_000)
         store.adopt(path)

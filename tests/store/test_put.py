@@ -314,7 +314,7 @@ class TestHandingOut:
 
     def test_what_is_unknown_or_no_digest_is_refused(self, store: Store) -> None:
         asks: list[Callable[[str], object]] = [
-            store.open, store.path_of, store.get, store.forget, store.pin,
+            store.open, store.path_of, store.get, store.remove, store.pin,
         ]  # fmt: skip
         for ask in asks:
             with row(ask), pytest.raises(BlobNotFoundError):
@@ -370,5 +370,5 @@ class TestHandingOut:
     def test_an_open_blob_outlives_its_removal(self, store: Store) -> None:
         store.put_stream([WEIGHTS])
         with store.open(DIGEST) as file:
-            store.forget(DIGEST, to_trash=False)
+            store.remove(DIGEST)
             assert file.read() == WEIGHTS

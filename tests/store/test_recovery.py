@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,7 +178,8 @@ class TestEject:
             store.replace(folder / name, blob.digest)
         store.adopt(folder / "c.safetensors")
         inode = inode_of(folder / "a.safetensors")
-        store.plan_move(elsewhere / "store").execute()
+        store.close()
+        shutil.move(store.root, elsewhere / "store")
         with Store(elsewhere / "store") as moved:
             results = moved.plan_eject().execute()
             assert {each.note for each in results} == {""}

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.api import (
-    Batch,
-    Change,
     FileBusyError,
     FileSkippedError,
-    NoSpaceError,
+    NothingToUndoError,
     Replacement,
     Store,
     load_settings,
@@ -35,10 +33,8 @@ from tests.store.files import (
     digest_of,
     edit,
     inode_of,
-    link_count,
     mode_of,
     snapshot,
-    undo,
     write,
 )
 from tests.store.reflink_disks import DISKS, reflink_disk
@@ -148,7 +144,6 @@ class TestShared:
         share(store, source, target)
         result = share(store, source, target)
         assert (result.outcome, result.freed, result.error) == ("present", 0, None)
-        assert [batch.changes for batch in store.history()] == [1]
 
     def test_blocks_that_others_share_already_are_not_freed_again(
         self, store: Store, folder: Path, source: Path, target: Path
@@ -188,10 +183,9 @@ class TestShared:
         report = store.verify(full=True)
         assert not report.has_damage
 
-    def test_many_in_several_steps_are_one_batch(
-        self, store: Store, folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    def test_of_many_each_is_shared_or_says_why_not_and_nothing_is_journaled(
+        self, store: Store, folder: Path, source: Path
     ) -> None:
-        monkeypatch.setattr(store_share, "CHUNK_FILES", 3)
         paths = [write(folder / f"{n}.bin") for n in range(10)]
         bad = write(folder / "bad.bin", OTHER)
         triples = [(source, path, DIGEST) for path in [*paths[:5], bad, *paths[5:]]]
@@ -199,8 +193,9 @@ class TestShared:
         assert {found[path].outcome for path in paths} == {"replaced"}
         assert found[bad].outcome == "skipped"
         assert all(are_one(source, path) for path in paths)
-        (batch,) = store.history()
-        assert (batch.changes, batch.ops, batch.label) == (10, ("share",), "share")
+        assert store.history() == []
+        assert not store.volume.journal.path.exists()
+        assert os.listdir(store.volume.layout.tmp) == []
 
     def test_two_names_of_a_file_are_shared_once(
         self, store: Store, folder: Path, source: Path, target: Path
@@ -210,7 +205,6 @@ class TestShared:
         outcomes = [result.outcome for result in store.share_many(triples)]
         assert outcomes == ["replaced", "present"]
         assert inode_of(target) == inode_of(folder / "twin.bin")
-        assert [batch.changes for batch in store.history()] == [1]
 
     def test_a_file_that_shares_a_part_gets_the_rest(
         self, store: Store, source: Path, target: Path
@@ -232,9 +226,6 @@ class TestShared:
         assert result.outcome == "replaced"
         assert allocated(paths[1]) < 1_000_000
         assert result.freed == allocated(paths[1])
-        assert undo(store) == []
-        assert shared_size(paths[1]) == 0
-        assert allocated(paths[1]) < 1_000_000
 
     @pytest.mark.parametrize("name", [b"\xff\xfe.safetensors", "模".encode() * 80 + b".bin"])
     def test_names_may_be_long_and_need_not_be_utf_8(
@@ -242,8 +233,7 @@ class TestShared:
     ) -> None:
         path = write(folder / os.fsdecode(name))
         assert share(store, source, path).outcome == "replaced"
-        assert undo(store) == []
-        assert shared_size(path) == 0
+        assert are_one(source, path)
 
     def test_the_owner_of_a_read_only_file_needs_no_permission_to_write(self, place: Path) -> None:
         folder = place / "nobody"
@@ -362,7 +352,7 @@ class TestRefused:
         paths = [write(folder / name, b"small") for name in ("a.bin", "b.bin")]
         assert self.refused(store, *paths).reason == "has no blocks to share"
 
-    def test_a_difference_found_late_keeps_what_was_shared_and_undo_knows(
+    def test_a_difference_found_late_keeps_what_was_shared(
         self, store: Store, folder: Path
     ) -> None:
         data = random.Random(7).randbytes(CHUNK + 5000)
@@ -372,9 +362,6 @@ class TestRefused:
         assert isinstance(result.error, FileSkippedError)
         assert (result.outcome, result.error.reason) == ("skipped", "different")
         assert result.freed == shared_size(second) == CHUNK
-        assert second.read_bytes() == data[:-1] + b"?"
-        assert undo(store) == []
-        assert shared_size(second) == 0
         assert second.read_bytes() == data[:-1] + b"?"
 
 
@@ -390,17 +377,17 @@ def test_a_filesystem_without_reflinks_is_said_so(tmp_path: Path) -> None:
 
 
 class TestRaced:
-    @pytest.mark.parametrize("point", ["share: journaled", "share: part shared", "share: shared"])
+    @pytest.mark.parametrize("point", ["share: begun", "share: part shared", "share: shared"])
     def test_a_write_in_between_is_not_lost(
         self, store: Store, source: Path, target: Path, at_point: AtPoint, point: str
     ) -> None:
         at_point(point, lambda: edit(target))
         (result,) = store.share_many([(source, target, DIGEST)])
-        assert (result.outcome == "skipped") == (point == "share: journaled")
+        assert (result.outcome == "skipped") == (point == "share: begun")
         assert target.read_bytes() == b"EDITED" + WEIGHTS[6:]
         assert source.read_bytes() == WEIGHTS
 
-    @pytest.mark.parametrize("point", ["share: journaled", "share: part shared"])
+    @pytest.mark.parametrize("point", ["share: begun", "share: part shared"])
     def test_a_file_that_is_cut_in_between_differs(
         self, store: Store, folder: Path, at_point: AtPoint, point: str
     ) -> None:
@@ -416,15 +403,12 @@ class TestRaced:
     def test_a_file_renamed_over_it_stays(
         self, store: Store, folder: Path, source: Path, target: Path, at_point: AtPoint
     ) -> None:
-        at_point("share: journaled", lambda: os.replace(write(folder / "new", OTHER), target))
+        at_point("share: begun", lambda: os.replace(write(folder / "new", OTHER), target))
         share(store, source, target)
         assert target.read_bytes() == OTHER
-        before = snapshot(folder)
-        assert undo(store) == []
-        assert snapshot(folder) == before
 
-    @pytest.mark.parametrize("point", ["share: journaled", "share: part shared"])
-    def test_ctrl_c_leaves_the_journal_true(
+    @pytest.mark.parametrize("point", ["share: begun", "share: part shared"])
+    def test_after_ctrl_c_the_rest_is_shared_by_running_again(
         self, store: Store, folder: Path, at_point: AtPoint, point: str
     ) -> None:
         data = random.Random(8).randbytes(CHUNK + 5000)
@@ -438,94 +422,20 @@ class TestRaced:
             list(store.share_many((paths[0], path, digest_of(data)) for path in paths[1:]))
         is_begun = point == "share: part shared"
         assert (shared_size(paths[1]), shared_size(paths[2])) == (CHUNK if is_begun else 0, 0)
-        assert [batch.changes for batch in store.history()] == ([1] if is_begun else [])
         assert os.listdir(store.volume.layout.tmp) == []
         outcomes = store.share_many((paths[0], path, digest_of(data)) for path in paths[1:])
         assert [result.outcome for result in outcomes] == ["replaced", "replaced"]
 
 
-class TestUndone:
-    def test_the_file_has_its_own_blocks_again_and_is_the_same_file(
-        self, store: Store, source: Path, target: Path
-    ) -> None:
-        os.setxattr(target, "user.note", b"mine")
-        os.link(target, target.with_name("twin.bin"))
-        os.sync()
-        before = all_of(target)
+class TestLeft:
+    def test_there_is_nothing_to_undo(self, store: Store, source: Path, target: Path) -> None:
         share(store, source, target)
-        plan = store.plan_undo()
-        assert plan.needed_size == len(WEIGHTS)
-        assert [done.note for done in plan.execute()] == [""]
-        assert shared_size(target) == shared_size(source) == 0
-        assert all_of(target) == before
-        assert link_count(target) == 2
-        assert target.read_bytes() == WEIGHTS
-        names = ["a.safetensors", "b.safetensors", "twin.bin"]
-        assert sorted(os.listdir(target.parent)) == names
         assert store.history() == []
+        with pytest.raises(NothingToUndoError):
+            store.plan_undo()
+        assert are_one(source, target)
 
-    def test_each_of_several_gets_its_own(
-        self, store: Store, folder: Path, source: Path, target: Path
-    ) -> None:
-        third = write(folder / "c.safetensors")
-        list(store.share_many((source, path, DIGEST) for path in (target, third)))
-        plan = store.plan_undo()
-        assert plan.needed_size == 2 * len(WEIGHTS)
-        plan.execute()
-        assert {shared_size(path) for path in (source, target, third)} == {0}
-
-    @pytest.mark.parametrize("how", ["edited", "replaced", "removed"])
-    def test_a_file_changed_since_has_its_own_bytes_already(
-        self, store: Store, source: Path, target: Path, how: str
-    ) -> None:
-        share(store, source, target)
-        if how == "edited":
-            edit(target)
-        elif how == "replaced":
-            os.replace(write(target.with_name("new"), OTHER), target)
-        else:
-            target.unlink()
-        before = snapshot(target.parent)
-        plan = store.plan_undo()
-        assert plan.needed_size == 0
-        assert [(done.is_undone, done.note) for done in plan.execute()] == [(True, "")]
-        assert snapshot(target.parent) == before
-
-    def test_a_mode_chosen_since_stays(self, store: Store, source: Path, target: Path) -> None:
-        share(store, source, target)
-        target.chmod(0o600)
-        store.plan_undo().execute()
-        assert (mode_of(target), shared_size(target)) == (0o600, 0)
-
-    def test_a_write_while_it_is_undone_is_not_lost(
-        self, store: Store, source: Path, target: Path, at_point: AtPoint
-    ) -> None:
-        share(store, source, target)
-        at_point("own blocks: copied", lambda: edit(target))
-        (done,) = store.plan_undo().execute()
-        assert (done.is_undone, "was written to" in done.note) == (False, True)
-        assert target.read_bytes() == b"EDITED" + WEIGHTS[6:]
-        assert len(os.listdir(target.parent)) == 2
-        assert [done.is_undone for done in store.plan_undo().execute()] == [True]
-
-    def test_space_is_checked_first(self, store: Store, folder: Path, disk: Path) -> None:
-        data = random.Random(9).randbytes(12_000_000)
-        paths = [write(folder / name, data) for name in ("a.bin", "b.bin")]
-        share(store, paths[0], paths[1], digest_of(data))
-        os.sync()
-        try:
-            with open(disk / "filler", "wb") as filler:
-                while (free := free_bytes(disk)) > 11_000_000:
-                    size = os.fstat(filler.fileno()).st_size
-                    os.posix_fallocate(filler.fileno(), size, free - 10_000_000)
-                    os.sync()
-            with pytest.raises(NoSpaceError):
-                store.plan_undo().execute()
-        finally:
-            (disk / "filler").unlink()
-        assert are_one(*paths)
-
-    def test_a_hard_link_made_of_it_later_is_undone_first(
+    def test_a_hard_link_made_of_it_later_can_be_undone(
         self, store: Store, source: Path, target: Path
     ) -> None:
         before = snapshot(target.parent)
@@ -534,7 +444,6 @@ class TestUndone:
         store.replace(target, DIGEST)
         assert {done.note for done in store.plan_undo().execute()} == {""}
         assert snapshot(target.parent) == before
-        assert shared_size(target) == 0
 
     def test_eject_leaves_files_that_share_blocks_as_they_are(
         self, store: Store, source: Path, target: Path
@@ -548,43 +457,3 @@ class TestUndone:
         assert are_one(source, target)
         assert all_of(target) == before
         assert not store.root.exists()
-
-
-class TestRecovered:
-    """A process that died in the middle: its changes are begun, and its batch unclaimed."""
-
-    def begun(self, store: Store, path: Path) -> None:
-        change = Change.before(
-            "share", path, DIGEST, os.lstat(path), kind="reflink",
-            filesystem=store.volume.filesystem,
-        )  # fmt: skip
-        batch = Batch(store.volume.journal, store.volume.layout.tmp, "share")
-        batch.begin([change])
-        batch.close()
-
-    def test_what_was_shared_is_done_and_can_be_undone(
-        self, store: Store, source: Path, target: Path
-    ) -> None:
-        self.begun(store, target)
-        with source.open("rb") as a, target.open("rb") as b:
-            assert kernel.dedupe_range(a.fileno(), 0, len(WEIGHTS), b.fileno(), 0)
-        with Store(store.root) as again:
-            assert [change.state for change in again.volume.journal.changes()] == ["done"]
-            assert os.listdir(again.volume.layout.tmp) == []
-            again.plan_undo().execute()
-        assert shared_size(target) == 0
-
-    @pytest.mark.parametrize("how", ["untouched", "edited", "gone"])
-    def test_what_was_not_is_taken_back(
-        self, store: Store, source: Path, target: Path, how: str
-    ) -> None:
-        self.begun(store, target)
-        if how == "edited":
-            with source.open("rb") as a, target.open("rb") as b:
-                kernel.dedupe_range(a.fileno(), 0, len(WEIGHTS), b.fileno(), 0)
-            edit(target)
-        elif how == "gone":
-            target.unlink()
-        with Store(store.root) as again:
-            assert [change.state for change in again.volume.journal.changes()] == ["back"]
-            assert again.history() == []

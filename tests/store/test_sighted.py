@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.api import SCHEMA_MIGRATIONS as MIGRATIONS
 from tests.api import (
-    VERSION,
     Candidate,
     Catalog,
     FolderSums,
     Index,
     Member,
-    ModelFolder,
     Scope,
-    Store,
     Trust,
-    scan,
 )
-from tests.store.files import OTHER, WEIGHTS, digest_of, row, sha256_of, write
+from tests.store.files import row
 
 A, B = bytes([1]) * 32, bytes([2]) * 32
 
@@ -230,7 +223,7 @@ class TestMembers:
         rows = [
             (Trust.VERIFIED, None, True, True), (Trust.VERIFIED, "boot", True, True),
             (Trust.VERIFIED, "older boot", True, False), (Trust.UNPROVEN, None, True, False),
-            (Trust.LOST, None, False, False), (Trust.TRASHED, None, False, False),
+            (Trust.LOST, None, False, False),
         ]  # fmt: skip
         for trust, unsynced, is_there, is_known in rows:
             catalog.index.add_blob(A.hex(), stat_of(1), trust=trust, unsynced=unsynced)
@@ -275,62 +268,3 @@ class TestMembers:
         assert [each.digest for each in found] == [A.hex(), A.hex(), "", B.hex()]
         assert [each.is_compared for each in found] == [True, True, True, True]
         assert [each.is_blob for each in found] == [False, False, False, True]
-
-
-class TestVersion3:
-    """An index of version 3 with rows in it: nothing that was known is lost."""
-
-    @pytest.fixture
-    def old(self, tmp_path: Path) -> Path:
-        """A store with two blobs and a file, its index as version 3 had it."""
-        root = tmp_path / "store"
-        with Store(root) as store:
-            store.put_stream([WEIGHTS], algorithms=["sha256"])
-            store.pin(store.put_stream([b"relinked"]).digest, "mine")
-            store.place(digest_of(WEIGHTS), tmp_path / "placed.gguf")
-            path = write(tmp_path / "models" / "a.gguf", OTHER, age=100)
-            store.add_folder(path.parent, program="ComfyUI")
-            filesystem = store.volume.filesystem
-        new = root / "index.sqlite3"
-        kept = ("meta", "blobs", "owners", "holds", "links", "folders", "volumes")
-        with closing(sqlite3.connect(tmp_path / "old.sqlite3")) as connection:
-            for script in MIGRATIONS[:3]:
-                connection.executescript(script)
-            connection.execute("ATTACH ? AS new", (str(new),))
-            for table in kept:
-                connection.execute(f"INSERT INTO main.{table} SELECT * FROM new.{table}")  # noqa: S608
-            connection.execute("UPDATE blobs SET trust = 1 WHERE size = ?", (len(b"relinked"),))
-            connection.execute(
-                "INSERT INTO aliases SELECT 'sha256', ?, id FROM blobs WHERE size = ?",
-                (bytes.fromhex(sha256_of(WEIGHTS)), len(WEIGHTS)),
-            )
-            st = path.stat()
-            memo = (filesystem, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns, 0)
-            hashes = (bytes.fromhex(digest_of(OTHER)), bytes.fromhex(sha256_of(OTHER)))
-            connection.execute(
-                "INSERT INTO memos VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
-                (*memo, *hashes),
-            )
-            connection.execute("PRAGMA user_version = 3")
-            connection.commit()
-        os.replace(tmp_path / "old.sqlite3", new)
-        return root
-
-    def test_is_brought_up_to_date(self, old: Path, tmp_path: Path) -> None:
-        path = tmp_path / "models" / "a.gguf"
-        with Store(old) as store, Store(old) as second:
-            assert store.volume.index.number("PRAGMA user_version") == VERSION
-            assert store.volume.index.is_sound()
-            assert [folder.path for folder in second.folders()] == [path.parent]
-            blob = store.find("sha256", sha256_of(WEIGHTS))
-            assert blob is not None
-            assert [link.path for link in store.links_of(blob)] == [tmp_path / "placed.gguf"]
-            assert store.known_hashes([path])[path] == {
-                "blake3": digest_of(OTHER),
-                "sha256": sha256_of(OTHER),
-            }
-            relinked = store.get(digest_of(b"relinked"))
-            assert relinked.trust == Trust.RELINKED
-            assert [str(owner) for owner, _ in store.holders_of(relinked)] == ["pin mine"]
-            found = scan(store, [ModelFolder(path=path.parent)], min_size=1)
-            assert (found.total.files, found.groups) == (1, 0)

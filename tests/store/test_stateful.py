@@ -8,7 +8,7 @@ blobs and lose the index. After every step:
   must be hashed before use; it is read-only unless somebody else made it writable;
 - every path of the user's has the bytes that the user, or the store at the user's request, put
   there last, and shares its inode only with paths it was linked with;
-- what a pin, an owner or a symlink holds is there;
+- what a pin or an owner holds is there;
 - what `prune` reports as freed are the blocks of the inodes whose last link went.
 """
 
@@ -84,7 +84,6 @@ class UserFile:
 @dataclass
 class Model:
     files: dict[Path, UserFile] = field(default_factory=dict)
-    symlinks: dict[Path, str] = field(default_factory=dict)
     pins: set[tuple[str, str]] = field(default_factory=set)
     owned: set[str] = field(default_factory=set)
     tampered: set[str] = field(default_factory=set)
@@ -94,7 +93,7 @@ class Model:
     is_rebuilt: bool = False
 
     def held(self) -> set[str]:
-        return {digest for digest, _ in self.pins} | self.owned | set(self.symlinks.values())
+        return {digest for digest, _ in self.pins} | self.owned
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -177,12 +176,8 @@ class StoreMachine(RuleBasedStateMachine):
         if inode_of(path) == before:
             return  # it was there already
         self.forget_path(path)
-        if link.kind == "symlink":
-            self.model.symlinks[path] = digest
-        else:
-            is_shared = link.kind == "hardlink"
-            label = ("blob", digest) if is_shared else self.own_label()
-            self.model.files[path] = UserFile(self.known[digest], label)
+        label = ("blob", digest) if link.kind == "hardlink" else self.own_label()
+        self.model.files[path] = UserFile(self.known[digest], label)
 
     @rule(pick=picks, blob=picks, is_equal=st.booleans())
     def replace(self, pick: int, blob: int, is_equal: bool) -> None:
@@ -225,10 +220,10 @@ class StoreMachine(RuleBasedStateMachine):
                     assert os.stat(path).st_mtime_ns == change.mtime_ns
                 self.relabel(path, self.own_label())
 
-    @rule(blob=picks, to_trash=st.booleans())
-    def forget(self, blob: int, to_trash: bool) -> None:
+    @rule(blob=picks)
+    def remove(self, blob: int) -> None:
         digest = self.a_blob(blob)
-        if self.attempt(lambda: self.store.forget(digest, to_trash=to_trash)):
+        if self.is_done(lambda: self.store.remove(digest)):
             assert digest not in self.model.held()
 
     @rule(what=st.sampled_from(["pin", "unpin", "own", "disown", "drive"]), blob=picks, name=pins)
@@ -316,7 +311,7 @@ class StoreMachine(RuleBasedStateMachine):
         for digest in report.healed:
             self.arrived(digest)
 
-    @rule(what=st.sampled_from(["open", "hash", "usage", "reopen", "move"]), pick=picks)
+    @rule(what=st.sampled_from(["open", "hash", "usage", "reopen"]), pick=picks)
     def look(self, what: str, pick: int) -> None:
         if what == "open":
             self.open(self.a_blob(pick))
@@ -327,8 +322,6 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.store.digest_of(path).digest == digest_of(data)
         elif what == "usage":
             self.usage()
-        elif what == "move":
-            self.move()
         else:
             self.store.close()
             self.store = Store(self.store.root)
@@ -349,16 +342,8 @@ class StoreMachine(RuleBasedStateMachine):
         there = [path for blob, path in rows if blob is not None]
         assert usage.blobs == len(there)
         assert usage.physical == sum(map(allocated, there))
-        assert usage.trash == sum(map(allocated, self.store.volume.layout.trash.iterdir()))
         if not self.model.is_rebuilt:
             assert usage.reclaimable == self.store.plan_prune().freed_size
-
-    def move(self) -> None:
-        here = self.store.root
-        there = self.directory / ("store" if here.name != "store" else "moved")
-        self.store.plan_move(there).execute()
-        self.store = Store(here)
-        assert self.store.root == there
 
     # what other programs do
 
@@ -469,7 +454,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def files_of_the_user_are_as_the_model_says(self) -> None:
         found = {path for path in self.folder.rglob("*") if path.is_symlink() or path.is_file()}
-        assert found == {*self.model.files, *self.model.symlinks}
+        assert found == set(self.model.files)
         labels: dict[int, Label] = {}
         for path, file in self.model.files.items():
             assert path.read_bytes() == file.data
@@ -490,9 +475,6 @@ class StoreMachine(RuleBasedStateMachine):
         results = self.store.plan_eject(drop_pinned=True).execute()
         has_failed = any(done.outcome == "failed" for done in results)
         assert self.store.root.exists() == has_failed
-        for path, digest in self.model.symlinks.items():
-            if digest not in self.model.tampered:
-                self.model.files[path] = UserFile(self.known[digest], self.own_label())
         for path, file in self.model.files.items():
             assert path.read_bytes() == file.data
 
@@ -503,7 +485,7 @@ class StoreMachine(RuleBasedStateMachine):
         return there[pick % len(there)]
 
     def a_file(self, pick: int) -> Path:
-        there = sorted([*self.model.files, *self.model.symlinks]) or [self.folder / NAMES[0]]
+        there = sorted(self.model.files) or [self.folder / NAMES[0]]
         return there[pick % len(there)]
 
     def a_free_path(self, pick: int) -> Path:
@@ -542,7 +524,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     def forget_path(self, path: Path) -> None:
         self.model.files.pop(path, None)
-        self.model.symlinks.pop(path, None)
 
     def blob_files(self) -> list[tuple[str, Path]]:
         return [(path.name, path) for path in self.store.volume.layout.blobs.glob("*/*")]

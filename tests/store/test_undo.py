@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -63,14 +64,14 @@ def adopt_and_replace(store: Store, folder: Path) -> None:
 
 def place_all_kinds(store: Store, folder: Path) -> None:
     adopt(store, folder)
-    kinds: tuple[Kind, ...] = ("auto", "hardlink", "symlink", "copy")
+    kinds: tuple[Kind, ...] = ("auto", "hardlink", "copy")
     for kind in kinds:
         store.place(DIGEST, folder / f"new-{kind}.bin", kind=kind)
 
 
-def adopt_and_forget(store: Store, folder: Path) -> None:
+def adopt_and_remove(store: Store, folder: Path) -> None:
     adopt_and_replace(store, folder)
-    store.forget(DIGEST)
+    store.remove(DIGEST)
 
 
 def everything(store: Store, folder: Path) -> None:
@@ -83,7 +84,7 @@ def everything(store: Store, folder: Path) -> None:
 
 SCENARIOS: list[Scenario] = [
     adopt, adopt_one_name_and_replace_the_other, replace, replace_two_names, adopt_and_replace,
-    place_all_kinds, adopt_and_forget, everything,
+    place_all_kinds, adopt_and_remove, everything,
 ]  # fmt: skip
 scenarios = pytest.mark.parametrize("change", SCENARIOS)
 
@@ -182,7 +183,6 @@ class TestExact:
             "nobody": lambda: None,
             "a pin": lambda: store.pin(DIGEST),
             "a link": lambda: store.place(DIGEST, other, kind="hardlink"),
-            "a symlink": lambda: store.place(DIGEST, other, kind="symlink"),
         }
         for name, share in sharing.items():
             with row(name):
@@ -226,37 +226,21 @@ class TestExact:
         assert store.links_of(store.get(DIGEST)) == []
 
     def test_files_whose_blob_was_removed_are_given_back_too(self, tmp_path: Path) -> None:
-        ways: dict[str, Callable[[Store], object]] = {
-            "forgotten": lambda store: store.forget(DIGEST, to_trash=False),
-            "in the trash, emptied": lambda store: (
-                store.forget(DIGEST),
-                store.plan_prune().execute(),
-            ),
-            "deleted by somebody": lambda store: blob_path(store).unlink(),
+        """The two names of one file, too, of which the last is alone when its turn comes."""
+        ways: dict[str, Callable[[Store, str], object]] = {
+            "removed": lambda store, digest: store.remove(digest),
+            "deleted by somebody": lambda store, digest: blob_path(store, digest).unlink(),
         }
-        for name, remove in ways.items():
-            files = make_files(tmp_path / name / "files")
+        scenarios = (adopt_and_replace, replace_two_names)
+        for (name, remove), change in itertools.product(ways.items(), scenarios):
+            files = make_files(tmp_path / name / change.__name__ / "files")
             before = snapshot(files)
-            with row(name), Store(files.with_name("store")) as store:
-                adopt_and_replace(store, files)
-                remove(store)
+            with row(name, change), Store(files.with_name("store")) as store:
+                change(store, files)
+                for blob in list(store.blobs()):
+                    remove(store, blob.digest)
                 undo(store)
                 assert snapshot(files) == before
-
-    def test_a_forgotten_blob_comes_back_with_its_aliases_and_is_one_blob(
-        self, store: Store
-    ) -> None:
-        aliases = store.aliases_of(store.put_stream([WEIGHTS], algorithms=["sha256"]))
-        for put_again in (False, True):
-            store.forget(DIGEST)
-            assert store.find("sha256", aliases["sha256"]) is None
-            if put_again:
-                store.put_stream([WEIGHTS])
-            assert undo(store) == []
-            assert store.aliases_of(store.get(DIGEST)) == aliases
-            assert list(store.volume.layout.trash.iterdir()) == []
-            assert store.get(DIGEST).is_held_only_by_smartcache
-            assert not store.verify(full=True).has_damage
 
 
 class TestLeftAlone:
@@ -322,27 +306,25 @@ class TestLeftAlone:
     def test_the_last_copy_of_placed_bytes_is_not_removed(self, store: Store, files: Path) -> None:
         store.put_stream([WEIGHTS])
         store.place(DIGEST, files / "new.bin", kind="hardlink")
-        store.forget(DIGEST, to_trash=False)
+        store.remove(DIGEST)
         undo(store)
         assert (files / "new.bin").read_bytes() == WEIGHTS
 
     def test_what_cannot_be_undone_stays_in_the_history_and_stops_nothing(
         self, store: Store, files: Path
     ) -> None:
-        store.put_stream([OTHER])
-        store.forget(digest_of(OTHER))
-        trashed = store.volume.layout.trash / digest_of(OTHER)
-        edit(trashed)
+        placed = files / "new.bin"
+        store.place(store.put_stream([OTHER]).digest, placed, kind="hardlink")
+        os.replace(write(files / "x", b"theirs"), placed)
         adopt(store, files)
         first, _ = store.history()
         done = {each.change.op: each for each in store.plan_undo().execute()}
-        assert {op: each.is_undone for op, each in done.items()} == {"adopt": True, "forget": False}
-        assert done["forget"].note
-        assert trashed.exists()
+        assert {op: each.is_undone for op, each in done.items()} == {"adopt": True, "place": False}
+        assert done["place"].note
+        assert placed.read_bytes() == b"theirs"
         assert store.history() == [first]
-        edit(trashed, OTHER[:6])
+        placed.unlink()
         assert undo(store) == []
-        assert read(store, digest_of(OTHER)) == OTHER
 
 
 class TestPlan:
@@ -391,7 +373,7 @@ class TestPlan:
 
     def test_progress_is_told_every_byte_that_is_copied_or_hashed(self, tmp_path: Path) -> None:
         sizes = {adopt: 0, adopt_and_replace: len(WEIGHTS), replace_two_names: len(OTHER),
-                 adopt_and_forget: 2 * len(WEIGHTS)}  # fmt: skip
+                 adopt_and_remove: len(WEIGHTS)}  # fmt: skip
         for change, size in sizes.items():
             files = make_files(tmp_path / change.__name__ / "files")
             with row(change.__name__), Store(files.with_name("store")) as store:

@@ -34,7 +34,6 @@ from tests.store.files import (
     Watch,
     allocated,
     blob_path,
-    link_count,
     row,
     snapshot,
     write,
@@ -119,38 +118,35 @@ class TestStore:
         """Not what is pinned, held on an absent drive or by an owner, or linked."""
         digests = {
             name: store.put_stream([name.encode() * 2000]).digest
-            for name in ("free", "pinned", "dead", "both", "away", "symlinked", "unlinked")
+            for name in ("free", "pinned", "dead", "both", "away")
         }
         store.pin(digests["pinned"])
         store.own(owner_of(folder / "dead"), [digests["dead"], digests["both"]])
         store.own(owner_of(folder / "live"), [digests["both"]])
         store.own(owner_of(folder / "drive" / "away"), [digests["away"]])
-        for name in ("symlinked", "unlinked"):
-            store.place(digests[name], folder / name, kind="symlink")
         store.adopt(write(folder / "live" / "adopted", OTHER), owner=owner_of(folder / "live"))
         (folder / "live" / "adopted").unlink()
-        (folder / "unlinked").unlink()
         (folder / "dead").rmdir()
         shutil.rmtree(folder / "drive")
         usage = store.usage()
         states = {owner.name: owner.liveness for owner in usage.owners}
         assert states == {"dead": "dead", "live": "live", "away": "away", "kept": "live"}
         free = {blob.digest for blob in store.blobs()} - set(digests.values())
-        free |= {digests[name] for name in ("free", "dead", "unlinked")}
+        free |= {digests[name] for name in ("free", "dead")}
         assert usage.reclaimable == sum(allocated(blob_path(store, digest)) for digest in free)
 
     @pytest.mark.parametrize("seed", range(4))
     def test_reclaimable_is_what_prune_frees(
         self, store: Store, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Names, owners, pins and symlinks made and removed at random."""
+        """Names, owners and pins made and removed at random."""
         monkeypatch.setattr(store_index, "_LONG_PAGE", 2 * seed + 1)
         rnd = random.Random(seed)
         digests = [
             store.put_stream([rnd.randbytes(rnd.randrange(1, 30_000))]).digest for _ in range(40)
         ]
         owners = [owner_of(folder / f"owner-{n}" / "in", folder / f"owner-{n}") for n in range(5)]
-        kinds = ("hardlink", "symlink", "copy")
+        kinds = ("hardlink", "copy")
         for n, digest in enumerate(digests):
             if rnd.random() < 0.5:
                 store.own(rnd.choice(owners), [digest])
@@ -168,33 +164,26 @@ class TestStore:
         shutil.rmtree(owners[1].root or "")
         for blob in list(store.volume.index.blobs(order="digest"))[:10]:
             with suppress(StoreError):
-                store.forget(blob.digest)
+                store.remove(blob.digest)
         usage = store.usage()
-        trashed = [each for each in store.volume.layout.trash.iterdir() if link_count(each) == 1]
         plan = store.plan_prune()
         assert usage.reclaimable == plan.freed_size > 0
-        from_trash = sum(map(allocated, trashed))
         assert plan.execute().freed_size == usage.reclaimable
         after = store.usage()
-        assert (after.reclaimable, after.trash) == (0, 0)
-        assert after.physical == usage.physical - (usage.reclaimable - from_trash)
+        assert after.reclaimable == 0
+        assert after.physical == usage.physical - usage.reclaimable
 
     def test_what_lies_beside_the_blobs_is_counted_by_place(self, store: Store) -> None:
         layout = store.volume.layout
-        digest = store.put_stream([WEIGHTS]).digest
-        store.forget(digest)
         for directory in (layout.bad, layout.tmp, layout.sets / "latents" / "1"):
             write(directory / "file", WEIGHTS)
         usage = store.usage()
-        blocks = allocated(layout.trash / digest)
-        assert (usage.blobs, usage.physical, usage.trash, usage.reclaimable) == (
-            0, 0, blocks, blocks,
-        )  # fmt: skip
+        assert (usage.blobs, usage.physical, usage.reclaimable) == (0, 0, 0)
         assert usage.bad == allocated(layout.bad / "file")
         assert usage.tmp == allocated(layout.tmp / "file")
         assert usage.sets == allocated(layout.sets / "latents" / "1" / "file")
         assert usage.index >= allocated(layout.index) > 0
-        assert usage.total == usage.bad + usage.tmp + usage.sets + usage.index + usage.trash
+        assert usage.total == usage.bad + usage.tmp + usage.sets + usage.index
 
     def test_after_a_rebuild_the_figures_say_so(self, store: Store) -> None:
         assert not store.usage().is_rebuilt

@@ -49,7 +49,7 @@ CREATE TABLE uses (hash INTEGER PRIMARY KEY, used_at INTEGER NOT NULL);
 class SetIndex(Database):
     """The index of one set."""
 
-    migrations: ClassVar[tuple[str, ...]] = (_VERSION_1,)
+    schema: ClassVar[str] = _VERSION_1
     began_at = 0
     """When it was made: of uses before that, it knows nothing."""
 

@@ -348,7 +348,7 @@ class _Tally:
         staying = [
             link
             for link in links
-            if str(link.path) not in self._gone and link_liveness(store.volume, link) != "dead"
+            if str(link.path) not in self._gone and link_liveness(link) != "dead"
         ]
         for owner in index.holders_of(blob.id):
             if str(owner.path) in self._snapshots or liveness(owner) == "dead":
@@ -356,7 +356,7 @@ class _Tally:
             has_links = any(link.owner == owner.id for link in links)
             if not has_links or any(link.owner == owner.id for link in staying):
                 return str(owner)
-        return next((f"symlink {link.path}" for link in staying if link.kind == "symlink"), "")
+        return ""
 
     def _who_has(self, key: Key, count: int) -> str:
         """Say in a few words who has the other names of a file."""

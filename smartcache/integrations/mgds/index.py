@@ -69,7 +69,7 @@ class Kept(NamedTuple):
 class Index(Database):
     """The SQLite file of one cache folder; for any number of threads and processes."""
 
-    migrations: ClassVar[tuple[str, ...]] = (_VERSION_1,)
+    schema: ClassVar[str] = _VERSION_1
 
     @classmethod
     def in_folder(cls, folder: Path) -> Index:

@@ -366,7 +366,7 @@ def undo(volume: Volume, change: Change, undoing: Undoing) -> str:
     if not is_our_link(volume, change):
         return _restore_mode(change)
     if not is_blob(volume, change.digest, os.lstat(change.place)) and not _restore_mode(change):
-        # The store has other bytes of its own, as after a move to another filesystem.
+        # The store has other bytes of its own, as after its folder was copied to another disk.
         let_go(volume, change.path)
         return ""
     # If this process dies between taking the blob's name away and restoring the mode, the next open
@@ -404,7 +404,7 @@ def _links_with_store(change: Change) -> int:
 def _is_alone(volume: Volume, change: Change, undoing: Undoing) -> bool:
     """Say whether nobody needs a blob but the adopted file, under its own old names.
 
-    No other file was made one with it, and no owner or symlink holds it besides the file's own.
+    No other file was made one with it, and no owner holds it besides the file's own.
     """
     try:
         st = os.lstat(change.place)
@@ -421,15 +421,14 @@ def _is_alone(volume: Volume, change: Change, undoing: Undoing) -> bool:
         and link.path in undoing.joined
         and link.path not in old_names
         and link.inode == signed(st.st_ino)
-        and link_liveness(volume, link) == "live"
+        and link_liveness(link) == "live"
         for link in volume.index.links_of(blob.id)
     )
-    keepers = keepers_of(volume, blob)
-    if is_shared or keepers.symlinks:
+    if is_shared:
         return False
     link = volume.index.link(change.path)
     through = None if link is None else link.owner
-    return all(owner.id == through for owner, _ in keepers.holders)
+    return all(owner.id == through for owner, _ in keepers_of(volume, blob))
 
 
 def _restore_mode(change: Change) -> str:

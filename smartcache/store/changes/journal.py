@@ -45,9 +45,9 @@ from smartcache.system import (
     wait_for,
 )
 
-Op = Literal["adopt", "place", "replace", "share", "forget", "pin", "unpin", "own"]
+Op = Literal["adopt", "place", "replace", "pin", "unpin", "own"]
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""
-UNDOABLE = frozenset(("adopt", "place", "replace", "share", "forget"))
+UNDOABLE = frozenset(("adopt", "place", "replace"))
 State = Literal["begun", "done", "back", "undone", "gone"]
 _PATHS = ("path", "temporary", "real")
 _NEEDED = ("n", "op", "path", "digest", "size")

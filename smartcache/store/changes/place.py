@@ -1,4 +1,4 @@
-"""Put a blob at a path outside the store: by hard link, reflink, symlink or copy.
+"""Put a blob at a path outside the store: by hard link, reflink or copy.
 
 A path that is free gets its link in one atomic step (`link` and `linkat` never overwrite). A path
 to be overwritten gets a temporary name beside it and a rename; the temporary name is in the
@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -38,6 +37,7 @@ from smartcache.store.changes.userfile import (
     Undoing,
     filling,
     give_own_copy,
+    is_blob,
     let_go,
     remember_link,
 )
@@ -50,7 +50,6 @@ from smartcache.system import (
     effective_user,
     filesystem_id,
     hash_file,
-    is_digest,
     link_fd,
     need_room,
     open_unnamed,
@@ -106,14 +105,12 @@ def place(  # noqa: PLR0913 - where a blob is wanted, and how
                 op="place", path=path, digest=digest, size=blob.size, kind=each,
                 temporary=beside(path), keep=keep or None,
             )  # fmt: skip
-            batch.begin([change], sync=overwrite or each == "symlink")
+            batch.begin([change], sync=overwrite)
             reached("place: journaled")
             over = change.temporary if overwrite else None
             try:
                 if each == "hardlink":
                     link = _hard_link(volume, change, over, owner)
-                elif each == "symlink":
-                    link = _symlink(volume, change, over, owner)
                 else:
                     link = _own_bytes(volume, blob, change, over, owner, batch, advance)
             except OSError as error:
@@ -142,11 +139,8 @@ def _existing(
         st = os.lstat(path)
     except FileNotFoundError:
         return None
-    source = volume.layout.blob(blob.digest)
-    if kind in ("auto", "hardlink") and os.path.samestat(st, os.stat(source)):
+    if kind in ("auto", "hardlink") and is_blob(volume, blob.digest, st):
         return "hardlink"
-    if kind in ("auto", "symlink") and os.path.islink(path) and os.readlink(path) == source:
-        return "symlink"
     link = volume.index.link(path)
     is_copy = link is not None and link.kind in ("copy", "reflink") and kind in ("auto", link.kind)
     if link is not None and is_copy and _is_on_record(volume, link, blob.digest, path, st):
@@ -191,29 +185,6 @@ def _hard_link(volume: Volume, change: Change, over: Path | None, owner: int | N
         checked(volume, change.digest)
 
 
-def _symlink(volume: Volume, change: Change, over: Path | None, owner: int | None) -> Link:
-    index, path, source = volume.index, change.path, volume.layout.blob(change.digest)
-    with volume.guard("place"), Name(path, over) as name:
-        blob = _present(volume, change.digest)
-        former = index.link(path)
-        # The row comes first: a symlink that prune does not know of would dangle one day.
-        _record(volume, blob, path, "symlink", owner)
-        reached("place: row written")
-        try:
-            name.make(lambda target: os.symlink(source, target))
-        except OSError:
-            with index.write():  # it says of the path what it said before
-                index.drop_link(path)
-                old = None if former is None else index.record(former.digest)
-                if former is not None and old is not None:
-                    index.add_link(
-                        str(path), old.id, kind=former.kind, filesystem=former.filesystem,
-                        inode=former.inode, owner=former.owner,
-                    )  # fmt: skip
-            raise
-        return _record(volume, blob, path, "symlink", owner)
-
-
 def _own_bytes(
     volume: Volume,
     blob: Blob,
@@ -244,28 +215,23 @@ def _own_bytes(
         os.fsync(fd)
         reached("place: filled")
         with volume.guard("place"), Name(path, over) as name, volume.index.write():
-            blob = _present(volume, digest)
+            current = volume.index.blob(digest)
+            if current is None:
+                message = f"Blob {digest} was removed while it was placed"
+                raise BlobNotFoundError(message, digest=digest)
             if filled:
                 name.make(lambda target: os.link(path.with_name(filled), target))
             else:
                 name.make(lambda target: link_fd(fd, Path(target)))
             reached("place: linked")
             kind: LinkKind = "copy" if change.kind == "copy" else "reflink"
-            return _record(volume, blob, path, kind, owner)
-
-
-def _present(volume: Volume, digest: str) -> Blob:
-    """Return a blob that is in the store right now; to be asked under the store's lock."""
-    blob = volume.index.blob(digest)
-    if blob is None:
-        raise BlobNotFoundError(f"Blob {digest} was removed while it was placed", digest=digest)
-    return blob
+            return _record(volume, current, path, kind, owner)
 
 
 def _record(volume: Volume, blob: Blob, path: Path, kind: LinkKind, owner: int | None) -> Link:
     try:
         inode = os.lstat(path).st_ino
-    except FileNotFoundError:
+    except FileNotFoundError:  # somebody has removed it in this moment
         inode = 0
     filesystem = filesystem_id(path.parent)
     with volume.index.write():
@@ -281,24 +247,6 @@ def _record(volume: Volume, blob: Blob, path: Path, kind: LinkKind, owner: int |
     )  # fmt: skip
 
 
-def record_symlinks(volume: Volume, paths: Iterable[Path]) -> None:
-    """Record symlinks that point at blobs of this volume; others are passed over."""
-    for path in paths:
-        try:
-            target = os.path.join(path.parent, os.readlink(path))
-        except OSError:
-            continue
-        digest = os.path.basename(target)
-        if not is_digest(digest) or os.path.normpath(target) != volume.layout.blob(digest):
-            continue
-        blob = volume.index.record(digest)
-        if blob is not None:
-            volume.index.add_link(
-                str(path), blob.id, kind="symlink", filesystem=filesystem_id(path.parent),
-                inode=os.lstat(path).st_ino, owner=None,
-            )  # fmt: skip
-
-
 # finish after a crash
 
 
@@ -309,8 +257,6 @@ def finish(volume: Volume, change: Change, spot: Spot) -> State:
     found = spot.stat()
     if found is None:
         return "back"
-    if change.kind == "symlink" and stat.S_ISLNK(found.st_mode):
-        return "done"
     is_whole = found.st_ino == volume.blob_inode(change.digest)
     is_copy = change.kind in ("copy", "reflink") and stat.S_ISREG(found.st_mode)
     if not is_whole and is_copy and found.st_size == change.size:
@@ -329,17 +275,14 @@ def undo(volume: Volume, change: Change, undoing: Undoing) -> str:
 
     A file of a repo gets bytes of its own instead.
     """
-    source = volume.layout.blob(change.digest)
     if not os.path.lexists(change.place):
         return AWAY
     if volume.index.blob(change.digest) is None:
-        if os.path.islink(change.place) and os.readlink(change.place) == source:
-            return "the store has lost the bytes it points to; left as it is"
         volume.index.drop_link(change.path)
         return ""  # the store has let go of the bytes: the file is the user's own
     checked(volume, change.digest)  # the bytes must be safe in the store before a name goes
     st = os.lstat(change.place)
-    if not _is_as_placed(volume, change, source, st):
+    if not _is_as_placed(volume, change, st):
         return LEFT_ALONE
     if not change.keep:
         with Spot(change.place) as spot:
@@ -354,17 +297,15 @@ def undo(volume: Volume, change: Change, undoing: Undoing) -> str:
             undoing.batch.end(note, "done")
         return "" if is_same else LEFT_ALONE
     # Snapshots point at it, or the user has it in a folder.
-    if change.kind in ("hardlink", "symlink"):
+    if change.kind == "hardlink":
         give_own_copy(volume, change, undoing.batch, undoing.job)
     let_go(volume, change.path)
     return ""
 
 
-def _is_as_placed(volume: Volume, change: Change, source: str, st: os.stat_result) -> bool:
+def _is_as_placed(volume: Volume, change: Change, st: os.stat_result) -> bool:
     """Say whether the file at a path still is the link or copy that was placed, byte for byte."""
-    if change.kind == "symlink":
-        return stat.S_ISLNK(st.st_mode) and os.readlink(change.place) == source
-    if os.path.samestat(st, os.stat(source)):
+    if is_blob(volume, change.digest, st):
         return True
     link = volume.index.link(change.path)
     return link is not None and _is_on_record(volume, link, change.digest, change.place, st)

@@ -506,10 +506,11 @@ def _settle(change: Change, spot: Spot, temporary: str, blob_inode: int) -> None
 
 def undo(volume: Volume, change: Change, undoing: Undoing) -> str:
     """Give a file its own bytes again, or the inode that it was one with before."""
-    if not is_our_link(volume, change):
-        return why_left(change)
     key = twin_key(change, undoing.files)
-    twin = undoing.twins.get(key) or _old_file(volume, change)
+    twin = undoing.twins.get(key)
+    if not is_our_link(volume, change, is_last=twin is not None):
+        return why_left(change)
+    twin = twin or _old_file(volume, change)
     if twin is None or not _link_to_twin(volume, change, twin, undoing.batch):
         give_own_copy(volume, change, undoing.batch, undoing.job)
         undoing.twins[key] = change.place

@@ -4,10 +4,8 @@ The kernel does it (`kernel.dedupe_range`): it locks both files, compares their 
 blocks of equal ranges. The hash is only the reason to try. The target keeps its inode, names, mode,
 owner, times and attributes, and whoever writes to either file later writes to blocks of its own. So
 no write can be lost, no row of the index is concerned, and nothing is ever half done: a file of
-which some ranges are shared has the same bytes as one of which all or none are.
-
-Undo is the same step the other way round: the file shares the blocks of a fresh copy beside it, and
-then the copy goes.
+which some ranges are shared has the same bytes as one of which all or none are. There is nothing to
+give back, so nothing is journaled.
 """
 
 from __future__ import annotations
@@ -20,14 +18,11 @@ from pathlib import Path
 
 from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError, StoreError
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.blobs import CHUNK, explained
-from smartcache.store.changes.journal import Batch, Change, State
+from smartcache.store.blobs import explained
 from smartcache.store.changes.replace import Replacement
-from smartcache.store.changes.spot import Spot
-from smartcache.store.changes.userfile import OPEN_FLAGS, Undoing, filling, refuse_unshareable
+from smartcache.store.changes.userfile import OPEN_FLAGS, refuse_unshareable
 from smartcache.store.volume import Volume
 from smartcache.system import (
-    Advance,
     Extent,
     StatKey,
     dedupe_range,
@@ -37,10 +32,6 @@ from smartcache.system import (
     shares_blocks,
     take_lease,
 )
-
-CHUNK_FILES = 64
-CHUNK_SIZE = 1 << 30
-"""Files and bytes per journal fsync: what a kill leaves to be looked at by the next open."""
 
 _REASONS = {
     errno.EXDEV: "other filesystem",
@@ -57,21 +48,23 @@ Pair = tuple[Path, Path, str]
 
 
 class _Work:
-    """A target and its source, both open: whether they can be tried, and how far it has come.
+    """A target and its source, both open.
 
-    Making one raises FileSkippedError or OSError where they cannot. `own_size` is what the target's
-    own blocks took before; `is_present`: they share all blocks already.
+    Making one raises FileSkippedError or OSError where they cannot be tried. `own_size` is what the
+    target's own blocks took before; `is_present`: they share all blocks already.
     """
 
-    def __init__(self, volume: Volume, source: Path, target: Path, digest: str) -> None:
-        self.path, self.digest = target, digest
-        self.is_begun = self.is_settled = self.is_present = False
+    def __init__(self, volume: Volume, source: Path, target: Path) -> None:
+        self.path = target
+        self.is_present = False
         refuse_unshareable(target, os.lstat(target))
         self.source_fd, self.target_fd = os.open(source, OPEN_FLAGS), -1
         try:
             self.target_fd = os.open(target, OPEN_FLAGS)
             self._refuse_unequal(volume, source)
-            if os.path.sameopenfile(self.source_fd, self.target_fd) or self.shares_all():
+            if os.path.sameopenfile(self.source_fd, self.target_fd) or shares_blocks(
+                self.source_fd, self.target_fd
+            ):
                 self.is_present = True
                 return
             if take_lease(self.target_fd) == "busy":
@@ -89,10 +82,6 @@ class _Work:
             self.close()
             raise
         self.own_size = _own_size(found)
-        self.st = os.fstat(self.target_fd)
-        self.change = Change.before(
-            "share", target, digest, self.st, kind="reflink", filesystem=volume.filesystem
-        )
 
     def _refuse_unequal(self, volume: Volume, source: Path) -> None:
         """Raise where a look at both files tells that their blocks cannot be shared."""
@@ -125,64 +114,53 @@ class _Work:
                 message = f"{self.path} was replaced meanwhile"
                 raise FileChangedError(message, path=self.path) from None
 
-    def shares_all(self) -> bool:
-        return shares_blocks(self.source_fd, self.target_fd)
-
     def close(self) -> None:
         os.close(self.source_fd)
         if self.target_fd >= 0:
             os.close(self.target_fd)
 
 
-# do
-
-
 def share_many(
-    volume: Volume, pairs: Iterable[Pair], *, batch: Batch, progress: Progress = silent
+    volume: Volume, pairs: Iterable[Pair], *, progress: Progress = silent
 ) -> Iterator[Replacement]:
     """Let each target of (source, target, digest) share the blocks of its source.
 
-    Both lie on the volume's filesystem. "present": they share all blocks already. What cannot be
+    Both are on the volume's filesystem. "present": they share all blocks already. What cannot be
     shared is returned with its reason. `freed` are the bytes of blocks that only the target used
     and that it shares now; the filesystem may keep some of them (btrfs lets go of whole extents
     only) or need fewer than that (compression), so it is an upper bound.
     """
-    remaining = iter(pairs)
     with progress("Sharing", None, "bytes") as job:
-        while True:
-            works: list[_Work] = []
-            try:
-                for pair in remaining:
-                    found = _examine(volume, pair)
-                    if isinstance(found, Replacement):
-                        yield found
-                        continue
-                    works.append(found)
-                    size = sum(work.st.st_size for work in works)
-                    if len(works) >= CHUNK_FILES or size >= CHUNK_SIZE:
-                        break
-                if not works:
-                    return
-                with explained(volume.root):
-                    results = _share_chunk(works, batch, job)
-            finally:
-                for work in works:
-                    work.close()
-            yield from results
+        for source, target, digest in pairs:
+            yield _share(volume, Path(os.path.abspath(source)), Path(os.path.abspath(target)),
+                         digest, job)  # fmt: skip
 
 
-def _examine(volume: Volume, pair: Pair) -> _Work | Replacement:
-    """Open both files of a pair that can be tried; else say why not."""
-    source, target = (Path(os.path.abspath(path)) for path in pair[:2])
+def _share(volume: Volume, source: Path, target: Path, digest: str, job: Job) -> Replacement:
     try:
-        work = _Work(volume, source, target, pair[2])
+        work = _Work(volume, source, target)
     except (FileSkippedError, OSError) as error:
         reason = _as_skipped(target, error)
-        return Replacement(path=target, outcome="skipped", digest=pair[2], error=reason)
-    if not work.is_present:
-        return work
-    work.close()
-    return Replacement(path=target, outcome="present", digest=pair[2])
+        return Replacement(path=target, outcome="skipped", digest=digest, error=reason)
+    try:
+        if work.is_present:
+            return Replacement(path=target, outcome="present", digest=digest)
+        reached("share: begun")
+        failure: Exception | None = None
+        try:
+            with explained(volume.root):
+                _share_all(work, job)
+        except (FileSkippedError, OSError) as error:
+            failure = _as_skipped(target, error)
+            if not isinstance(failure, FileSkippedError):
+                raise
+        reached("share: shared")
+        return Replacement(
+            path=target, outcome="replaced" if failure is None else "skipped", digest=digest,
+            freed=max(0, work.own_size - _own_size(extents(work.target_fd) or ())), error=failure,
+        )  # fmt: skip
+    finally:
+        work.close()
 
 
 def _differs(path: Path) -> FileSkippedError:
@@ -207,145 +185,23 @@ def _as_skipped(path: Path, error: Exception) -> Exception:
     return FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
 
 
-def _share_chunk(works: list[_Work], batch: Batch, job: Job) -> list[Replacement]:
-    batch.begin(work.change for work in works)
-    try:
-        reached("share: journaled")
-        return [_share_one(work, batch, job) for work in works]
-    finally:
-        # Ctrl-C or a full disk in the middle.
-        for work in works:
-            if not work.is_settled:
-                is_done = work.is_begun and has_shared_blocks(work.change)
-                batch.end(work.change, "done" if is_done else "back")
-        batch.flush()
-
-
-def _share_one(work: _Work, batch: Batch, job: Job) -> Replacement:
-    if work.shares_all():
-        # Another name of the file was in this chunk, or another process was faster.
-        batch.end(work.change, "back")
-        work.is_settled = True
-        return Replacement(path=work.path, outcome="present", digest=work.digest)
-    work.is_begun = True
-    error: Exception | None = None
-    try:
-        share_all(work.source_fd, work.target_fd, work.st.st_size, path=work.path, job=job)
-    except (FileSkippedError, OSError) as failure:
-        error = _as_skipped(work.path, failure)
-        if not isinstance(error, FileSkippedError):
-            raise
-    reached("share: shared")
-    now = extents(work.target_fd) or ()
-    is_done = error is None or any(extent.is_shared for extent in now)
-    batch.end(work.change, "done" if is_done else "back")
-    work.is_settled = True
-    return Replacement(
-        path=work.path, outcome="replaced" if error is None else "skipped", digest=work.digest,
-        freed=max(0, work.own_size - _own_size(now)), error=error,
-    )  # fmt: skip
-
-
-def share_all(
-    source_fd: int, target_fd: int, size: int, *, path: Path, job: Job | None = None
-) -> None:
-    """Let a whole file use the blocks of another; raise if they differ: then a part may be shared.
-
-    `path` is what the target is called in errors.
-    """
+def _share_all(work: _Work, job: Job) -> None:
+    """Let a whole file use the blocks of another; if they differ, raise: a part may be shared."""
+    descriptors = work.source_fd, work.target_fd
 
     def keys() -> list[StatKey]:
-        return [StatKey.of(os.fstat(descriptor)) for descriptor in (source_fd, target_fd)]
+        return [StatKey.of(os.fstat(descriptor)) for descriptor in descriptors]
 
     offset, before = 0, keys()
-    if {key.size for key in before} != {size}:
-        raise _differs(path)
+    size = before[0].size
+    if before[1].size != size:
+        raise _differs(work.path)
     while offset < size:
-        done = dedupe_range(source_fd, offset, size - offset, target_fd, offset)
+        done = dedupe_range(work.source_fd, offset, size - offset, work.target_fd, offset)
         if done is None and before == keys():
-            raise _not_supported(path)
+            raise _not_supported(work.path)
         if not done:  # None: a file was cut in the meantime, and the range is beyond its end
-            raise _differs(path)
+            raise _differs(work.path)
         offset += done
         reached("share: part shared")
-        if job is not None:
-            job.advance(done)
-
-
-def has_shared_blocks(change: Change) -> bool:
-    """Say whether a file whose blocks were shared is as it was then, and still shares some.
-
-    One that was written to or renamed over since has its own bytes by copy-on-write.
-    """
-    try:
-        with Spot(change.place) as spot:
-            descriptor = spot.open()
-    except (FileSkippedError, OSError):
-        return False
-    try:
-        st = os.fstat(descriptor)
-        found = (st.st_ino, st.st_size, st.st_mtime_ns)
-        if found != (change.inode, change.size, change.mtime_ns):
-            return False
-        return any(extent.is_shared for extent in extents(descriptor) or ())
-    finally:
-        os.close(descriptor)
-
-
-# finish after a crash
-
-
-def finish(_: Volume, change: Change, __: Spot) -> State:
-    """Say whether blocks are shared: nothing can be half done."""
-    return "done" if has_shared_blocks(change) else "back"
-
-
-# undo
-
-
-def undo(volume: Volume, change: Change, undoing: Undoing) -> str:  # noqa: ARG001 - as all
-    """Let a file that shares blocks have its own: those of a copy beside it, which then goes.
-
-    The kernel compares copy and file, so that a write in between is noticed, not lost. Everything
-    about the file stays, its other names included. Nothing is done to a file that shares none.
-    """
-    if not has_shared_blocks(change):
-        return ""  # changed since: it has its own by copy-on-write
-    # No mode in the note: recovery has only the temporary name to remove.
-    with Spot(change.place) as spot, filling(spot, change, undoing.batch, mode=None) as (copy, _):
-        file = spot.open()
-        try:
-            _copy_data(file, copy, undoing.job.advance)
-            os.fsync(copy)
-            reached("own blocks: copied")
-            share_all(copy, file, os.fstat(copy).st_size, path=change.path)
-        except FileSkippedError as error:
-            if error.reason != "different":
-                raise
-            raise FileChangedError(f"{change.path} was written to", path=change.path) from error
-        finally:
-            os.close(file)
-            os.ftruncate(copy, 0)  # XFS lets go of a removed file's blocks some time later
-    reached("own blocks: in place")
-    reached("undo: own bytes")
-    return ""
-
-
-def _copy_data(source: int, target: int, advance: Advance | None) -> None:
-    """Copy a file by reading and writing, holes left out; a clone would share its blocks again."""
-    size = os.fstat(source).st_size
-    end = 0
-    while end < size:
-        try:
-            offset = os.lseek(source, end, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break  # nothing but a hole up to the end
-        end = os.lseek(source, offset, os.SEEK_HOLE)
-        while offset < end and (data := os.pread(source, min(CHUNK, end - offset), offset)):
-            written = os.pwrite(target, data, offset)
-            offset += written
-            if advance is not None:
-                advance(written)
-    os.ftruncate(target, size)
+        job.advance(done)

@@ -37,10 +37,8 @@ from smartcache.errors import (
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.blobs import explained
 from smartcache.store.changes import adopt as _adopt
-from smartcache.store.changes import forget as _forget
 from smartcache.store.changes import place as _place
 from smartcache.store.changes import replace as _replace
-from smartcache.store.changes import share as _share
 from smartcache.store.changes.journal import UNDOABLE, Batch, Change, State
 from smartcache.store.changes.spot import Spot, read_attributes
 from smartcache.store.changes.userfile import (
@@ -66,9 +64,7 @@ from smartcache.system import (
 )
 
 _log = logging.getLogger(__name__)
-_VERBS: dict[str, ModuleType] = {
-    "adopt": _adopt, "forget": _forget, "place": _place, "replace": _replace, "share": _share,
-}  # fmt: skip
+_VERBS: dict[str, ModuleType] = {"adopt": _adopt, "place": _place, "replace": _replace}
 
 # recovery
 
@@ -121,7 +117,7 @@ def _finish_batch(volume: Volume, batch_id: str) -> bool:
         outcomes.flush()
     for change in changes:
         link = volume.index.link(change.path)
-        if link is not None and link_liveness(volume, link) == "dead":
+        if link is not None and link_liveness(link) == "dead":
             volume.index.drop_link(change.path)
     return is_finished
 
@@ -130,8 +126,6 @@ def _finish(volume: Volume, change: Change) -> State:
     """Finish one change or take it back; say which."""
     if change.op in ("pin", "unpin"):
         return "done"
-    if change.op == "forget":
-        return _forget.finish(volume, change)
     finish = finish_own if change.op == "own" else _VERBS[change.op].finish
     try:
         with Spot(change.place) as spot:
@@ -230,8 +224,8 @@ def room_for(volume: Volume, changes: list[Change]) -> Room:
 
 def _needed_bytes(volume: Volume, changes: list[Change], files: dict[tuple[str, int], int]) -> int:
     """Return what undoing copies: own bytes for files that share theirs."""
-    needed = sum(c.size for c in changes if c.op == "share" and _share.has_shared_blocks(c))
-    ours = [c for c in changes if c.op != "share" and is_our_link(volume, c)]
+    needed = 0
+    ours = [change for change in changes if is_our_link(volume, change)]
     leaving = Counter(change.digest for change in ours if change.op in ("replace", "place"))
     replaced: set[TwinKey] = set()
     for change in ours:
@@ -250,12 +244,10 @@ def _needed_bytes(volume: Volume, changes: list[Change], files: dict[tuple[str, 
 def _execute(volume: Volume, plan: UndoPlan, progress: Progress) -> list[Undone]:
     hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
     plan._room.require("Undo", hint=hint)  # noqa: SLF001 - ours
-    # What comes back from the trash is hashed, not copied.
-    total = plan.needed_size + sum(c.size for c in plan.changes if c.op == "forget")
     with (
         volume.key_locks.hold("undo", what="undo", on_wait=volume.on_wait),
         volume.batch("undo") as batch,
-        progress("Undoing", total, "bytes") as job,
+        progress("Undoing", plan.needed_size, "bytes") as job,
     ):
         undoing = new_undoing(volume, batch, job)
         return [undo_one(volume, change, undoing) for change in plan.changes]
@@ -287,9 +279,8 @@ def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
                 volume.index.drop_link(change.path)
             elif is_restored(volume, change):
                 note = ""
-                if change.op != "forget":
-                    volume.index.drop_link(change.path)
-                    undoing.twins[_replace.twin_key(change, undoing.files)] = change.place
+                volume.index.drop_link(change.path)
+                undoing.twins[_replace.twin_key(change, undoing.files)] = change.place
             else:
                 note = _VERBS[change.op].undo(volume, change, undoing)
         if note:
@@ -307,12 +298,10 @@ def undo_one(volume: Volume, change: Change, undoing: Undoing) -> Undone:
 
 
 def is_gone(volume: Volume, change: Change) -> bool:
-    """Say whether nothing is left that could be undone: the file or the bytes were deleted.
+    """Say whether nothing is left that could be undone: the file was deleted.
 
     A file on a drive that is not mounted is not gone.
     """
-    if change.op == "forget":
-        return _forget.is_gone(volume, change)
     if os.path.lexists(change.place):
         return False
     link = volume.index.link(change.path)
@@ -325,9 +314,7 @@ def is_gone(volume: Volume, change: Change) -> bool:
 
 def is_restored(volume: Volume, change: Change) -> bool:
     """Say whether a change was undone already by a process that was killed before it noted it."""
-    if change.op == "forget":
-        return _forget.is_restored(volume, change)
-    if change.op in ("place", "share"):
+    if change.op == "place":
         return False
     try:
         st = os.lstat(change.place)

@@ -23,7 +23,7 @@ from typing import Literal, cast
 
 from smartcache.errors import FileBusyError, FileChangedError, FileSkippedError
 from smartcache.progress import SILENT, Job, Progress, silent
-from smartcache.store.blobs import copy_hashed, open_blob, own_unlink
+from smartcache.store.blobs import copy_hashed, own_unlink
 from smartcache.store.changes.journal import Batch, Change, State
 from smartcache.store.changes.spot import Spot, beside, read_attributes, write_attributes
 from smartcache.store.hashes import hashes_of, recall, remember
@@ -257,14 +257,14 @@ def refuse_visible_change(
 
 @contextmanager
 def filling(
-    spot: Spot, change: Change, batch: Batch, *, permissions: int = 0o600, **noted: object
+    spot: Spot, change: Change, batch: Batch, *, permissions: int = 0o600
 ) -> Iterator[tuple[int, str]]:
     """Give a new file beside a name, as descriptor and name; it is gone when the block ends.
 
     It is in the journal first, as a step of undo, so that a killed process leaves nothing behind.
     """
     temporary = beside(change.path)
-    note = replace(change, op="own", temporary=temporary, **noted)  # type: ignore[arg-type]
+    note = replace(change, op="own", temporary=temporary)
     batch.begin([note])
     descriptor = spot.create(temporary.name, permissions)
     try:
@@ -285,10 +285,7 @@ def give_own_copy(volume: Volume, change: Change, batch: Batch, job: Job = SILEN
         if linked is None:
             raise FileChangedError(f"{change.path} was removed", path=change.path)
         with filling(spot, change, batch) as (descriptor, temporary):
-            is_symlink = stat.S_ISLNK(linked.st_mode)
-            with (
-                open_blob(volume, change.digest) if is_symlink else open(spot.open(), "rb")
-            ) as source:
+            with open(spot.open(), "rb") as source:
                 copied = copy_hashed(source, descriptor, job.advance)
             if copied != change.digest:
                 raise FileChangedError(f"{change.path} was changed since", path=change.path)
@@ -331,11 +328,12 @@ def restore_metadata(descriptor: int, change: Change) -> None:
         os.utime(descriptor, ns=(change.mtime_ns, change.mtime_ns))
 
 
-def is_our_link(volume: Volume, change: Change) -> bool:
+def is_our_link(volume: Volume, change: Change, *, is_last: bool = False) -> bool:
     """Say whether the file at the path still is what the store made of it.
 
     Either it is the blob's inode; or, where the blob is gone or has another inode since, a
     read-only file that is the inode put there or shared with others, and still has its bytes.
+    `is_last`: the others may have been given back already.
     """
     try:
         st = os.lstat(change.place)
@@ -348,7 +346,7 @@ def is_our_link(volume: Volume, change: Change) -> bool:
     link = volume.index.link(change.path)
     is_known = link is not None and link.kind == "hardlink" and link.inode == signed(st.st_ino)
     has_blob = os.path.exists(volume.layout.blob(change.digest))
-    if not is_known and (has_blob or st.st_nlink == 1):
+    if not is_known and (has_blob or (st.st_nlink == 1 and not is_last)):
         return False
     return hashes_of(volume, change.place)[0].digest == change.digest
 

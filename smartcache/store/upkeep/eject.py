@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,13 +34,12 @@ from smartcache.store.changes import adopt
 from smartcache.store.changes.journal import Change
 from smartcache.store.changes.spot import Spot
 from smartcache.store.changes.undo import Undone, new_undoing, room_for, undo_one
-from smartcache.store.changes.userfile import Undoing, give_own_copy, is_our_link
+from smartcache.store.changes.userfile import Undoing, is_our_link
 from smartcache.store.hashes import hashes_of
 from smartcache.store.owners import held_alone, link_liveness, link_pages
 from smartcache.store.records import Blob, Link
-from smartcache.store.upkeep.move import former_roots, remove_former_roots, set_folders, sets_size
 from smartcache.store.volume import Volume
-from smartcache.system import Room, check_own, free_bytes, reached, signed
+from smartcache.system import Room, allocated_bytes, check_own, free_bytes, reached, signed
 
 _ANY_NUMBER = 1 << 30
 
@@ -88,21 +87,23 @@ def plan_eject(volume: Volume, *, drop_pinned: bool = False, drop_sets: bool = F
         link
         for page in link_pages(volume)
         for link in page
-        if link.kind in ("hardlink", "symlink")
-        and link_liveness(volume, link) == "live"
-        and link.path not in known
+        if link.kind == "hardlink" and link_liveness(link) == "live" and link.path not in known
     )
     room = room_for(volume, changes)
     for link in links:
         blob = volume.index.record(link.digest)
         room.add(link.path.parent, 0 if blob is None else blob.size)
-    computed = sets_size(volume.layout)
+    computed = 0
+    for folder, _, names in os.walk(volume.layout.sets):
+        for name in names:
+            with suppress(FileNotFoundError):  # a program that computes has removed it
+                computed += allocated_bytes(os.lstat(os.path.join(folder, name)))
     return EjectPlan(
         root=volume.root, changes=tuple(changes), links=links, needed_size=room.size,
         free_size=free_bytes(volume.root),
         freed_size=volume.index.totals().only_allocated + computed,
-        pinned_only=() if drop_pinned else tuple(_pinned_only(volume, links)),
-        sets=tuple(set_folders(volume.layout)), sets_size=computed, warnings=(),
+        pinned_only=() if drop_pinned else tuple(_pinned_only(volume)),
+        sets=tuple(volume.layout.set_folders()), sets_size=computed, warnings=(),
         drop_pinned=drop_pinned, drop_sets=drop_sets, _room=room,
         _execute=lambda plan, progress: _execute(volume, plan, progress),
     )  # fmt: skip
@@ -115,12 +116,10 @@ def _pinned(volume: Volume) -> list[Blob]:
     return list(filter(None, map(volume.index.blob, sorted(digests))))
 
 
-def _pinned_only(volume: Volume, links: Iterable[Link]) -> Iterator[str]:
+def _pinned_only(volume: Volume) -> Iterator[str]:
     """Name pinned blobs without a link outside."""
-    returning = {link.digest for link in links if link.kind == "symlink"}
     for blob in _pinned(volume):
-        is_last = held_alone(volume, blob) is not None
-        if is_last and blob.digest not in returning and not _has_copy(volume, blob):
+        if held_alone(volume, blob) is not None and not _has_copy(volume, blob):
             yield blob.digest
 
 
@@ -140,13 +139,13 @@ def _refuse_losing(volume: Volume, plan: EjectPlan, known: Collection[str] = ())
     That is the last copy of something pinned, other than what is `known`, and artifacts, which
     somebody has computed.
     """
-    last = () if plan.drop_pinned else _pinned_only(volume, plan.links)
+    last = () if plan.drop_pinned else _pinned_only(volume)
     pinned = tuple(digest for digest in last if digest not in known)
     if pinned:
         message = f"{len(pinned)} pinned blobs exist only in the store, such as {pinned[0][:12]}"
         hint = "Place them first ('smartcache link'), unpin them, or allow it with --drop-pinned."
         raise BlobInUseError(message, hint=hint, digests=pinned)
-    sets = () if plan.drop_sets else tuple(set_folders(volume.layout))
+    sets = () if plan.drop_sets else tuple(volume.layout.set_folders())
     if sets:
         message = f"{len(sets)} artifact sets would be lost, such as {sets[0].parent.name}"
         hint = "Copy their folders elsewhere, remove them, or allow it with --drop-artifacts."
@@ -181,11 +180,9 @@ def _make_ordinary(volume: Volume, link: Link, undoing: Undoing) -> list[Undone]
         st = os.lstat(place)
     except FileNotFoundError:
         return []
-    is_ours = stat.S_ISLNK(st.st_mode) or signed(st.st_ino) == link.inode
-    if not is_ours or stat.S_ISLNK(st.st_mode) != (link.kind == "symlink"):
+    if signed(st.st_ino) != link.inode or stat.S_ISLNK(st.st_mode):
         return []  # another file is there now, or another folder
-    blob = volume.index.record(link.digest)
-    if blob is None:
+    if volume.index.record(link.digest) is None:
         return []  # undo has already taken the blob back into the user's own file
     change = Change.before("adopt", link.path, link.digest, st)
     change.real = None if place == link.path else place
@@ -193,12 +190,7 @@ def _make_ordinary(volume: Volume, link: Link, undoing: Undoing) -> list[Undone]
     undoing.job.describe(link.path.name)
     try:
         with explained(link.path.parent):
-            if link.kind == "hardlink":
-                adopt.undo(volume, change, undoing)
-            elif link.path.exists():  # else the blob behind the symlink is lost
-                change.mode, change.mtime_ns = None, blob.key.mtime_ns
-                give_own_copy(volume, change, undoing.batch, undoing.job)
-                volume.index.drop_link(link.path)
+            adopt.undo(volume, change, undoing)
     except FileChangedError:
         # Somebody wrote into it: the bytes are the user's, and need the mode only.
         with suppress(SmartcacheError, OSError), Spot(place) as spot:
@@ -214,7 +206,6 @@ def remove_store(volume: Volume) -> None:
     """Remove the whole tree: first its name, in one step, then what was in it."""
     with volume.guard("eject", exclusive=True):
         reached("eject: files restored")
-        former = former_roots(volume)
         volume.close()
         doomed = volume.root.with_name(f"{volume.root.name}.ejected-{secrets.token_hex(4)}")
         try:
@@ -222,7 +213,6 @@ def remove_store(volume: Volume) -> None:
         except OSError:  # the root is a mount point, or its parent is not ours
             doomed = volume.root
     reached("eject: renamed")
-    remove_former_roots(former)
     clear_leftovers(volume.root)
     if doomed == volume.root:
         shutil.rmtree(doomed, ignore_errors=True)

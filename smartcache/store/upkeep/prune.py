@@ -1,7 +1,7 @@
 """Remove blobs that only smartcache holds and nobody wants any more.
 
-A blob may go only if the store's name is its last link, no live owner holds it and no recorded
-symlink points at it. All of that is looked up again, under the exclusive lock, right before each
+A blob may go only if the store's name is its last link and no live owner holds it.
+All of that is looked up again, under the exclusive lock, right before each
 removal. The row goes first and durably, then the file: a crash leaves an unindexed blob, never a
 row that lies. What is reported as freed are the blocks of inodes whose last link went.
 """
@@ -15,26 +15,26 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from smartcache.errors import NoSpaceError, PruneRefusedError
+from smartcache.errors import BlobInUseError, BlobNotFoundError, PruneRefusedError
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
-from smartcache.store.blobs import unlink_measured
+from smartcache.store.blobs import explained, prove, unlink_measured
 from smartcache.store.changes.undo import close_gone
-from smartcache.store.owners import held_alone, keepers_of, look
+from smartcache.store.owners import held_alone, is_wanted, keepers_of, look
 from smartcache.store.records import Blob
 from smartcache.store.volume import Volume
 from smartcache.system import allocated_bytes, reached
 
 CHUNK_BLOBS = 64
 REBUILT = "rebuilt_at"
-"""Note in the index: it was made again from the disk and may lack owners and symlinks."""
+"""Note in the index: it was made again from the disk and may lack owners."""
 
-Reason = Literal["unowned", "over size", "unused", "trash", "bad"]
+Reason = Literal["unowned", "over size", "unused", "bad"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """One blob (or trashed or damaged file) that would be removed."""
+    """One blob (or damaged file) that would be removed."""
 
     digest: str
     size: int
@@ -60,7 +60,7 @@ class PrunePlan:
 
     victims: tuple[Victim, ...]
     held_size: int
-    """Bytes that stay because an owner or a symlink holds them."""
+    """Bytes that stay because an owner holds them."""
     warnings: tuple[str, ...] = ()
     after_rebuild: bool = False
     _execute: Callable[[PrunePlan, Progress], PruneResult] = field(repr=False, compare=False)
@@ -93,9 +93,9 @@ def plan_prune(
     free: list[Blob] = []
     held_size = 0
     away: set[str] = set()
-    for blob, keepers in (each for page in look(volume) for each in page.alone):
-        away |= {str(owner) for owner, state in keepers.holders if state == "away"}
-        if keepers.want_it(drop_away=drop_away):
+    for blob, holders in (each for page in look(volume) for each in page.alone):
+        away |= {str(owner) for owner, state in holders if state == "away"}
+        if is_wanted(holders, drop_away=drop_away):
             held_size += blob.allocated
         else:
             free.append(blob)
@@ -108,9 +108,8 @@ def plan_prune(
     ]
     if excess > 0:
         warnings.append(f"{format_size(excess)} over the limit stay: owners or pins hold them")
-    victims += victims_in(volume.layout.trash, "trash")
     if with_bad:
-        victims += victims_in(volume.layout.bad, "bad")
+        victims += _damaged(volume.layout.bad)
     return PrunePlan(
         victims=tuple(victims), held_size=held_size, warnings=tuple(warnings),
         after_rebuild=after_rebuild,
@@ -146,15 +145,15 @@ def _victim(blob: Blob, reason: Reason) -> Victim:
     )  # fmt: skip
 
 
-def victims_in(directory: Path, reason: Reason) -> list[Victim]:
-    """Return all that lies in a directory, to be removed."""
+def _damaged(directory: Path) -> list[Victim]:
+    """Return all that is in `bad/`, to be removed."""
     victims = []
     with os.scandir(directory) as entries:
         for entry in entries:
             st = entry.stat(follow_symlinks=False)
             victim = Victim(
                 digest=entry.name.partition(".")[0], size=st.st_size, path=Path(entry.path),
-                allocated=allocated_bytes(st) if st.st_nlink == 1 else 0, reason=reason,
+                allocated=allocated_bytes(st) if st.st_nlink == 1 else 0, reason="bad",
             )  # fmt: skip
             victims.append(victim)
     return victims
@@ -176,9 +175,7 @@ def plan_release(volume: Volume, digests: Iterable[str]) -> PrunePlan:
 
 def _refuse_after_rebuild(volume: Volume, *, allowed: bool) -> None:
     if volume.index.note(REBUILT) is not None and not allowed:
-        message = (
-            "The index was rebuilt from the disk: pins, owners and symlinks may be missing from it"
-        )
+        message = "The index was rebuilt from the disk: owners may be missing from it"
         hint = (
             "Run 'smartcache scan', which finds links again; or look at 'smartcache ls', pin what "
             "you need, then allow it with --after-rebuild."
@@ -189,7 +186,7 @@ def _refuse_after_rebuild(volume: Volume, *, allowed: bool) -> None:
 def _unwanted(volume: Volume, blob: Blob, *, drop_away: bool = False) -> int | None:
     """Return the bytes of a blob that only smartcache has and nobody wants now; else None."""
     allocated = held_alone(volume, blob)
-    if allocated is None or keepers_of(volume, blob).want_it(drop_away=drop_away):
+    if allocated is None or is_wanted(keepers_of(volume, blob), drop_away=drop_away):
         return None
     return allocated
 
@@ -203,11 +200,7 @@ def _execute(
         for start in range(0, len(plan.victims), CHUNK_BLOBS):
             chunk = plan.victims[start : start + CHUNK_BLOBS]
             with volume.guard("prune", exclusive=True):
-                try:
-                    gone = _remove_rows(volume, chunk, drop_away=drop_away)
-                except NoSpaceError:
-                    volume.give_up_reserve()  # even the removal of rows needs room
-                    gone = _remove_rows(volume, chunk, drop_away=drop_away)
+                gone = _remove_rows(volume, chunk, drop_away=drop_away)
                 reached("prune: rows removed")
                 for path in gone:
                     freed += unlink_measured(path)
@@ -218,7 +211,6 @@ def _execute(
     close_gone(volume)
     volume.index.drop_unused_hashes()
     volume.fold_journal()
-    volume.make_reserve()
     return PruneResult(removed=removed, freed_size=freed, kept=kept)
 
 
@@ -229,10 +221,30 @@ def _remove_rows(volume: Volume, victims: tuple[Victim, ...], *, drop_away: bool
         for victim in victims:
             blob = volume.index.record(victim.digest)
             if victim.path is not None:
-                if victim.reason == "trash" and blob is not None and not blob.is_here:
-                    volume.index.drop_blob(blob.id)
                 paths.append(str(victim.path))
             elif blob is not None and _unwanted(volume, blob, drop_away=drop_away) is not None:
                 volume.index.drop_blob(blob.id)
                 paths.append(volume.layout.blob(victim.digest))
     return paths
+
+
+def remove(volume: Volume, digest: str) -> int:
+    """Remove a blob that nobody holds, for good; return the bytes that this frees.
+
+    Files outside that share its inode keep it.
+    """
+    path = volume.layout.blob(digest)
+    if volume.index.blob(digest) is None and os.path.exists(path):
+        prove(volume, digest)  # an earlier removal was killed between the row and the file
+    with explained(volume.root), volume.guard("remove a blob", exclusive=True):
+        blob = volume.index.record(digest)
+        if blob is None:
+            raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
+        holders = [str(owner) for owner, _ in keepers_of(volume, blob)]
+        if holders:
+            message = f"Blob {digest[:12]} is held by {', '.join(holders)}"
+            raise BlobInUseError(message, digest=digest, holders=holders)
+        with volume.index.write(durable=True):
+            volume.index.drop_blob(blob.id)
+        reached("rm: row removed")
+        return unlink_measured(path)

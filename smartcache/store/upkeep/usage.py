@@ -23,9 +23,9 @@ from pathlib import Path
 from smartcache.errors import StoreError
 from smartcache.progress import Job, Progress, silent
 from smartcache.store.index import Index
-from smartcache.store.owners import Liveness, liveness, look
+from smartcache.store.owners import Liveness, is_wanted, liveness, look
 from smartcache.store.records import OwnerKind
-from smartcache.store.upkeep.prune import REBUILT, victims_in
+from smartcache.store.upkeep.prune import REBUILT
 from smartcache.store.volume import Volume
 from smartcache.system import allocated_bytes, signed
 
@@ -253,7 +253,7 @@ class StoreUsage:
     logical: int
     """The size of each blob times its names outside the store, or once where it has none.
 
-    Names are hard links, as the inode counts them: symlinks, reflinks and copies are not.
+    Names are hard links, as the inode counts them: reflinks and copies are not.
     """
     physical: int
     """Disk blocks of the blobs: `shared` and `only_smartcache` together."""
@@ -262,10 +262,9 @@ class StoreUsage:
     only_smartcache: int
     """Of blobs whose only name is the store's."""
     reclaimable: int
-    """What `prune` would free: held by smartcache alone and wanted by nobody, and the trash."""
+    """What `prune` would free: held by smartcache alone and wanted by nobody."""
     saved: int
     """Disk blocks that separate copies for the names outside would take more (holes take none)."""
-    trash: int
     bad: int
     tmp: int
     sets: int
@@ -278,7 +277,7 @@ class StoreUsage:
     @property
     def total(self) -> int:
         """Disk blocks of everything under the root."""
-        return self.physical + self.trash + self.bad + self.tmp + self.sets + self.index
+        return self.physical + self.bad + self.tmp + self.sets + self.index
 
 
 def store_usage(volume: Volume, *, progress: Progress = silent) -> StoreUsage:
@@ -293,9 +292,9 @@ def store_usage(volume: Volume, *, progress: Progress = silent) -> StoreUsage:
                 physical += allocated
                 logical += st.st_size * max(names, 1)
                 saved += allocated * max(names - 1, 0)
-            for blob, keepers in page.alone:
+            for blob, holders in page.alone:
                 only += blob.allocated
-                free += 0 if keepers.want_it() else blob.allocated
+                free += 0 if is_wanted(holders) else blob.allocated
             for number, owners in page.owners.items():
                 size, allocated = page.stats[number].st_size, allocated_bytes(page.stats[number])
                 alone = allocated if len(owners) == 1 else 0
@@ -303,16 +302,15 @@ def store_usage(volume: Volume, *, progress: Progress = silent) -> StoreUsage:
                     held[owner.id].update(blobs=1, size=size, allocated=allocated, alone=alone)
             job.advance(len(page.stats))
     layout = volume.layout
-    trash, bad, tmp, sets = folder_usage((layout.trash, layout.bad, layout.tmp, layout.sets))[:4]
-    from_trash = sum(victim.allocated for victim in victims_in(layout.trash, "trash"))
+    bad, tmp, sets = folder_usage((layout.bad, layout.tmp, layout.sets))[:3]
     bookkeeping = 0
     for name in ("index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm", "journal.jsonl"):
         with suppress(FileNotFoundError):
             bookkeeping += allocated_bytes(os.stat(volume.root / name))
     return StoreUsage(
         root=volume.root, blobs=blobs, logical=logical, physical=physical, shared=physical - only,
-        only_smartcache=only, reclaimable=free + from_trash, saved=saved, trash=trash.physical,
-        bad=bad.physical, tmp=tmp.physical, sets=sets.physical, index=bookkeeping,
+        only_smartcache=only, reclaimable=free, saved=saved, bad=bad.physical, tmp=tmp.physical,
+        sets=sets.physical, index=bookkeeping,
         owners=tuple(
             OwnerUsage(
                 kind=owner.kind, name=owner.name, liveness=liveness(owner),

@@ -39,7 +39,7 @@ from smartcache.store.changes.journal import Change
 from smartcache.store.owners import link_liveness, link_pages, pin
 from smartcache.store.records import Blob, Link, LinkKind, Trust
 from smartcache.store.upkeep.prune import REBUILT
-from smartcache.store.volume import Layout, Volume, follow
+from smartcache.store.volume import Layout, Volume
 from smartcache.system import (
     Advance,
     OnWait,
@@ -97,8 +97,7 @@ def verify(
     with nullcontext() if repair else volume.in_haste():
         with progress(label, size, unit) as job:  # type: ignore[arg-type]
             for blob in volume.index.records():
-                if blob.trust != Trust.TRASHED:
-                    _check_blob(volume, blob, report, job)
+                _check_blob(volume, blob, report, job)
         for digest in list(_names(volume, report.stray)):
             if volume.index.blob(digest) is not None or not _is_orphan(volume, digest):
                 continue
@@ -107,9 +106,8 @@ def verify(
                 with suppress(BlobNotFoundError):
                     _is_right(volume, digest, report)  # gives it a row
         for page in link_pages(volume):
-            dead = [link for link in page if link_liveness(volume, link) == "dead"]
-            shared = ("hardlink", "symlink")
-            report.dead_links.extend(link.path for link in dead if link.kind in shared)
+            dead = [link for link in page if link_liveness(link) == "dead"]
+            report.dead_links.extend(link.path for link in dead if link.kind == "hardlink")
             if repair:
                 with volume.index.write():
                     for link in dead:
@@ -159,10 +157,9 @@ def _check_missing(volume: Volume, digest: str, report: VerifyReport) -> None:
         blob = volume.index.record(digest)
         if blob is not None and os.path.lexists(volume.layout.blob(digest)):
             return
-        if blob is not None and blob.trust != Trust.TRASHED:
+        if blob is not None:
             volume.index.mark_gone(blob.id)
-    blob = volume.index.record(digest)
-    if blob is not None and blob.trust != Trust.TRASHED:
+    if volume.index.record(digest) is not None:
         report.missing.append(digest)
 
 
@@ -223,9 +220,8 @@ def _candidates(volume: Volume, digest: str) -> Iterator[tuple[Path, bool]]:
     links: list[Link] = [] if blob is None else volume.index.links_of(blob.id)
     seen = set()
     for link in links:
-        if link.kind != "symlink":
-            seen.add(link.path)
-            yield link.path, link.kind == "hardlink"
+        seen.add(link.path)
+        yield link.path, link.kind == "hardlink"
     for change in volume.journal.changes():
         if change.digest == digest and change.path not in seen and change.op != "unpin":
             seen.add(change.path)
@@ -268,7 +264,7 @@ def _replay(volume: Volume) -> None:
             _replay_link(volume, change)
     for digest, name in pins:
         # What is pinned was not removed by us: bytes that are missing are lost, and may come back.
-        volume.index.add_lost(digest, 0)
+        volume.index.add_lost(digest)
         blob = volume.index.record(digest)
         if blob is not None:
             volume.index.hold(volume.index.add_owner(pin(name)), blob.id)
@@ -276,26 +272,18 @@ def _replay(volume: Volume) -> None:
 
 def _replay_link(volume: Volume, change: Change) -> None:
     path, source = change.path, volume.layout.blob(change.digest)
-    is_placed = change.op == "place" and change.kind == "symlink"
-    is_symlink = is_placed and os.path.islink(path) and os.readlink(path) == source
-    if is_symlink:  # be the blob there or not
-        volume.index.add_lost(change.digest, change.size)
     blob = volume.index.record(change.digest)
-    if blob is None:
-        return
     try:
-        st = os.lstat(path)
-        if not is_symlink:
-            is_symlink = os.path.islink(path) and os.path.samefile(path, source)
-        is_link = is_symlink or os.path.samestat(st, os.stat(source))
+        st, blob_st = os.lstat(path), os.stat(source)
     except OSError:
         return
-    kind: LinkKind = "symlink" if is_symlink else "hardlink"
+    if blob is None:
+        return
+    kind: LinkKind = "hardlink"
     if change.kind in ("copy", "reflink"):
-        times = (st.st_mtime_ns, os.stat(source).st_mtime_ns)
-        if st.st_size == change.size and times[0] == times[1]:
-            is_link, kind = True, cast("LinkKind", change.kind)
-    if is_link:
+        kind = cast("LinkKind", change.kind)
+    is_same_look = (st.st_size, st.st_mtime_ns) == (change.size, blob_st.st_mtime_ns)
+    if os.path.samestat(st, blob_st) or (kind != "hardlink" and is_same_look):
         volume.index.add_link(
             str(path), blob.id, kind=kind, filesystem=filesystem_id(path.parent), inode=st.st_ino,
             owner=None,
@@ -306,7 +294,6 @@ def replace_damaged_index(
     root: Path, settings: Settings, *, on_wait: OnWait | None = None
 ) -> Volume:
     """Open a volume whose index may be unreadable: it goes to `bad/`, and a new one is made."""
-    root = follow(root)
     try:
         volume = Volume(root, settings, create=False)
         if volume.index.is_sound():
