@@ -356,9 +356,9 @@ class SmartCache:
 
     def cache_mapping(self) -> CacheMapping:
         """Return {sha256: path} of everything known, as a read-only mapping."""
-        from smartcache.hub import cache_mapping
+        from smartcache.hub import CacheMapping
 
-        return cache_mapping(self.store)
+        return CacheMapping(self.store)
 
 
 def sets_of(store: Store) -> ArtifactSets:

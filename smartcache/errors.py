@@ -29,7 +29,6 @@
     │   ├── WrongVariantError(ValueError, OSError)
     │   ├── UnreadableConfigError(ValueError, OSError)
     │   ├── UnknownClassError(ValueError, AttributeError)
-    │   ├── DeviceMemoryError(RuntimeError) the device has not enough memory for the weights
     │   └── SharedComponentError(RuntimeError)  what would change other pipelines too
     ├── TierError(OSError)                  a tier that cannot be reached, or is none
     │   ├── MissingObjectError              it does not have what was asked for
@@ -278,12 +277,6 @@ class UnknownClassError(PretrainedError, ValueError, AttributeError):
     """Nobody knows with which class this is loaded, or the libraries have no such class."""
 
     default_hint = "Name the class: from_pretrained(..., cls=...)."
-
-
-class DeviceMemoryError(PretrainedError, RuntimeError):
-    """The device has not enough free memory for the weights."""
-
-    default_hint = "Load with a smaller dtype, or leave some parts on the CPU."
 
 
 class SharedComponentError(PretrainedError, RuntimeError):

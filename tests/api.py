@@ -109,7 +109,6 @@ from smartcache.errors import (
     DatasetChangedError,
     DatasetError,
     DestinationExistsError,
-    DeviceMemoryError,
     DigestMismatchError,
     EncoderError,
     FileBusyError,
@@ -175,7 +174,6 @@ from smartcache.hub import remote as hub_remote
 from smartcache.hub.api import Call, FileOptions, SnapshotOptions
 from smartcache.hub.bring import Bringing
 from smartcache.hub.care import bundle as hub_bundle
-from smartcache.hub.care import mapping as hub_mapping
 from smartcache.hub.care.bundle import (
     COMPLETE,
     MANIFEST,
@@ -190,9 +188,8 @@ from smartcache.hub.care.bundle import checksum as bundle_checksum
 from smartcache.hub.care.bundle import encode as bundle_encode
 from smartcache.hub.care.carry import ExportPlan, ImportPlan, Wanted, plan_export, plan_import
 from smartcache.hub.care.census import Census
-from smartcache.hub.care.mapping import cache_mapping, import_mapping
+from smartcache.hub.care.mapping import CacheMapping
 from smartcache.hub.care.remove import RemovalPlan, RemovalResult, plan_cache_prune, plan_removal
-from smartcache.hub.care.seed import plan_seed
 from smartcache.hub.care.verify import Finding as verifying_Finding
 from smartcache.hub.care.verify import RepoVerifyReport, plan_repair, verify_repos
 from smartcache.hub.layout import CachedRepo, find_repo, scan_caches
@@ -219,10 +216,7 @@ from smartcache.pretrained.call import (
     placement,
     resolve_device,
 )
-from smartcache.pretrained.call import free_bytes as call_free_bytes
 from smartcache.pretrained.content import Content, NotComparableError, canonical, content_of
-from smartcache.pretrained.failures import explained as failures_explained
-from smartcache.pretrained.failures import is_weights, variant_of
 from smartcache.pretrained.kinds import class_of
 from smartcache.pretrained.share import Guard, Registry, Request, guard, lift, registry
 from smartcache.pretrained.share import Holder as share_Holder
@@ -389,6 +383,7 @@ __all__ = [
     "BlobNotFoundError",
     "Bringing",
     "BundleError",
+    "CacheMapping",
     "CachePlace",
     "CachedRepo",
     "Call",
@@ -415,7 +410,6 @@ __all__ = [
     "DedupPlan",
     "DedupResult",
     "DestinationExistsError",
-    "DeviceMemoryError",
     "Diagnosis",
     "Difference",
     "DigestMismatchError",
@@ -580,8 +574,6 @@ __all__ = [
     "bundle_Content",
     "bundle_checksum",
     "bundle_encode",
-    "cache_mapping",
-    "call_free_bytes",
     "canonical",
     "carry_plan_export",
     "carry_plan_import",
@@ -618,7 +610,6 @@ __all__ = [
     "examine",
     "explain",
     "extents",
-    "failures_explained",
     "family_of",
     "file_digest",
     "filesystem_id",
@@ -642,18 +633,15 @@ __all__ = [
     "hash_many",
     "hub_bundle",
     "hub_layout",
-    "hub_mapping",
     "hub_patches",
     "hub_remote",
     "identify",
     "identify_names",
-    "import_mapping",
     "is_digest",
     "is_free",
     "is_incomplete",
     "is_network",
     "is_on",
-    "is_weights",
     "is_write_once",
     "judge",
     "keep",
@@ -707,7 +695,6 @@ __all__ = [
     "plan_push",
     "plan_removal",
     "plan_repair",
-    "plan_seed",
     "plan_separate",
     "pretrained_share",
     "printable",
@@ -782,7 +769,6 @@ __all__ = [
     "values_compression",
     "values_encode",
     "variable",
-    "variant_of",
     "verify_repos",
     "verify_tier",
     "verifying_Finding",

@@ -43,7 +43,6 @@ BUILTINS: dict[str, type[Exception]] = {
     "WrongVariantError": ValueError,
     "UnreadableConfigError": ValueError,
     "UnknownClassError": ValueError,
-    "DeviceMemoryError": RuntimeError,
     "SharedComponentError": RuntimeError,
     "StoreUnwritableError": OSError,
     "UnsafeStoreError": OSError,

@@ -9,10 +9,8 @@ _COMMANDS = {
     "rm": ("hub_rm", "Remove repos or revisions, and say what that really frees."),
     "prune": ("hub_rm", "Remove revisions that no ref points to, and partial downloads."),
     "verify": ("hub_verify", "Compare the files of repos with the hashes the Hub announced."),
-    "seed": ("hub_seed", "Fill huggingface_hub's shared blob store with links to blobs."),
     "export": ("hub_export", "Write repos to a folder or tar file, each blob once."),
     "import": ("hub_import", "Bring exported repos into the HF cache, verified."),
-    "mapping": ("hub_mapping", "Print or read {sha256: path} of everything known."),
 }
 """Command: its module and its short help, which must be the first sentence of its docstring."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._hub import store_to_fill
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -66,7 +67,7 @@ def import_command(
     cache = default_cache_dir() if cache_dir is None else cache_dir
     session.how_far = lambda _: "What has arrived is kept; run the same command again to continue."
     with (
-        session.store(create=True) as store,
+        store_to_fill(session, dry_run=dry_run) as store,
         plan_import(
             store, place, cache, update_refs=update_refs, force=force, progress=bars
         ) as plan,

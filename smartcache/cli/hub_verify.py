@@ -11,7 +11,7 @@ import click
 from smartcache.cli import _completion
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
-from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches
+from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, store_to_fill
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -56,8 +56,8 @@ def verify_command(
 
     The hashes are known from the names of blobs, from the listings huggingface_hub keeps, and from
     the index; the network is not used. If there is a store, it remembers what was hashed. No file
-    is changed without --repair, which moves damaged files to bad/ of the store and removes the
-    pointers to them. Half-made files of killed downloads are removed. Exits with 3 if damage was
+    is changed without --repair, which moves damaged files to bad/ of the store, and removes the
+    pointers to them and what killed downloads have left half-made. Exits with 3 if damage was
     found.
     """
     from smartcache.hub import CachePlace, plan_repair, scan_caches, verify_repos
@@ -68,7 +68,7 @@ def verify_command(
     with ExitStack() as stack:
         store: Store | None = None
         if repair or session.has_store():  # to look, none is made
-            store = stack.enter_context(session.store(create=True))
+            store = stack.enter_context(store_to_fill(session, dry_run=dry_run))
         stores = [] if store is None else store.stores()
         everything = scan_caches(hf_caches(cache_dirs, stores))
         wanted = _wanted(everything, repos)
@@ -78,13 +78,14 @@ def verify_command(
             plan = plan_repair(store, everything, report.damage)
             _ask(report, plan, dry_run=dry_run, yes=yes)
         result = None
-        if not dry_run:
+        if plan is not None and not dry_run:
             for repo in wanted:
                 CachePlace(cache_dir=repo.cache_dir, repo=repo.repo).clear()
-            result = None if plan is None or plan.is_empty else plan.execute()
+            result = None if plan.is_empty else plan.execute()
+        root = session.settings.home if session.has_store() else None
         out.show(
             human=lambda: _say(report, plan, result),
-            document=lambda: _document(store, report, plan, result, dry_run=dry_run),
+            document=lambda: _document(root, report, plan, result, dry_run=dry_run),
             ids=lambda: list(dict.fromkeys(each.repo for each in report.damage)),
         )
     if report.damage:
@@ -162,7 +163,7 @@ def _say_repaired(result: RepairResult) -> None:
 
 
 def _document(
-    store: Store | None,
+    root: Path | None,
     report: RepoVerifyReport,
     plan: RepairPlan | None,
     result: RepairResult | None,
@@ -177,7 +178,7 @@ def _document(
         "checked_size": report.size,
         "mismatches": report.damage,
         "information": [each for each in report.findings if not each.is_damage],
-        "root": None if store is None else store.root,
+        "root": root,
     }
     if plan is not None:
         document["repair"] = {

@@ -27,18 +27,11 @@ if TYPE_CHECKING:
     from smartcache.hub.care.census import Share as Share
     from smartcache.hub.care.census import used as used
     from smartcache.hub.care.mapping import CacheMapping as CacheMapping
-    from smartcache.hub.care.mapping import ImportedMapping as ImportedMapping
-    from smartcache.hub.care.mapping import MappedFile as MappedFile
-    from smartcache.hub.care.mapping import cache_mapping as cache_mapping
-    from smartcache.hub.care.mapping import import_mapping as import_mapping
     from smartcache.hub.care.remove import Removal as Removal
     from smartcache.hub.care.remove import RemovalPlan as RemovalPlan
     from smartcache.hub.care.remove import RemovalResult as RemovalResult
     from smartcache.hub.care.remove import plan_cache_prune as plan_cache_prune
     from smartcache.hub.care.remove import plan_removal as plan_removal
-    from smartcache.hub.care.seed import SeedPlan as SeedPlan
-    from smartcache.hub.care.seed import SeedResult as SeedResult
-    from smartcache.hub.care.seed import plan_seed as plan_seed
     from smartcache.hub.care.tiered import REPO_DOCUMENTS as REPO_DOCUMENTS
     from smartcache.hub.care.tiered import TieredRepo as TieredRepo
     from smartcache.hub.care.tiered import merge_pushed as merge_pushed
@@ -86,9 +79,8 @@ _HOMES = {
     "bring": "near_store",
     "care.carry": "ExportPlan ImportPlan Wanted plan_export plan_import",
     "care.census": "Census Share used",
-    "care.mapping": "CacheMapping ImportedMapping MappedFile cache_mapping import_mapping",
+    "care.mapping": "CacheMapping",
     "care.remove": "Removal RemovalPlan RemovalResult plan_cache_prune plan_removal",
-    "care.seed": "SeedPlan SeedResult plan_seed",
     "care.tiered": (
         "REPO_DOCUMENTS TieredRepo merge_pushed only_revisions plan_repo_pull pull_without_hub "
         "read_pushed"

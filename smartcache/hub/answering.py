@@ -199,8 +199,6 @@ def _commit(store: Store, request: Request, *, may_ask: bool) -> str:
     known = commit_behind(request, None)
     if not may_ask or _is_local(request):
         return known or ""
-    if layout.is_commit(str(getattr(request.revision, "resolved", ""))):
-        return known or ""
     try:
         return remote.commit_of(request.access, request.repo, request.revision)
     except SmartcacheError:

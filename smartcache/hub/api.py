@@ -137,9 +137,11 @@ class Call:
         a = self.arguments
         access = Access(**{name: a[name] for name in Access.__slots__ if a.get(name) is not None})  # type: ignore[arg-type]
         local_dir, cache_dir = a.get("local_dir"), a.get("cache_dir")
+        revision = "main" if a.get("revision") is None else a["revision"]
         return Request(
             repo=Repo(cast("RepoType", a.get("repo_type") or "model"), self.repo_id),
-            revision=cast("str", "main" if a.get("revision") is None else a["revision"]),
+            # A ResolvedRevision is a commit, and moves no branch.
+            revision=cast("str", getattr(revision, "resolved", revision)),
             cache_dir=layout.default_cache_dir() if cache_dir is None else _absolute(cache_dir),
             local_dir=None if local_dir is None else _absolute(local_dir),
             filename=self._path,
@@ -155,8 +157,8 @@ class Call:
     def delegate(self) -> object:
         """Let huggingface_hub's own function answer."""
         words = (self.repo_id,) if self.filename is None else (self.repo_id, self.filename)
-        with patches.answered_within(cast("float | None", self.arguments.get("etag_timeout"))):
-            return self._function(*words, **self.arguments)
+        patches.apply()
+        return self._function(*words, **self.arguments)
 
     @property
     def _function(self) -> Callable[..., object]:
@@ -217,16 +219,18 @@ class Call:
         return infos if self.filename is None else infos[0]
 
     def listing(self) -> Listing | None:
-        """Ask the Hub for commit and files; None: it cannot be asked, or does not answer."""
+        """Ask the Hub for commit and files; None: it cannot be asked, or names no hash."""
         if not self.is_plain:
             return None
         try:
-            return fetch_listing(self.request())
+            listing = fetch_listing(self.request())
         except SmartcacheError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, huggingface_hub will meet it too
             _log.debug("%s is left to huggingface_hub: %s", self.repo_id, error)
             return None
+        has_hash = self.filename is None or listing.files[0].announced
+        return listing if has_hash else None
 
     def all_files(self) -> list[RemoteFile]:
         """Return all files of the revision, whatever is selected; the Hub's errors pass."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from smartcache.errors import DigestMismatchError, HubError
 from smartcache.hub import layout, patches, remote
-from smartcache.hub.bring import Bringing, key_of
+from smartcache.hub.bring import Bringing
 from smartcache.hub.outcome import HUGGING_FACE, DownloadResult, FileChanges, Watch
 from smartcache.hub.patches import Answering, Arrival
 from smartcache.hub.places import CachePlace, LocalPlace, Place
@@ -89,7 +89,7 @@ class _Download:
     def run(self) -> Path:
         """Do it; return what the user gets."""
         plan, place = self._plan, self._place
-        revision = str(self._request.revision)
+        revision = self._request.revision
         folder = self._request.cache_dir / plan.repo.folder_name
         ref = layout.read_ref(folder / "refs" / revision)
         if plan.is_done and self._is_noted() and self._is_there():
@@ -244,14 +244,7 @@ class _Download:
             self._with_bar.add(file.etag)
             bar = bar_class(self._advance, self._watch.count, self._is_stopping)
             options = dict(self._request.options(), revision=plan.commit, tqdm_class=bar)
-            with patches.saying_who(partial(self._say_who, file)):
-                remote.download_file(plan.repo, file.path, options)
-
-    def _say_who(self, file: RemoteFile) -> None:
-        """Say who has huggingface_hub's lock; of a process of ours our own tells."""
-        if self._store.volume.on_wait is not None:
-            holder = self._store.key_locks.busy(key_of(file)) or "another program"
-            self._store.volume.on_wait(f"{file.path} is being downloaded by {holder}")
+            remote.download_file(plan.repo, file.path, options)
 
     # huggingface_hub's part
 
@@ -286,7 +279,7 @@ class _Download:
         """Say whether the HF cache knows the listing, and that the revision is this commit."""
         if self._plan.new_listing or isinstance(self._place, LocalPlace):
             return False  # what is in a local_dir, huggingface_hub compares itself
-        revision = str(self._request.revision)
+        revision = self._request.revision
         if layout.is_commit(revision):
             return True
         return layout.read_ref(self._place.folder / "refs" / revision) == self._plan.commit

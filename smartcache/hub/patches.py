@@ -15,11 +15,8 @@ mode of a blob; what was fetched goes there first and is then shared from there.
 **Checking.** huggingface_hub names blobs, locks and unfinished files by the ETag of a file, and
 directories by the commit, as the server sends them: "../../x" would lead out of the HF cache. Its
 two readers, the answer to HEAD and the listing on disk, refuse what is no plain name from the first
-call of ours on. While a file is downloaded whose sha256 was announced, its ETag must be that.
-
-**Patience.** It waits for ever for a server that does not answer a listing, and follows a page that
-links to itself: in calls of ours requests for listings have a timeout, and no page is asked for
-twice.
+call of ours on. While a file is downloaded whose sha256 was announced, its ETag must be that, or no
+hash: then huggingface_hub downloads the file as if we were not there.
 
 What another version does not have is left alone.
 """
@@ -33,42 +30,35 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
-from smartcache.errors import DigestMismatchError, HubError, UnsafeNameError
+from smartcache.errors import DigestMismatchError, UnsafeNameError
 from smartcache.hub import layout
-from smartcache.hub.places import CachePlace, LocalPlace, Place, half_made
+from smartcache.hub.places import CachePlace, LocalPlace, Place
 from smartcache.hub.records import RemoteFile, Repo, announced_by, xet_of
 from smartcache.hub.transfer import Followed
-from smartcache.system import Hashes, hash_file
+from smartcache.system import Hashes
 
 _log = logging.getLogger(__name__)
-_BROKEN_AGAIN = "Run the download again; if this happens again, the server is broken."
-BROKEN = "The server is broken or not a Hub: check HF_ENDPOINT and the proxy."
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 """Hashes, and the ETags of mirrors; with what huggingface_hub appends, a name on any disk."""
-_SHA256 = 64
 _COMMIT_HEADER = "X-Repo-Commit"
 _announced: dict[object, tuple[str, dict[str, str]]] = {}
-"""The commits that are being downloaded, with the hashes of their files by path. No lock guards it:
+"""The commits that are being downloaded, with the sha256 of files by path. No lock guards it:
 each step is one operation of a dict, and a fork could leave a lock held."""
 _of_thread = threading.local()
-_installed: list[tuple[object, str, object, object]] = []
-"""The functions that `uninstall` gives back: whose, its name, the original, ours."""
+_installed: list[tuple[str, object, object]] = []
+"""The functions that `uninstall` gives back: the name, the original, ours."""
 _NEEDED = {
     "incomplete_path", "destination_path", "expected_size", "filename", "force_download", "etag",
 }  # fmt: skip
 """What the wrapper of downloads must know."""
 _WORTH_FOLLOWING = 1 << 20
 """Bytes: what is smaller is hashed as fast when it is whole."""
-_UNSPOKEN = 1.0
-"""Seconds a wait for a lock lasts before it is worth a word."""
-_PATIENCE = 10.0
-"""Seconds to wait for an answer, where no caller of ours has said."""
 
 
 @contextmanager
@@ -76,7 +66,7 @@ def announcing(commit: str, files: Iterable[RemoteFile]) -> Iterator[None]:
     """Hold huggingface_hub to what the Hub has listed, in all threads, in this block."""
     apply()
     key = object()
-    _announced[key] = commit, {file.path: file.etag for file in files}
+    _announced[key] = commit, {file.path: file.etag for file in files if file.is_lfs}
     try:
         yield
     finally:
@@ -91,51 +81,17 @@ def refuse_unsafe(name: object, what: str) -> None:
         raise UnsafeNameError(message, path=what)
 
 
-@contextmanager
-def saying_who(on_wait: Callable[[], None]) -> Iterator[None]:
-    """Let `on_wait` be called when somebody else has huggingface_hub's lock for a while.
-
-    Only for what this thread downloads in the block; it is called in another thread.
-    """
-    apply()
-    _of_thread.on_wait = on_wait
-    try:
-        yield
-    finally:
-        _of_thread.on_wait = None
-
-
-@contextmanager
-def answered_within(seconds: float | None) -> Iterator[None]:
-    """Let this thread wait no longer for an answer to a listing than this; None: the default."""
-    apply()
-    before = getattr(_of_thread, "patience", None)
-    _of_thread.patience = seconds or _PATIENCE
-    try:
-        yield
-    finally:
-        _of_thread.patience = before
-
-
 def apply() -> None:
     """Make sure that the changes are in place in this process."""
-    from huggingface_hub import _local_folder, file_download, hf_api
-    from huggingface_hub.utils import _pagination
+    from huggingface_hub import file_download
 
-    for place, name, changed in (
-        (file_download, "_download_to_tmp_and_move", _answered),
-        (file_download, "publish_blob_to_shared_store", _published),
-        (file_download, "get_hf_file_metadata", _checked_answer),
-        (file_download, "_xet_file_metadata_from_tree_cache", _checked_listing),
-        (file_download, "WeakFileLock", _spoken_lock),
-        (_local_folder, "WeakFileLock", _spoken_lock),
-        (hf_api.HfApi, "repo_info", _impatient),
-        (hf_api, "paginate", _ending),
-        (hf_api, "_paginate_pages", _ending),
-        (_pagination, "http_backoff", _asking_once),
-        (_pagination, "_get_next_page", _new_page),
+    for name, changed in (
+        ("_download_to_tmp_and_move", _answered),
+        ("publish_blob_to_shared_store", _published),
+        ("get_hf_file_metadata", _checked_answer),
+        ("_xet_file_metadata_from_tree_cache", _checked_listing),
     ):
-        original = getattr(place, name, None)
+        original = getattr(file_download, name, None)
         if original is None or hasattr(original, "is_ours"):
             continue
         if changed is _answered and not inspect.signature(original).parameters.keys() >= _NEEDED:
@@ -145,8 +101,8 @@ def apply() -> None:
             continue
         function = functools.wraps(original)(changed(original))
         function.is_ours = True  # type: ignore[attr-defined]
-        setattr(place, name, function)
-        _installed.append((place, name, original, function))
+        setattr(file_download, name, function)
+        _installed.append((name, original, function))
 
 
 def _checked_answer(read: Callable[..., object]) -> Callable[..., object]:
@@ -175,89 +131,6 @@ def _checked_listing(read: Callable[..., object]) -> Callable[..., object]:
     return reader
 
 
-_Lock = Callable[..., AbstractContextManager[object]]
-
-
-def _spoken_lock(lock: _Lock) -> _Lock:
-    @contextmanager
-    def locking(*args: object, **kwargs: object) -> Iterator[object]:
-        on_wait = getattr(_of_thread, "on_wait", None)
-        timer = None if on_wait is None else threading.Timer(_UNSPOKEN, on_wait)
-        if timer is not None:
-            timer.daemon = True
-            timer.start()
-        with ExitStack() as stack:
-            try:
-                held = stack.enter_context(lock(*args, **kwargs))
-            finally:
-                if timer is not None:
-                    timer.cancel()
-            yield held
-
-    return locking
-
-
-def _impatient(ask: Callable[..., object]) -> Callable[..., object]:
-    def asking(*args: object, **kwargs: object) -> object:
-        patience = getattr(_of_thread, "patience", None)
-        if patience is not None and kwargs.get("timeout") is None:
-            kwargs["timeout"] = patience
-        return ask(*args, **kwargs)
-
-    return asking
-
-
-def _asking_once(ask: Callable[..., object]) -> Callable[..., object]:
-    """Ask a silent server once: five times more, with pauses, would take minutes."""
-    from huggingface_hub.utils import _http
-
-    known: tuple[type[Exception], ...] = getattr(_http, "_DEFAULT_RETRY_ON_EXCEPTIONS", ())
-    others = tuple(kind for kind in known if "Timeout" not in kind.__name__)
-    asking = _impatient(ask)
-
-    def once(*args: object, **kwargs: object) -> object:
-        if getattr(_of_thread, "patience", None) is not None:
-            kwargs = {"retry_on_exceptions": others, **kwargs}
-        return asking(*args, **kwargs)
-
-    return once
-
-
-def _ending(paginate: Callable[..., Iterable[object]]) -> Callable[..., Iterator[object]]:
-    is_timed = "timeout" in inspect.signature(paginate).parameters
-
-    def paginating(*args: object, **kwargs: object) -> Iterator[object]:
-        patience = getattr(_of_thread, "patience", None)
-        if is_timed and patience is not None and kwargs.get("timeout") is None:
-            kwargs["timeout"] = patience
-        entries = iter(paginate(*args, **kwargs))
-        pages: set[str] = set()
-        while True:
-            _of_thread.pages = pages
-            try:
-                entry = next(entries)
-            except StopIteration:
-                return
-            finally:
-                _of_thread.pages = None
-            yield entry
-
-    return paginating
-
-
-def _new_page(find: Callable[..., str | None]) -> Callable[..., str | None]:
-    def finding(*args: object, **kwargs: object) -> str | None:
-        page, pages = find(*args, **kwargs), getattr(_of_thread, "pages", None)
-        if page is not None and pages is not None:
-            if page in pages:
-                message = f"The Hub's listing has no end: {page[:200]} keeps coming back"
-                raise HubError(message, hint=BROKEN)
-            pages.add(page)
-        return page
-
-    return finding
-
-
 def _check(path: str, etag: object, commit: object) -> None:
     """Raise if a name is unsafe or not the announced one; what is missing, huggingface_hub says."""
     if commit is not None:
@@ -266,16 +139,12 @@ def _check(path: str, etag: object, commit: object) -> None:
         return
     refuse_unsafe(etag, path)
     _of_thread.told = etag, commit
-    wanted = [each for each in _listed(path, commit) if len(each) == _SHA256]
-    if any(each != etag for each in wanted):
-        message = f"The Hub lists {path} as {wanted[0]}, but then calls it {etag}"
-        raise DigestMismatchError(message, hint=_BROKEN_AGAIN, path=path, listed=wanted[0])
-
-
-def _listed(path: str, commit: object) -> list[str]:
-    """Return the hashes that the Hub has listed for a file, as far as downloads announce them."""
-    known = list(_announced.values())
-    return [files[path] for of, files in known if of == commit and path in files]
+    for of, sha256s in list(_announced.values()):
+        listed = sha256s.get(path, etag) if of == commit else etag
+        if listed != etag and announced_by(str(etag)):
+            message = f"The Hub lists {path} as {listed}, but then calls it {etag}"
+            hint = "Run the download again; if this happens again, the server is broken."
+            raise DigestMismatchError(message, hint=hint, path=path, listed=listed)
 
 
 def _path_in(url: str) -> str:
@@ -413,10 +282,12 @@ def uninstall() -> None:
     """
     if _registered:
         return
+    if _installed:
+        from huggingface_hub import file_download
     while _installed:
-        place, name, original, ours = _installed.pop()
-        if getattr(place, name, None) is ours:
-            setattr(place, name, original)
+        name, original, ours = _installed.pop()
+        if getattr(file_download, name, None) is ours:
+            setattr(file_download, name, original)
 
 
 def _answered(download: Callable[..., None]) -> Callable[..., None]:
@@ -430,9 +301,6 @@ def _answered(download: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = cast("dict[str, object]", bound.arguments)
-        if _is_unnamed(given):
-            _prove_listed(download, given)
-            return
         arrival = _arrival(download, given)
         found = None if arrival is None else _who(arrival)
         if arrival is None or found is None:
@@ -486,28 +354,6 @@ def _commit_of(etag: str) -> str:
     """Return the commit that the Hub has named to this thread with the ETag of a file."""
     told, commit = getattr(_of_thread, "told", ("", ""))
     return str(commit or "") if told == etag else ""
-
-
-def _is_unnamed(given: dict[str, object]) -> bool:
-    """Say whether a file has an ETag that is no hash, but a listing that has one."""
-    etag = str(given["etag"])
-    return not announced_by(etag) and bool(_listed(str(given["filename"]), _commit_of(etag)))
-
-
-def _prove_listed(download: Callable[..., None], given: dict[str, object]) -> None:
-    """Let a file come that only the listing has a hash of, as behind some mirrors."""
-    path, destination = str(given["filename"]), Path(cast("Path", given["destination_path"]))
-    (etag, *_) = _listed(path, _commit_of(str(given["etag"])))
-    part = half_made(Path(cast("Path", given["incomplete_path"])).parent, etag)
-    try:
-        download(**{**given, "destination_path": part})
-        ((algorithm, wanted),) = announced_by(etag).items()
-        if hash_file(part, (algorithm,))[0].get(algorithm) != wanted:
-            message = f"The Hub lists {path} as {etag}, but sends other bytes"
-            raise DigestMismatchError(message, hint=_BROKEN_AGAIN, path=path, listed=etag)
-        os.replace(part, destination)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _place(destination: Path, path: str, etag: str, commit: str) -> Place | None:

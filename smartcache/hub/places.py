@@ -89,6 +89,7 @@ class CachePlace:
     def look(self, file: RemoteFile) -> Seen:
         """Look at one file. A pointer that leads to another blob than the announced does not count.
 
+        One to a blob that is named by no hash does: the server may have none.
         A repo may have ten thousand files: plain text, a readlink and a stat for each.
         """
         pointer = f"{self._snapshot}{file.path}"
@@ -98,7 +99,8 @@ class CachePlace:
         except OSError:  # no symlink: a file where there are none, or nothing
             found = _file_behind(pointer)
         else:
-            if not file.announced or os.path.basename(blob) == file.etag:
+            name = os.path.basename(blob)
+            if not file.announced or name == file.etag or not announced_by(name):
                 found = _file_behind(os.path.normpath(blob))
         if found is not None or not file.announced:
             return found, found is not None

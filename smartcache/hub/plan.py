@@ -29,7 +29,7 @@ from smartcache.hub import layout, remote
 from smartcache.hub.bring import near_store
 from smartcache.hub.outcome import HUGGING_FACE, DownloadResult
 from smartcache.hub.places import CachePlace, LocalPlace, Place
-from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Repo, Source
+from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Repo, Source, announced_by
 from smartcache.hub.remote import Access, Patterns
 from smartcache.progress import Progress, silent
 from smartcache.store import INCOMPLETE_SUFFIXES, Store, Wanted
@@ -293,9 +293,8 @@ def commit_behind(request: Request, path: Path | None) -> str | None:
         return ""
     folder = request.cache_dir / request.repo.folder_name
     if path is None:
-        revision = str(getattr(request.revision, "resolved", request.revision))
-        ref = folder / "refs" / revision
-        return revision if layout.is_commit(revision) else layout.read_ref(ref)
+        ref = folder / "refs" / request.revision
+        return request.revision if layout.is_commit(request.revision) else layout.read_ref(ref)
     snapshots = folder / "snapshots"
     return path.relative_to(snapshots).parts[0] if snapshots in path.parents else None
 
@@ -316,7 +315,7 @@ def fetch_listing(request: Request) -> Listing:
 
 
 def _one_file(request: Request, path: str) -> Listing:
-    revision = str(getattr(request.revision, "resolved", request.revision))
+    revision = request.revision
     if request.local_dir is None and not request.force and layout.is_commit(revision):
         file = _cached_file(request, revision, path)
         if file is not None:
@@ -336,7 +335,7 @@ def _cached_file(request: Request, commit: str, path: str) -> RemoteFile | None:
     folder = request.cache_dir / request.repo.folder_name
     pointer = layout.pointer(folder, commit, path)
     blob = layout.blob_behind(pointer)
-    if blob is None or not os.path.isfile(pointer):
+    if blob is None or not announced_by(blob.name) or not os.path.isfile(pointer):
         return None
     return RemoteFile(path=path, size=os.stat(pointer).st_size, etag=blob.name)
 

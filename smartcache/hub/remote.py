@@ -8,16 +8,16 @@ blindly: a file whose name leads outside its folder is refused here, before anyt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smartcache.errors import HubError, SmartcacheError, UnsafeNameError
+from smartcache.errors import HubError, UnsafeNameError
 from smartcache.hub import patches
 from smartcache.hub.layout import is_commit, safe_parts
-from smartcache.hub.records import RemoteFile, Repo, xet_of
+from smartcache.hub.records import RemoteFile, Repo, announced_by, xet_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -61,7 +61,6 @@ def download_file(repo: Repo, path: str, options: Mapping[str, object]) -> Path:
     """Let huggingface_hub download one file; return where it is."""
     from huggingface_hub import hf_hub_download
 
-    patches.apply()
     download = cast("Callable[..., str]", hf_hub_download)
     known = inspect.signature(hf_hub_download).parameters
     return Path(download(repo.id, path, **{k: v for k, v in options.items() if k in known}))
@@ -72,20 +71,18 @@ def download_snapshot(repo: Repo, options: Mapping[str, object]) -> Path:
     from huggingface_hub import snapshot_download
 
     download = cast("Callable[..., str]", snapshot_download)
-    with patches.answered_within(cast("float", options["etag_timeout"])):
-        return Path(download(repo.id, **options))
+    return Path(download(repo.id, **options))
 
 
 def commit_of(access: Access, repo: Repo, revision: str) -> str:
     """Return the commit a branch, tag or commit stands for: one request, or none for a commit."""
-    resolved = getattr(revision, "resolved", revision)  # huggingface_hub's ResolvedRevision
-    if is_commit(resolved):
-        return str(resolved)
-    with _understood(repo, access):
-        sha: object = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision).sha
+    if is_commit(revision):
+        return revision
+    sha: object = access.api().repo_info(repo.id, repo_type=repo.type, revision=revision).sha
     if not isinstance(sha, str) or not is_commit(sha):
         message = f"The Hub names no commit for {repo} at {revision}: {str(sha)[:100]!r}"
-        raise HubError(message, hint=patches.BROKEN)
+        hint = "The server is broken or not a Hub: check HF_ENDPOINT and the proxy."
+        raise HubError(message, hint=hint)
     return sha
 
 
@@ -93,34 +90,12 @@ def files_of(access: Access, repo: Repo, commit: str) -> list[RemoteFile]:
     """Return all files of a commit as the Hub lists them: a request per thousand files."""
     from huggingface_hub.hf_api import RepoFile
 
-    with _understood(repo, access):
-        entries = access.api().list_repo_tree(
-            repo.id, repo_type=repo.type, revision=commit, recursive=True
-        )
-        listed = [_remote(repo, entry) for entry in entries if isinstance(entry, RepoFile)]
+    entries = access.api().list_repo_tree(
+        repo.id, repo_type=repo.type, revision=commit, recursive=True
+    )
+    listed = [_remote(repo, entry) for entry in entries if isinstance(entry, RepoFile)]
     # Of a path that is listed twice the last counts, as for the client.
     return list({file.path: file for file in listed}.values())
-
-
-@contextmanager
-def _understood(repo: Repo, access: Access) -> Iterator[None]:
-    """Raise one clear error where huggingface_hub stumbles over an answer; its own pass through."""
-    try:
-        with patches.answered_within(_timeout(access)):
-            yield
-    except SmartcacheError:
-        raise
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        if not _is_plain(error):
-            raise
-        said = str(error).partition("\n")[0][:200]
-        message = f"The Hub's answer about {repo} cannot be understood: {said}"
-        raise HubError(message, hint=patches.BROKEN) from error
-
-
-def _is_plain(error: Exception) -> bool:
-    """Say whether an error is Python's own or of a decoder, and not one that a client made."""
-    return type(error).__module__.partition(".")[0] in ("builtins", "json")
 
 
 def _remote(repo: Repo, entry: object) -> RemoteFile:
@@ -176,32 +151,28 @@ def select(files: list[RemoteFile], allow: Patterns, ignore: Patterns) -> list[R
     )
 
 
-def _timeout(access: Access) -> float:
-    """Return the seconds to wait for an answer: huggingface_hub lets its variable win."""
-    from huggingface_hub import constants
-
-    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
-    return constants.HF_HUB_ETAG_TIMEOUT if is_set else access.etag_timeout
-
-
 def announced_file(
     access: Access, repo: Repo, revision: str, path: str
 ) -> tuple[str, RemoteFile] | None:
-    """Return commit, size and hash of one file: one HEAD request. None: the Hub names no hash."""
-    from huggingface_hub import file_download, hf_hub_url
+    """Return commit, size and hash of one file: one HEAD request. None: the Hub names no commit."""
+    from huggingface_hub import constants, file_download, hf_hub_url
 
     refuse_unsafe(repo, path)
+    patches.apply()
     url = hf_hub_url(
         repo.id, path, repo_type=repo.type, revision=revision, endpoint=access.endpoint
     )
-    with _understood(repo, access):
-        found = file_download.get_hf_file_metadata(
-            url, token=access.token, timeout=_timeout(access), headers=access.headers,
-            user_agent=access.user_agent, library_name=access.library_name,
-            library_version=access.library_version, endpoint=access.endpoint,
-        )  # fmt: skip
-    if found.etag is None or found.commit_hash is None or not is_commit(found.commit_hash):
+    # As for huggingface_hub, its variable wins.
+    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
+    found = file_download.get_hf_file_metadata(
+        url, timeout=constants.HF_HUB_ETAG_TIMEOUT if is_set else access.etag_timeout,
+        token=access.token, headers=access.headers,
+        user_agent=access.user_agent, library_name=access.library_name,
+        library_version=access.library_version, endpoint=access.endpoint,
+    )  # fmt: skip
+    if found.commit_hash is None or not is_commit(found.commit_hash):
         return None
+    etag = found.etag if found.etag is not None and announced_by(found.etag) else ""
     xet = None if found.xet_file_data is None else found.xet_file_data.file_hash
-    file = RemoteFile(path=path, size=found.size, etag=found.etag, xet=xet_of(xet))
+    file = RemoteFile(path=path, size=found.size, etag=etag, xet=xet_of(xet))
     return found.commit_hash, file

@@ -31,13 +31,13 @@ from smartcache.pretrained.call import (
     dtype_arguments,
     inside,
     is_inside,
+    naming_variants,
     open_cache,
     pin,
     placement,
     share_names,
     without_none,
 )
-from smartcache.pretrained.failures import explained
 from smartcache.pretrained.kinds import class_of, library_class
 from smartcache.pretrained.share import load_model, load_pipeline, load_unshared
 
@@ -103,7 +103,7 @@ def from_pretrained(  # noqa: PLR0913 - the libraries' own arguments, by name
         args=(repo_or_path,),
         kwargs=arguments,
         share=share_names(share),
-        placement=_placement(source, device, encoders_device, subfolder or "", arguments),
+        placement=_placement(device, encoders_device, subfolder or "", arguments),
         mapping=mapping,
     )
     if smart_cache:
@@ -143,7 +143,7 @@ def from_single_file(
         original=found.from_single_file,  # type: ignore[attr-defined]
         args=(source,),
         kwargs=arguments,
-        placement=_placement(os.fspath(path_or_repo_file), device, encoders_device, "", arguments),
+        placement=_placement(device, encoders_device, "", arguments),
     )
     return load_single(asked) if smart_cache else _load_plainly(asked)
 
@@ -158,7 +158,7 @@ def load(asked: Asked) -> object:
         return asked.run()
     if asked.is_pipeline or asked.is_model:
         asked = replace(asked, kwargs=pin(asked.source, asked.kwargs))
-    with explained(asked):
+    with naming_variants(asked):
         if not asked.share:
             return load_unshared(asked)
         if asked.is_pipeline:
@@ -178,24 +178,21 @@ def load_single(asked: Asked) -> object:
         is_name = isinstance(value, str | os.PathLike)
         return _local_file(os.fsdecode(value), asked.kwargs) if is_name else value  # type: ignore[arg-type]
 
-    with explained(asked):
-        first = tuple(map(local, asked.args[:1]))
-        named = {name: local(asked.kwargs[name]) for name in SOURCE_NAMES if name in asked.kwargs}
-        kwargs = {**asked.kwargs, **named}
-        with answering():  # the configs of such a checkpoint may come from another repo
-            return _load_plainly(replace(asked, args=(*first, *asked.args[1:]), kwargs=kwargs))
+    first = tuple(map(local, asked.args[:1]))
+    named = {name: local(asked.kwargs[name]) for name in SOURCE_NAMES if name in asked.kwargs}
+    kwargs = {**asked.kwargs, **named}
+    with answering():  # the configs of such a checkpoint may come from another repo
+        return _load_plainly(replace(asked, args=(*first, *asked.args[1:]), kwargs=kwargs))
 
 
 def _load_plainly(asked: Asked) -> object:
     """Let the library load by itself; then put things where they go."""
-    with explained(asked):
-        with inside():
-            loaded = asked.load()
-        return asked.place(loaded)
+    with inside():
+        loaded = asked.load()
+    return asked.place(loaded)
 
 
 def _placement(
-    source: str,
     device: Device | None,
     encoders_device: Device | None,
     subfolder: str,
@@ -205,7 +202,7 @@ def _placement(
         if device is not None:
             raise TypeError("Pass either device or device_map, not both")
         return None  # The library places everything by the caller's map.
-    return placement(device, encoders_device, source=source, component=subfolder.rpartition("/")[2])
+    return placement(device, encoders_device, component=subfolder.rpartition("/")[2])
 
 
 # Checkpoints of one file

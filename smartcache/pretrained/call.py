@@ -35,15 +35,14 @@ from typing import TYPE_CHECKING, Literal, cast
 from smartcache.cache import SmartCache
 from smartcache.config import remotes_file
 from smartcache.errors import (
-    DeviceMemoryError,
     NoSpaceError,
     SmartcacheError,
     StoreUnwritableError,
+    WrongVariantError,
 )
 from smartcache.functions import shared
 from smartcache.hub import Call
 from smartcache.pretrained.flag import LIBRARIES
-from smartcache.sizes import format_size
 from smartcache.store import Store
 
 if TYPE_CHECKING:
@@ -96,6 +95,8 @@ _SHORT_DTYPES = {
     "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32",
     "float": "float32", "full": "float32", "fp64": "float64",
 }  # fmt: skip
+_WEIGHTS = re.compile(r".+?(?:-\d+-of-\d+)?(?:\.([^.]+?))?(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+"""A weight file; the group is its variant."""
 _DTYPE_RENAMED = (0, 42)
 """The first release of diffusers that is known to take `dtype` everywhere."""
 
@@ -201,7 +202,7 @@ class Asked:
         return {} if self.placement is None else self.placement.library_arguments(self)
 
     def place(self, loaded: object) -> object:
-        """Return what was loaded, everything where it goes; DeviceMemoryError if it cannot."""
+        """Return what was loaded, everything where it goes."""
         if self.placement is not None:
             self.placement.apply(loaded)
         return loaded
@@ -366,6 +367,56 @@ def without_none(arguments: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+# Variants
+
+
+@contextmanager
+def naming_variants(asked: Asked) -> Iterator[None]:
+    """Raise WrongVariantError, with the variants there are, where there is none of the asked for.
+
+    All other errors of the library in this block pass as they are.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        variant = asked.kwargs.get("variant")
+        if isinstance(error, SmartcacheError) or not isinstance(variant, str):
+            raise
+        found = _variants(asked)
+        if not found or variant in found:
+            raise
+        known = sorted(found - {""})
+        has = f"the variants {', '.join(known)}" if known else "only weights without a variant"
+        raise WrongVariantError(
+            f"{asked.source} has no weights of the variant {variant!r}; it has {has}",
+            variant=variant, variants=known, source=asked.source,
+        ) from error  # fmt: skip
+
+
+def _variants(asked: Asked) -> set[str]:
+    """Return the variants of a model's or pipeline's weights, "" among them; empty: not known."""
+    if os.path.isdir(asked.source):
+        paths = [path.relative_to(asked.source) for path in Path(asked.source).rglob("*")]
+        names = [path.as_posix() for path in paths]
+    elif asked.kwargs.get("local_files_only"):
+        return set()
+    else:
+        from huggingface_hub import list_repo_files
+
+        options = {name: asked.kwargs.get(name) for name in ("revision", "token")}
+        try:
+            names = list_repo_files(asked.source, **options)  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - then the library's own error says what is wrong
+            return set()
+    found = set()
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        weights = _WEIGHTS.fullmatch(file)
+        if weights and (bool(folder) if asked.is_pipeline else folder == asked.subfolder):
+            found.add(weights[1] or "")
+    return found
+
+
 # The dtype: by its usual names, under the argument that each library has for it
 
 
@@ -429,13 +480,12 @@ def part_of(component: str, class_name: str = "") -> Part | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where components go; `source` and `component` say in errors what was loaded."""
+    """Where components go."""
 
     device: torch.device | None = None
     """Where everything goes."""
     encoders: torch.device | None = None
     """Where text encoders, image encoders and VAE go instead."""
-    source: str = ""
     component: str = ""
     """The name of a model that is loaded alone: its subfolder."""
 
@@ -445,14 +495,11 @@ class Placement:
         return self.encoders if is_encoder else self.device
 
     def apply(self, loaded: object) -> None:
-        """Move a model, or a pipeline's components one by one; those already there stay.
-
-        Raises DeviceMemoryError when one does not fit.
-        """
+        """Move a model, or a pipeline's components one by one; those already there stay."""
         for name, module in modules_of(loaded, alone=self.component):
             device = self.device_for(name, type(module).__name__)
             if device is not None:
-                _move(module, device, name=name, source=self.source)
+                _move(module, device)
 
     def library_arguments(self, asked: Asked) -> dict[str, object]:
         """Return what makes the library load straight onto the device; {} if it cannot."""
@@ -474,7 +521,7 @@ class Placement:
 
 
 def placement(
-    device: Device | None, encoders_device: Device | None, *, source: str = "", component: str = ""
+    device: Device | None, encoders_device: Device | None, *, component: str = ""
 ) -> Placement | None:
     """Return where things go; None: nothing is moved.
 
@@ -485,7 +532,7 @@ def placement(
     encoders = None if is_auto and device is not None else resolve_device(encoders_device)
     if everything is None and encoders is None:
         return None
-    return Placement(device=everything, encoders=encoders, source=source, component=component)
+    return Placement(device=everything, encoders=encoders, component=component)
 
 
 def resolve_device(device: Device | None) -> torch.device | None:
@@ -523,22 +570,17 @@ def modules_of(loaded: object, *, alone: str = "") -> Iterator[tuple[str, torch.
             yield name, module
 
 
-def _move(module: torch.nn.Module, device: torch.device, *, name: str, source: str) -> None:
-    """Move a module to a device; DeviceMemoryError, and the module is back, if it does not fit."""
-    tensors = {id(each): each for each in itertools.chain(module.parameters(), module.buffers())}
-    away = sum(each.nbytes for each in tensors.values() if not is_on(each.device, device))
-    if away == 0:
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """Move a module to a device; it is back where it was if it does not fit."""
+    places = [each.device for each in itertools.chain(module.parameters(), module.buffers())]
+    if all(is_on(place, device) for place in places):
         return
-    before = next(iter(tensors.values())).device
-    free = free_bytes(device)
     try:
         module.to(device)
-    except Exception as error:
+    except Exception:
         # Weights move one by one: without this the first half would stay on the device.
         with suppress(RuntimeError):
-            module.to(before)
-        if is_memory_error(error):
-            raise too_large(device, needed=away, free=free, name=name, source=source) from error
+            module.to(places[0])
         raise
 
 
@@ -552,42 +594,6 @@ def is_on(place: torch.device, device: torch.device) -> bool:
     if wanted is None and device.type == "cuda":
         wanted = torch.cuda.current_device()
     return wanted is None or place.index in (None, wanted)
-
-
-def is_memory_error(error: BaseException) -> bool:
-    """Say whether a device is full; MPS says it in words only."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "out of memory" in str(error)
-
-
-def too_large(
-    device: torch.device, *, needed: int, free: int | None, name: str, source: str
-) -> DeviceMemoryError:
-    """Return the error with its figures; 0 needed or None free: not known."""
-    what = " of ".join(part for part in (name, source) if part) or "The model"
-    figures = [f"{format_size(needed)} is needed"] if needed else []
-    figures += [] if free is None else [f"{format_size(free)} is free"]
-    told = f": {', '.join(figures)}" if figures else ""
-    return DeviceMemoryError(
-        f"{what} does not fit on {device}{told}", device=str(device), needed=needed, free=free,
-        component=name, source=source,
-    )  # fmt: skip
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return what can be allocated on a device: free there, or kept by torch for reuse."""
-    import torch
-
-    if device.type == "cuda" and torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + kept
-    if device.type == "mps" and torch.backends.mps.is_available():
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return None
 
 
 def free_cached(device: torch.device) -> None:

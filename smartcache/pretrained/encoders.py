@@ -257,7 +257,7 @@ def _load_pipeline(
         original=index.cls.from_pretrained,  # type: ignore[attr-defined]
         args=(index.source,),
         kwargs={**left_out, **arguments},
-        placement=Placement(device=device, source=index.source),
+        placement=Placement(device=device),
     )
     try:
         return load(asked)
@@ -284,7 +284,7 @@ def _load_alone(
         original=cls.from_pretrained,  # type: ignore[attr-defined]
         args=(index.source,),
         kwargs={**taken, "subfolder": name},
-        placement=Placement(device=device, source=index.source, component=name),
+        placement=Placement(device=device, component=name),
     )
     if not asked.is_model:
         return load(asked)

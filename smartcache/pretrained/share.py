@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard, cast
 
-from smartcache.errors import DeviceMemoryError, SharedComponentError
+from smartcache.errors import SharedComponentError
 from smartcache.pretrained.alive import Dice, Look, keep, look_at, size_of
 from smartcache.pretrained.call import (
     HOW_LOADED,
@@ -469,8 +469,6 @@ class _Pipeline:
                 os.fspath(self.folder), **{**self.arguments(), **others}
             )
             self.asked.place(parts)
-        except DeviceMemoryError:
-            raise
         except Exception:  # noqa: BLE001 - the library says it itself when it loads all of it
             _log.debug("%s cannot be loaded in parts", self.asked.source, exc_info=True)
             dice.put_back()

@@ -154,7 +154,7 @@ CREATE TABLE volumes (
 
 VERSION = 5
 
-HASHES: dict[Algorithm, str] = {"sha256": "sha256", "xet": "xet", "git-sha1": "git_sha1"}
+HASHES: dict[Algorithm, str] = {"sha256": "sha256", "git-sha1": "git_sha1"}
 """The columns of other hashes than the digest."""
 _BLOB = (
     "blobs.id, blobs.digest, size, allocated, blobs.inode, mtime_ns, ctime_ns, links, trust,"

@@ -39,7 +39,7 @@ from smartcache.system.kernel import StatKey, open_quietly
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Algorithm = Literal["blake3", "sha256", "xet", "git-sha1"]
+Algorithm = Literal["blake3", "sha256", "git-sha1"]
 Advance = Callable[[int], None]
 """Is told how many bytes were read."""
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -57,7 +57,7 @@ AHEAD_MIN_SIZE: Final = 32 * 1024 * 1024
 """Handing buffers to another thread pays for buffers of this size, from this file size on."""
 
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
-_LENGTHS: Final[Mapping[str, int]] = {"blake3": 64, "sha256": 64, "xet": 64, "git-sha1": 40}
+_LENGTHS: Final[Mapping[str, int]] = {"blake3": 64, "sha256": 64, "git-sha1": 40}
 # Without O_NONBLOCK, opening a FIFO waits for somebody to write into it.
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _LOOK_SECONDS: Final = 0.05
@@ -108,13 +108,13 @@ def is_digest(text: str) -> bool:
 class Hasher:
     """Hashes a stream with several algorithms at once.
 
-    `needs_file` lists those that a stream cannot give and a file must be read for afterwards: xet,
-    and git-sha1 if `size` is not known, because it hashes the size first.
+    `needs_file` lists those that a stream cannot give and a file must be read for afterwards:
+    git-sha1 if `size` is not known, because it hashes the size first.
     """
 
     def __init__(self, algorithms: Iterable[Algorithm], *, size: int | None = None) -> None:
         wanted = _checked(algorithms)
-        late = {"xet"} if size is not None else {"xet", "git-sha1"}
+        late = () if size is not None else ("git-sha1",)
         self.needs_file: tuple[Algorithm, ...] = tuple(name for name in wanted if name in late)
         self._states = _start([name for name in wanted if name not in late], size or 0)
         self._announced = size
@@ -175,8 +175,6 @@ def hash_file(
         elif states := _start(wanted, size):
             _feed(fd, path, size, list(states.values()), advance, threads)
             values |= {name: state.hexdigest() for name, state in states.items()}
-        if "xet" in wanted:
-            values["xet"] = _xet(fd, path, size)
         after = os.fstat(fd)
     finally:
         if not isinstance(path, int):
@@ -198,8 +196,8 @@ def hash_many(
 ) -> Iterator[Hashed[P]]:
     """Yield what became of each file, given by path or descriptor, as soon as it is known.
 
-    Small files come first, hashed by the thread that iterates (as are all if xet is wanted), then
-    large ones by threads, largest first. Closing the iterator, or an exception in it, ends them.
+    Small files come first, hashed by the thread that iterates, then large ones by threads, largest
+    first. Closing the iterator, or an exception in it, ends them.
     `names` are what the user calls the files behind descriptors.
     """
     wanted, threads = _checked(algorithms), max(threads, 1)
@@ -210,7 +208,7 @@ def hash_many(
             size = os.stat(path).st_size
         except OSError:
             size = 0  # opening it will say why
-        (small if size <= BUFFER_SIZE or "xet" in wanted else large).append((size, path))
+        (small if size <= BUFFER_SIZE else large).append((size, path))
     large.sort(key=lambda file: file[0], reverse=True)
     total = sum(size for size, _ in large)
 
@@ -449,28 +447,6 @@ def _new_buffer(size: int) -> memoryview:
     """Return memory at the start of a page: reading and hashing is 13 % faster with it."""
     # Private: the default is shared with forked children, who would read into each other's bytes.
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _xet(fd: int, path: FilePath | int, size: int) -> str:
-    """Return the xet hash, which only hf_xet can compute, from the file itself.
-
-    Ctrl-C ends it in the main thread; in another one it then never returns (hf_xet 1.8).
-    """
-    try:
-        import hf_xet
-    except ImportError as error:
-        hint = "Install it: pip install hf_xet"
-        raise errors.StoreError("xet hashes need the package hf_xet", hint=hint) from error
-    # Through /proc it reads the very file that is open, whatever its path means by now.
-    name = f"/proc/self/fd/{fd}"
-    if not os.path.exists(name):
-        if isinstance(path, int):
-            raise errors.StoreError("xet hashes need a path on this system, not a descriptor")
-        name = os.fsdecode(path)
-    (found,) = hf_xet.hash_files([name])
-    if found.file_size != size or not os.path.samestat(os.stat(name), os.fstat(fd)):
-        raise _changed(path)
-    return str(found.hash)
 
 
 def _checked(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:

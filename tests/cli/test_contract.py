@@ -19,7 +19,6 @@ from tests.cli.running import Here, Smartcache
 from tests.cli.test_help import LEAVES, load
 from tests.folders.trees import VARIABLES
 from tests.hub.caches import commit_of, make_repo
-from tests.hub.shared_stores import make_shared_store
 from tests.store.files import OTHER, WEIGHTS, digest_of, edit, snapshot, write
 
 DIGEST, PINNED = digest_of(OTHER), digest_of(WEIGHTS)
@@ -41,7 +40,6 @@ CHANGES = {
     f"hub rm org/a {HUB}": "Remove 1 repo for good and free",
     f"hub prune {HUB}": "Remove 1 revision and 1 partial download for good and free",
     f"hub verify org/c --repair {HUB}": "Move 1 damaged file",
-    "hub seed --cache-dir shared": "Link ",
     f"hub export org/a out.tar {HUB}": "",
     "hub import bundle.tar --cache-dir other": "",
     f"remote push nas org/b {HUB}": "",
@@ -72,7 +70,7 @@ CHANGES = {
 
 LOOKS = (
     "scan models --min-size 4KiB", "undo", "report models", "folders ls", f"hub ls {HUB}",
-    f"hub ls --revisions {HUB}", f"hub verify org/a {HUB}", "hub mapping", "remote ls",
+    f"hub ls --revisions {HUB}", f"hub verify org/a {HUB}", "remote ls",
     "remote ls nas", "remote verify nas", "artifacts ls", "artifacts show latents",
     "artifacts show latents key-3", "artifacts verify", "datasets ls", "datasets show photos",
     "datasets plan photos", "df", "df models", "ls", "ls -v", "verify", "dir", "config list",
@@ -86,7 +84,6 @@ WITHOUT_STORE = {
     "folders ls": "No folder is known, and no program's was found.",
     "hub ls --cache-dir empty": "No repo is cached.",
     "hub verify --cache-dir empty": "Checked 0 files of 0 repos",
-    "hub mapping": "No file is known by its sha256 yet.",
     "remote ls": "There are no remotes",
     "artifacts ls": "There are no artifacts.",
     "artifacts prune -y": "Nothing to prune.",
@@ -108,8 +105,6 @@ REFUSED_WITHOUT_STORE = {
     "undo --last": "There is nothing to undo",
     "undo 9f3a61c2": "There is nothing to undo",
     "folders rm empty": "There is no store at",
-    "hub seed --cache-dir shared": "There is no store at",
-    "hub mapping --output known.json": "There is no store at",
     "artifacts show x": "There is no set 'x'",
     "artifacts rm x": "There is no set 'x'",
     "artifacts export x --tar x": "no set 'x'",
@@ -149,7 +144,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(old / "blobs" / f"{'a' * 64}.12345678.incomplete", OTHER)
         damaged = make_repo(root / "hub", {"m.safetensors": OTHER}, name="models--org--c")
         edit(next((damaged / "blobs").iterdir()))
-        make_shared_store(root / "shared")
         sc("hub", "export", "org/a", "bundle.tar", *split(HUB))
         sc("remote", "add", "nas", "nas")
         sc("remote", "push", "nas", "org/a", "org/b", *split(HUB))
@@ -266,7 +260,6 @@ def test_without_a_store_there_is_nothing_and_none_is_made(
     enter(tmp_path, monkeypatch)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "x.bin")
-    make_shared_store(tmp_path / "shared")
     before = snapshot(tmp_path)
     sc = Here()
     for line, answer in WITHOUT_STORE.items():

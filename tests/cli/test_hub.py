@@ -1,14 +1,12 @@
-"""`hub ls`, `rm`, `prune`, `verify`, `seed`, `mapping`: words, ids and figures.
+"""`hub ls`, `rm`, `prune`, `verify`: words, ids and figures.
 
 What they do to HF caches is shown by tests/hub.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,8 @@ import pytest
 from tests.api import Owner, Store, format_size
 from tests.cli.running import Here, Smartcache
 from tests.hub.caches import blocks_below, commit_of, hf, make_repo
-from tests.hub.shared_stores import MARKER, add_entry, make_shared_store, xet_of
 from tests.hub_server import Hub, etag_of
-from tests.store.files import OTHER, WEIGHTS, allocated, edit, inode_of, snapshot, write
+from tests.store.files import OTHER, WEIGHTS, allocated, edit, snapshot, write
 
 A, B = commit_of(1), commit_of(2)
 pytestmark = pytest.mark.usefixtures("own_places")
@@ -284,16 +281,11 @@ class TestVerify:
         assert "1 file: listed by the Hub, not downloaded." in after.stderr
 
     def test_a_repair_that_is_not_wanted_changes_nothing(self, sc: Here, cache: Path) -> None:
-        half_made = cache / "models--org--a" / "blobs" / f"{'a' * 64}.12345678.incomplete"
-        write(half_made, OTHER)
         edit(weights_of(cache))
         before = snapshot(cache)
         words = ("hub", "verify", "--repair", "--cache-dir", cache)
-        sc(*words, "-n", code=3)
         assert "not a terminal" in sc(*words, code=1).error
         assert snapshot(cache) == before
-        sc(*words, "-y", code=3)
-        assert not half_made.exists()
 
     def test_without_a_store_it_finds_the_same_and_makes_none(
         self, sc: Here, cache: Path, home: Path
@@ -307,6 +299,21 @@ class TestVerify:
         assert document["root"] is None
         assert not home.exists()
 
+    @pytest.mark.parametrize("words", [(), ("--full",), ("--repair", "-n")])
+    def test_to_look_changes_nothing_in_the_cache(
+        self, sc: Here, cache: Path, home: Path, words: tuple[str, ...]
+    ) -> None:
+        """Not even what a killed download has left half-made, for which --repair is."""
+        half_made = cache / "models--org--a" / "blobs" / f"{'a' * 64}.12345678.incomplete"
+        write(half_made, OTHER)
+        edit(weights_of(cache))
+        before = snapshot(cache)
+        sc("hub", "verify", "--cache-dir", cache, *words, code=3)
+        assert snapshot(cache) == before
+        assert not home.exists()
+        sc("hub", "verify", "--cache-dir", cache, "--repair", "-y", code=3)
+        assert not half_made.exists()
+
     def test_names_of_any_bytes(self, program: Smartcache, tmp_path: Path) -> None:
         name = os.fsdecode(b"\xff\n.bin")
         folder = make_repo(tmp_path / "odd", {name: WEIGHTS})
@@ -316,189 +323,24 @@ class TestVerify:
         assert program(*words, "--json", code=3).json["mismatches"][0]["path"] == name
 
 
-class TestSeed:
-    @pytest.fixture
-    def cache(self, tmp_path: Path) -> Path:
-        """An HF cache with an empty shared store."""
-        make_shared_store(tmp_path / "hf" / "hub")
-        return tmp_path / "hf" / "hub"
-
-    @pytest.fixture
-    def entry(self, cache: Path, tmp_path: Path) -> Path:
-        """Where WEIGHTS are linked: by their xet hash."""
-        xet = xet_of(tmp_path / "bytes", WEIGHTS)
-        return cache / "blobs" / xet[:2] / xet
-
-    @pytest.fixture
-    def digest(self, sc: Here, models: Path) -> str:
-        """A blob of WEIGHTS."""
-        sc("add", models / "a.safetensors")
-        (digest,) = sc.digests()
-        return digest
-
-    def test_says_what_it_linked_and_undo_takes_it_back(
-        self, sc: Here, cache: Path, digest: str, entry: Path, home: Path
-    ) -> None:
-        seed = ("hub", "seed", "--cache-dir", cache)
-        done = sc(*seed, "-n")
-        assert done.stdout.splitlines()[0].split() == ["DIGEST", "SIZE", "XET"]
-        assert done.stdout.splitlines()[1].split()[0] == digest[:12]
-        assert "to be computed" in done.stdout
-        assert "Would link 1 blob (100 KB, 100 KB of them to be hashed)." in done.stdout
-        assert sc(*seed, "-y").stdout == "Linked 1 blob: programs find 100 KB more.\n"
-        assert inode_of(entry) == inode_of(home / "blobs" / digest[:2] / digest)
-        done = sc(*seed)
-        assert (done.stdout, done.stderr) == ("Nothing to link.\n", "Already there: 1.\n")
-        assert sc(*seed, "-y", "-q").ids == []
-        assert "hub seed" in sc("undo", "--list").stdout
-        sc("undo", "--last", "-y")
-        assert not entry.exists()
-        assert sc(*seed, "-y", "-q").ids == [digest]
-
-    def test_the_document(self, sc: Here, cache: Path, digest: str, entry: Path) -> None:
-        planned = sc("hub", "seed", "--cache-dir", cache, "-n", "--json").json
-        assert planned["blobs"] == [
-            {"digest": digest, "size": len(WEIGHTS), "xet": None, "missing_in": [str(cache)]}
-        ]
-        assert (planned["hash_size"], planned["linked"]) == (len(WEIGHTS), [])
-        done = sc("hub", "seed", "--cache-dir", cache, "-y", "--json").json
-        assert done["linked"] == [
-            {"digest": digest, "size": len(WEIGHTS), "xet": entry.name, "path": str(entry)}
-        ]
-        assert (done["linked_size"], done["hashed_size"]) == (len(WEIGHTS), len(WEIGHTS))
-        assert (done["skipped"], done["warnings"], done["caches"]) == ([], [], [str(cache)])
-
-    def test_an_entry_of_a_client_is_left_to_it(
-        self, sc: Here, cache: Path, digest: str, entry: Path
-    ) -> None:
-        """One that does not fit is a warning and a failure."""
-        add_entry(cache, entry.name, OTHER)
-        done = sc("hub", "seed", "--cache-dir", cache, "-y", code=1)
-        assert f"Warning: {digest[:12]}: {cache}: {entry} is left alone" in done.stderr
-        assert entry.read_bytes() == OTHER
-        entry.unlink()
-        inode = inode_of(add_entry(cache, entry.name, WEIGHTS))
-        done = sc("hub", "seed", "--cache-dir", cache, "-y")
-        assert "Already there: 1." in done.stderr
-        assert inode_of(entry) == inode
-
-    @pytest.mark.usefixtures("digest")
-    def test_an_entry_is_counted_once_by_df_scan_and_report(
-        self, sc: Here, cache: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Two repos point at it and the store has it too: it is one file, whoever counts."""
-        sc("hub", "seed", "--cache-dir", cache, "-y")
-        for name in ("one", "two"):
-            blob = cache / f"models--org--{name}" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
-            blob.parent.mkdir(parents=True)
-            blob.symlink_to(Path("../../blobs", entry.name[:2], entry.name))
-            assert blob.read_bytes() == WEIGHTS
-        for small in (entry.with_name(f"{entry.name}.lock"), cache / "blobs" / MARKER):
-            small.write_bytes(b"")  # they take no room
-        used = allocated(entry)
-        (folder,) = sc("df", cache, "--json").json["folders"]
-        assert (folder["physical"], folder["shared_with_store"]) == (used, used)
-        assert (folder["logical"], folder["freed_if_deleted"]) == (len(WEIGHTS), 0)
-        monkeypatch.setenv("HF_HUB_CACHE", str(cache))
-        scanned = sc("scan", cache, "--json").json
-        assert (scanned["total"]["physical"], scanned["total"]["logical"]) == (used, len(WEIGHTS))
-        assert (scanned["groups"], scanned["freeable"]) == ([], 0)
-        assert sc("report", "--json").json["total"]["physical"] == used
-
-    @pytest.mark.usefixtures("digest")
-    def test_what_is_lacking_is_said(
-        self, sc: Here, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "old").mkdir()
-        done = sc("hub", "seed", "--cache-dir", "old", "-y", code=1)
-        assert done.error.startswith("No HF cache has a shared blob store that can be filled")
-        assert f"{tmp_path / 'old'}: it has no shared blob store yet" in done.error
-        assert "huggingface_hub >= 2.4 makes it at its first Xet download" in done.hint
-        assert "no HF cache at" in sc("hub", "seed", "--cache-dir", "no", code=1).error
-        monkeypatch.setitem(sys.modules, "hf_xet", None)
-        done = sc("hub", "seed", "--cache-dir", cache, "-y")
-        assert done.stdout == "Nothing to link.\n"
-        assert "hf_xet" in done.stderr
-
-    def test_all_known_caches_are_filled(
-        self, program: Smartcache, tmp_path: Path, models: Path
-    ) -> None:
-        """The default one, and those that a scan has met."""
-        default, other = tmp_path / "default", tmp_path / "other" / "hub"
-        make_shared_store(default)
-        make_shared_store(other)
-        write(other / "models--org--name" / "blobs" / ("0" * 64), OTHER)
-        env = {"HF_HUB_CACHE": str(default), "HOME": str(tmp_path)}
-        program("add", models / "a.safetensors", env=env)
-        program("scan", other, env=env)
-        done = program("hub", "seed", "-y", "--json", env=env).json
-        assert set(done["caches"]) == {str(default), str(other)}
-        assert len(done["linked"]) == 2
-
-
-class TestMapping:
-    SHA256, OTHERS = hashlib.sha256(WEIGHTS).hexdigest(), hashlib.sha256(OTHER).hexdigest()
-
-    @pytest.fixture
-    def blob(self, home: Path) -> Path:
-        """A blob of WEIGHTS whose sha256 is known."""
-        with Store(home) as store:
-            return store.path_of(store.put_stream([WEIGHTS], algorithms=["sha256"]).digest)
-
-    def test_is_printed(self, sc: Here, blob: Path) -> None:
-        assert sc("hub", "mapping", "--json").json == {self.SHA256: str(blob)}
-        assert sc("hub", "mapping", "-q").ids == [self.SHA256]
-        heading, line = sc("hub", "mapping").stdout.splitlines()
-        assert heading.split() == ["SHA256", "SIZE", "PATH"]
-        assert line.split() == [self.SHA256[:12], "100", "KB", str(blob)]
-
-    def test_of_a_store_that_knows_nothing(self, sc: Here, models: Path) -> None:
-        sc("add", models / "a.safetensors")
-        assert sc("hub", "mapping").stdout == "No file is known by its sha256 yet.\n"
-        assert sc("hub", "mapping", "--json").json == {}
-
-    def test_is_written_with_sizes(self, sc: Here, blob: Path, tmp_path: Path) -> None:
-        words = ("hub", "mapping", "--output", "known.json")
-        assert sc(*words).stdout == "Wrote 1 file to known.json.\n"
-        assert json.loads((tmp_path / "known.json").read_bytes()) == {
-            "format": 1,
-            "files": {self.SHA256: {"path": str(blob), "size": len(WEIGHTS)}},
-        }
-        assert sc(*words, "--json").json == {"path": "known.json", "files": 1}
-        assert sc(*words, "-q").ids == ["known.json"]
-        assert "No such file" in sc("hub", "mapping", "--output", "no/known.json", code=1).error
-
-    def test_is_imported(self, sc: Here, tmp_path: Path, models: Path) -> None:
-        path = str(models / "sub" / "c.gguf")
-        (tmp_path / "known.json").write_text(json.dumps({self.OTHERS: path}))
-        before = snapshot(models)
-        words = ("hub", "mapping", "--import", "known.json")
-        assert sc(*words).stdout == "Downloads know 1 file (70 KB).\n"
-        (folder,) = sc("folders", "ls", "--json").json["folders"]
-        found = (folder["path"], folder["is_given"], folder["files"])
-        assert found == (str(models / "sub"), False, 1)
-        assert snapshot(models) == before
-        assert sc(*words, "--json").json == {
-            "files": [{"sha256": self.OTHERS, "path": path, "size": len(OTHER)}],
-            "refused": [],
-        }
-        assert sc(*words, "-q").ids == [self.OTHERS]
-
-    def test_what_is_wrong_is_a_warning_and_a_failure(
-        self, sc: Here, tmp_path: Path, models: Path
-    ) -> None:
-        document = tmp_path / "known.json"
-        words = ("hub", "mapping", "--import", document)
-        assert "known.json" in sc(*words, code=1).error
-        files = {self.SHA256: models / "a.safetensors", self.OTHERS: models / "no", "x": models}
-        document.write_text(json.dumps({key: str(path) for key, path in files.items()}))
-        done = sc(*words, code=1)
-        assert done.stdout == "Downloads know 1 file (100 KB); 2 were refused.\n"
-        assert f"Warning: {models / 'no'}: no such file or directory\n" in done.stderr
-        assert f"Warning: {models}: its key is not a sha256\n" in done.stderr
-        for text, message in (("{", "is not a JSON document"), ("[]", "is not a mapping of files")):
-            document.write_text(text)
-            done = sc(*words, code=1)
-            assert done.error == f"{document} {message}"
-            assert "--output" in done.hint
-        assert "cannot be used together" in sc(*words, "--output", "x", code=2).error
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("import", "{bundle}", "--cache-dir", "other"),
+        ("export", "org/a", "out.tar"),
+        ("rm", "org/a"),
+        ("prune",),
+        ("verify", "--repair"),
+    ],
+)
+def test_a_dry_run_without_a_store_leaves_nothing(
+    sc: Here, cache: Path, home: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    given = ("--cache-dir", cache)
+    sc("hub", "export", "org/a", "bundle.tar", *given)
+    assert not home.exists()
+    before = snapshot(tmp_path)
+    words = tuple(word.format(bundle=tmp_path / "bundle.tar") for word in words)
+    done = sc("hub", *words, *(() if "--cache-dir" in words else given), "-n")
+    assert done.stdout
+    assert snapshot(tmp_path) == before

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-
-from tests.api import hash_file
-from tests.hub_server import Hub
 
 MARKER = ".huggingface-shared-blobs"
 PATIENCE = 120.0
@@ -29,15 +23,6 @@ def make_shared_store(cache: Path, marker: bytes = b"1\n") -> Path:
     return directory
 
 
-def xet_of(path: Path, data: bytes) -> str:
-    """Return the xet hash of bytes, as hf_xet computes it; `path` is used for it and removed."""
-    path.write_bytes(data)
-    try:
-        return hash_file(path, ["xet"])[0].values["xet"]
-    finally:
-        path.unlink()
-
-
 def add_entry(cache: Path, xet: str, data: bytes) -> Path:
     """Put an entry into a shared store, as the client does."""
     path = cache / "blobs" / xet[:2] / xet
@@ -45,26 +30,3 @@ def add_entry(cache: Path, xet: str, data: bytes) -> Path:
     path.write_bytes(data)
     path.chmod(0o444)
     return path
-
-
-def client(
-    hub: Hub, cache: Path, *words: str, code: int | None = 0
-) -> subprocess.CompletedProcess[str]:
-    """Run a program in Python's own words, or `hf`, with Xet enabled; its output is text."""
-    env = {**os.environ, **hub.environment, "HF_HUB_CACHE": str(cache)}
-    del env["HF_HUB_DISABLE_XET"]
-    if words[0] == "hf":
-        words = ("-m", "huggingface_hub.cli.hf", *words[1:])
-    done = subprocess.run(
-        [sys.executable, *words], env=env, capture_output=True, text=True, timeout=PATIENCE,
-        check=False,
-    )  # fmt: skip
-    if code is not None:
-        assert done.returncode == code, done.stderr
-    return done
-
-
-def snapshot_download(hub: Hub, cache: Path, repo: str) -> subprocess.CompletedProcess[str]:
-    """Run huggingface_hub's own `snapshot_download`, whatever comes of it."""
-    text = f"import huggingface_hub as h; print(h.snapshot_download({repo!r}))"
-    return client(hub, cache, "-c", text, code=None)

@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import file_download
 
+import smartcache
 from tests.api import DigestMismatchError, UnsafeNameError, serving
 from tests.api import hub_patches as patches
 from tests.hub.clients import (
@@ -555,12 +556,21 @@ def test_without_any_store_what_comes_is_proven(client: Client, is_right: bool) 
     assert is_right or sha256(UNET) not in blobs(client, "org/first")
 
 
-def test_a_resolved_revision_is_the_commit_that_it_was(client: Client, hub: Hub) -> None:
+@pytest.mark.parametrize("words", [("org/name", "config.json"), ("org/name",)])
+def test_a_resolved_revision_is_the_commit_that_it_was(
+    client: Client, hub: Hub, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """And no branch moves back to it."""
     resolve = getattr(huggingface_hub.HfApi, "resolve_revision", None)
     if resolve is None:
         pytest.skip("a version without it")
     hub.add("org/name", {"config.json": b"1"})
     pinned = resolve(huggingface_hub.HfApi(endpoint=hub.url), "org/name", cache_dir=client.cache)
-    hub.add("org/name", {"config.json": b"2"})
-    assert client.file("org/name", "config.json", revision=pinned).read_bytes() == b"1"
-    assert client.file("org/name", "config.json").read_bytes() == b"2"
+    newest = hub.add("org/name", {"config.json": b"2"}).sha
+    options = {"cache_dir": client.cache, "endpoint": hub.url}
+    download = getattr(smartcache, "snapshot_download" if len(words) == 1 else "hf_hub_download")
+    ref = client.cache / "models--org--name" / "refs" / "main"
+    for revision, text in ((None, b"2"), (pinned, b"1"), (None, b"2"), (pinned, b"1")):
+        path = Path(download(*words, revision=revision, **options))
+        assert (path if path.is_file() else path / "config.json").read_bytes() == text
+        assert ref.read_text() == newest

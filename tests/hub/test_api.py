@@ -462,6 +462,72 @@ for name, words in (("snapshot_download", ("org/name",)), ("hf_hub_download", ("
     assert list(hub.requests) == []
 
 
+class TestMirrors:
+    """Servers whose ETag is no hash, as Artifactory, Nexus and nginx."""
+
+    NAME, MD5 = "model.safetensors", "5d41402abc4b2a76b9719d911017c592"
+    CALLS = (("org/mirror", NAME), ("org/mirror", "config.json"), ("org/mirror",))
+
+    @pytest.fixture(params=[MD5, f"{MD5}-12", "5f3e-1a2b3c4d", f'W/"{MD5}"'])
+    def both(self, both: Both, request: pytest.FixtureRequest) -> Both:
+        both.hub.add("org/mirror", {name: FILES[name] for name in ("config.json", self.NAME)})
+        for number, name in enumerate(("config.json", self.NAME)):
+            if request.param.startswith("W/"):
+                weak = request.param.replace("d", str(number))
+                both.hub.faults.header(f"/{name}", ("ETag", "X-Linked-Etag")[number], weak)
+            else:
+                both.hub.faults.other_etag(f"org/mirror/{name}", f"{request.param}{number}")
+        return both
+
+    @pytest.mark.parametrize("words", CALLS)
+    @pytest.mark.parametrize("local", [{}, {"local_dir": "local"}])
+    def test_our_calls_do_what_those_of_huggingface_hub_do(
+        self, both: Both, words: tuple[str, ...], local: dict[str, object]
+    ) -> None:
+        for _ in range(2):
+            ours, plain = both.ask(*words, **local)
+            assert ours == plain
+        if len(words) == 2 or not local:  # of a repo, the hashes of its listing are noted there
+            assert both.files(smartcache) == both.files(huggingface_hub)
+        ours, plain = both.ask(*words, dry_run=True, **local)
+        assert ours == plain
+
+    def test_a_local_dir_gets_the_files_of_a_repo_once(self, both: Both, tmp_path: Path) -> None:
+        for _ in range(2):
+            ours, plain = both.ask("org/mirror", local_dir="local")
+            assert ours == plain
+        local = tmp_path / "ours" / "local"
+        for name in ("config.json", self.NAME):
+            assert (local / name).read_bytes() == FILES[name]
+            assert len(both.hub.gets(f"org/mirror/{name}")) == 2  # each package
+
+    def test_weights_of_a_repo_are_proven_by_its_listing(self, both: Both) -> None:
+        path = Path(str(both.call("org/mirror")(smartcache)), self.NAME)
+        assert path.read_bytes() == FILES[self.NAME]
+        assert smartcache.cache_mapping()[sha256(FILES[self.NAME])].samefile(path)
+        both.hub.faults.wrong_bytes(self.NAME)
+        with pytest.raises(smartcache.DigestMismatchError, match=self.NAME):
+            both.call("org/mirror", force_download=True)(smartcache)
+        assert not path.exists()
+
+    @pytest.mark.parametrize("words", CALLS)
+    def test_its_own_calls_do_what_they_do_without_us(
+        self, both: Both, tmp_path: Path, words: tuple[str, ...]
+    ) -> None:
+        hub = both.hub
+        call = functions(huggingface_hub)[len(words) - 1]
+        plain = str(call(*words, cache_dir=tmp_path / "plain", endpoint=hub.url))
+        hub.clear()
+        with smartcache.enable():
+            for _ in range(2):
+                path = call(*words, cache_dir=tmp_path / "answered", endpoint=hub.url)
+        assert contents(tmp_path / "answered") == contents(tmp_path / "plain")
+        assert Path(str(path)).relative_to(tmp_path / "answered") == Path(plain).relative_to(
+            tmp_path / "plain"
+        )
+        assert len(hub.gets(self.NAME)) <= 1
+
+
 # several at once
 
 

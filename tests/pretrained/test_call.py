@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from tests.api import (
     Asked,
-    DeviceMemoryError,
     Placement,
     accelerator,
     is_on,
@@ -19,7 +17,6 @@ from tests.api import (
     placement,
     resolve_device,
 )
-from tests.api import call_free_bytes as free_bytes
 from tests.hub_server.pipelines import Models
 
 if TYPE_CHECKING:
@@ -179,41 +176,15 @@ class TestMoving:
 
 
 class TestFullDevice:
-    @pytest.mark.parametrize(
-        ("kind", "message"),
-        [
-            ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 4 MB"),
-            ("RuntimeError", "MPS backend out of memory (MPS allocated: 1 GB)"),
-        ],
-        ids=["cuda", "mps"],
-    )
-    def test_the_error_names_the_component_and_the_bytes(self, kind: str, message: str) -> None:
+    def test_what_was_moved_half_is_moved_back_and_the_error_passes(self) -> None:
         import torch
 
-        error = getattr(torch, kind, RuntimeError)(message)
-        pair = Pair(tokenizer=object(), text_encoder=full_layer(error))
-        with pytest.raises(DeviceMemoryError) as caught:
-            Placement(device=meta(), source="org/name").apply(pair)
-        text = str(caught.value)
-        assert text == "text_encoder of org/name does not fit on meta: 4 MB is needed"
-        assert caught.value.hint
-        assert caught.value.__cause__ is error
-        copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own bytes
-        assert (copy.needed, copy.free, copy.component) == (4_000_000, None, "text_encoder")
-
-    def test_what_was_moved_half_is_moved_back(self) -> None:
-        import torch
-
-        full = full_layer(torch.OutOfMemoryError("full"))
-        with pytest.raises(DeviceMemoryError):
-            Placement(device=meta()).apply(full)
-        assert full.came_back
-
-    def test_other_errors_pass_unchanged(self) -> None:
-        error = RuntimeError("an illegal instruction")
-        with pytest.raises(RuntimeError) as caught:
-            Placement(device=meta()).apply(full_layer(error))
-        assert caught.value is error
+        for error in (torch.OutOfMemoryError("full"), RuntimeError("an illegal instruction")):
+            full = full_layer(error)
+            with pytest.raises(RuntimeError) as caught:
+                Placement(device=meta()).apply(full)
+            assert full.came_back
+            assert caught.value is error
 
 
 class TestLibrary:
@@ -281,17 +252,13 @@ class TestLibrary:
 
 @pytest.mark.cuda
 class TestCuda:
-    def test_everything_is_on_the_device_and_free_memory_is_known(self, models: Models) -> None:
-        import torch
+    def test_everything_is_on_the_device(self, models: Models) -> None:
 
         import smartcache
 
         pipeline = smartcache.from_pretrained(models.first, device="cuda")
         for name in ("text_encoder", "vae", "unet"):
             assert getattr(pipeline, name).device.type == "cuda"
-        free = free_bytes(torch.device("cuda"))
-        assert free is not None
-        assert free > 0
         pipeline.to("cpu")  # type: ignore[attr-defined]
 
     def test_encoders_go_there_by_themselves(self, models: Models) -> None:
@@ -301,16 +268,3 @@ class TestCuda:
         assert pipeline.text_encoder.device.type == "cuda"  # type: ignore[attr-defined]
         assert pipeline.vae.device.type == "cuda"  # type: ignore[attr-defined]
         assert pipeline.unet.device.type == "cpu"  # type: ignore[attr-defined]
-
-    def test_a_full_device_is_said_with_figures(self) -> None:
-        import torch
-
-        free = free_bytes(torch.device("cuda"))
-        assert free is not None
-        with torch.device("meta"):
-            model = torch.nn.Linear(1 << 16, free // (1 << 18) + (1 << 12))
-        huge = torch.empty(1).expand_as(model.weight)
-        model.weight = torch.nn.Parameter(huge)
-        model.bias = None  # type: ignore[assignment]
-        with pytest.raises(DeviceMemoryError, match=r"is needed, .* is free"):
-            Placement(device=torch.device("cuda")).apply(model)

@@ -425,8 +425,8 @@ def test_a_file_of_the_users_own_comes_back_if_nothing_came(world: World) -> Non
 
 
 def verify(world: World) -> int:
-    """Run `hub verify`; return its exit code."""
-    words = ["hub", "verify", "--cache-dir", str(world.cache)]
+    """Run `hub verify --repair`; return its exit code."""
+    words = ["hub", "verify", "--repair", "-y", "--cache-dir", str(world.cache)]
     return CliRunner().invoke(main, words, env=world.environment).exit_code
 
 

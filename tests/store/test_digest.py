@@ -48,7 +48,6 @@ from tests.processes.children import Child
 from tests.store.files import digest_of, git_sha1_of, row, sha256_of
 
 ALL: tuple[Algorithm, ...] = get_args(Algorithm)
-STREAMED: tuple[Algorithm, ...] = ("blake3", "sha256", "git-sha1")
 ENDLESS = 1 << 40
 """Size of a sparse file that takes minutes to hash: who waits for it meets the timeout."""
 IMPORT = f"import sys, threading; from {hash_file.__module__} import hash_file, hash_many\n"
@@ -74,7 +73,7 @@ def sparse(path: Path, size: int = ENDLESS) -> Path:
     return path
 
 
-def expected(data: bytes, algorithms: Iterable[Algorithm] = STREAMED) -> dict[Algorithm, str]:
+def expected(data: bytes, algorithms: Iterable[Algorithm] = ALL) -> dict[Algorithm, str]:
     every = {"blake3": digest_of, "sha256": sha256_of, "git-sha1": git_sha1_of}
     return {name: every[name](data) for name in algorithms}
 
@@ -117,31 +116,26 @@ def test_hashes_are_those_that_other_programs_know(tmp_path: Path) -> None:
             "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
             "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
             "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391",
-            "0" * 64,
         ),
         b"hello": (
             "ea8f163db38682925e4491c5e58d4bb3506ef8c14eb78a86e908c5624a67200f",
             "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824",
             "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0",
-            "48a3213a086cad271381aafe47232eb5df291a963cebbfec071972eff45eb422",
         ),
     }
     for data, values in known.items():
         (tmp_path / "file").write_bytes(data)
         hashes, key = hash_file(tmp_path / "file", ALL)
-        names = ("blake3", "sha256", "git-sha1", "xet")
+        names = ("blake3", "sha256", "git-sha1")
         assert hashes.values == dict(zip(names, values, strict=True)), data
         assert hashes.size == key.size == len(data)
 
 
-def test_git_and_hf_xet_say_the_same_of_a_large_file(tmp_path: Path) -> None:
-    import hf_xet
-
+def test_git_says_the_same_of_a_large_file(tmp_path: Path) -> None:
     path = write(tmp_path / "file", 5_000_000)
     command = ["git", "hash-object", "--no-filters", str(path)]
     git = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    (xet,) = hf_xet.hash_files([str(path)])
-    assert hash_file(path, ["git-sha1", "xet"])[0].values == {"git-sha1": git, "xet": xet.hash}
+    assert hash_file(path, ["git-sha1"])[0].values == {"git-sha1": git}
 
 
 class TestHashFile:
@@ -150,7 +144,7 @@ class TestHashFile:
         sizes = (0, BUFFER_SIZE - 1, BUFFER_SIZE, BUFFER_SIZE + 1, AHEAD_MIN_SIZE - 1,
                  AHEAD_MIN_SIZE + 12345)  # fmt: skip
         wanted: tuple[tuple[Algorithm, ...], ...] = (
-            ("blake3",), ("sha256",), ("git-sha1", "blake3"), STREAMED
+            ("blake3",), ("sha256",), ("git-sha1", "blake3"), ALL
         )  # fmt: skip
         for number, size in enumerate(sizes):
             path = write(tmp_path / "file", size)
@@ -183,7 +177,7 @@ class TestHashFile:
         size = AHEAD_MIN_SIZE + 4097
         path, right = sparse(tmp_path / "file", size), expected(bytes(size))
         for threads in (1, 2):
-            assert hash_file(path, STREAMED, threads=threads)[0].values == right, threads
+            assert hash_file(path, ALL, threads=threads)[0].values == right, threads
 
     def test_any_name_does_and_a_symlink_is_followed(self, tmp_path: Path) -> None:
         right = hash_file(write(tmp_path / "file", 1000), ALL)
@@ -317,24 +311,6 @@ class TestChange:
         with pytest.raises(FileChangedError):
             hash_file(path, advance=advance)
 
-    @linux
-    def test_during_the_xet_hash_is_an_error(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        import hf_xet
-
-        path = write(tmp_path / "file", 1000)
-        real = hf_xet.hash_files
-
-        def hash_then_change(names: list[str]) -> object:
-            found = real(names)
-            overwrite(path)
-            return found
-
-        monkeypatch.setattr(hf_xet, "hash_files", hash_then_change)
-        with pytest.raises(FileChangedError):
-            hash_file(path, ["xet"])
-
 
 class TestInterruption:
     def test_an_exception_of_advance_ends_the_hashing(self, tmp_path: Path) -> None:
@@ -345,7 +321,7 @@ class TestInterruption:
 
         for threads in (1, 2):
             with row(threads), pytest.raises(KeyboardInterrupt):
-                hash_file(path, STREAMED, advance=advance, threads=threads)
+                hash_file(path, ALL, advance=advance, threads=threads)
             assert not hashing_threads()
 
     def test_a_hash_that_fails_in_its_thread_is_an_error(
@@ -394,51 +370,6 @@ class TestInterruption:
             assert child.result() == {digest_of(theirs.read_bytes())}
 
 
-class TestXet:
-    def test_without_the_package_the_hint_says_what_to_install(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "hf_xet", None)
-        with pytest.raises(StoreError, match="hf_xet") as caught:
-            hash_file(write(tmp_path / "file", 1), ["xet"])
-        assert "pip install" in caught.value.hint
-
-    def test_the_package_is_loaded_only_for_it(self, tmp_path: Path) -> None:
-        code = (
-            IMPORT + "hash_file(sys.argv[1], ('blake3', 'sha256', 'git-sha1'))\n"
-            "print('hf_xet' in sys.modules)"
-        )
-        assert run(code, write(tmp_path / "file", 1)).strip() == "False"
-
-    def test_without_proc_the_path_is_read_and_has_to_stay_that_of_the_file(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As on macOS and Windows: hf_xet has to open the path."""
-        first, second = write(tmp_path / "first", 10), write(tmp_path / "second", 10, seed=1)
-        right = hash_file(first, ["xet"])
-        exists = os.path.exists
-        monkeypatch.setattr(
-            os.path, "exists", lambda path: not str(path).startswith("/proc") and exists(path)
-        )
-        assert hash_file(first, ["xet"]) == right
-        with first.open("rb") as stream, pytest.raises(StoreError):
-            hash_file(stream.fileno(), ["xet"])
-        path = tmp_path / "link"
-        path.symlink_to(first)
-
-        def point_elsewhere(_: int) -> None:
-            path.unlink()
-            path.symlink_to(second)
-
-        with pytest.raises(FileChangedError):
-            hash_file(path, ALL, advance=point_elsewhere)
-
-    @linux
-    def test_ctrl_c_ends_it(self, tmp_path: Path) -> None:
-        code = "import hf_xet\n" + interruptible("hash_file(sys.argv[1], ['xet'])", "'interrupted'")
-        assert interrupted(code, sparse(tmp_path / "file")) == "interrupted"
-
-
 def interruptible(work: str, said: str) -> str:
     return (
         f"{IMPORT}print('ready', flush=True)\n"
@@ -473,7 +404,7 @@ class TestHasher:
     @given(chunks=st.lists(st.binary(max_size=3000), max_size=20))
     def test_any_chunking_gives_the_hashes_of_the_whole(self, chunks: list[bytes]) -> None:
         whole = b"".join(chunks)
-        hasher = Hasher(STREAMED, size=len(whole))
+        hasher = Hasher(ALL, size=len(whole))
         for chunk in chunks:
             hasher.update(chunk)
         assert hasher.finish() == Hashes(size=len(whole), values=expected(whole))
@@ -491,10 +422,10 @@ class TestHasher:
         own.extend(b"d")  # BufferError while anybody holds a view
 
     def test_what_a_stream_cannot_give_needs_a_file(self) -> None:
-        for size, needed in ((0, ("xet",)), (None, ("git-sha1", "xet"))):
-            hasher = Hasher(("blake3", "git-sha1", "xet"), size=size)
-            assert sorted(hasher.needs_file) == sorted(needed)
-            assert {*hasher.finish().values, *needed} == {"blake3", "git-sha1", "xet"}
+        for size, needed in ((0, ()), (None, ("git-sha1",))):
+            hasher = Hasher(("blake3", "git-sha1"), size=size)
+            assert hasher.needs_file == needed
+            assert {*hasher.finish().values, *needed} == {"blake3", "git-sha1"}
 
     def test_another_size_than_announced_is_an_error(self) -> None:
         for arrived in (b"ab", b"abcd"):
@@ -522,7 +453,7 @@ class TestHashMany:
         right = {path: (expected(path.read_bytes()), StatKey.of(path.stat())) for path in paths}
         for threads in (0, 1, 2, 5):
             with row(threads):
-                found = list(hash_many(iter(paths), STREAMED, threads=threads))
+                found = list(hash_many(iter(paths), ALL, threads=threads))
                 assert sorted(each.path for each in found) == paths
                 for each in found:
                     assert each.hashes is not None

@@ -92,13 +92,9 @@ class TestStream:
         blob = store.put_stream([])
         assert (blob.size, read(store, blob.digest)) == (0, b"")
 
-    def test_hashes_asked_for_become_aliases_and_later_ones_are_added(
-        self, store: Store, folder: Path
-    ) -> None:
-        hf_xet = pytest.importorskip("hf_xet")
-        (found,) = hf_xet.hash_files([str(write(folder / "a"))])
+    def test_hashes_asked_for_become_aliases_and_later_ones_are_added(self, store: Store) -> None:
         aliases: dict[Algorithm, str] = {}
-        for algorithm, value in (("sha256", SHA256), ("git-sha1", GIT_SHA1), ("xet", found.hash)):
+        for algorithm, value in (("sha256", SHA256), ("git-sha1", GIT_SHA1)):
             blob = store.put_stream([WEIGHTS], algorithms=[algorithm])  # type: ignore[list-item]
             aliases[algorithm] = str(value)  # type: ignore[index]
             assert store.aliases_of(blob) == aliases

@@ -283,7 +283,7 @@ def pull_without_hub(store: Store, request: Request, *, progress: Progress = sil
     """
     if request.local_dir is not None or request.force:
         return False
-    revision = str(getattr(request.revision, "resolved", request.revision))
+    revision = request.revision
     for tier, tiered in _tiered(store, request.repo):
         bundled = tiered.bundled
         commit = revision if layout.is_commit(revision) else bundled.refs.get(revision, "")
