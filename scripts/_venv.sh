@@ -94,6 +94,8 @@ _install() { # EXTRA PYTHON
     fi
     echo "Installing smartcache${extra:+ with its $extra tools} into $venv ..." >&2
     rm -f "$stamp"
+    # Of the project's earlier name: left there, it would be taken for somebody else's package.
+    "$python" -m pip uninstall --yes --quiet --disable-pip-version-check smartcache >/dev/null 2>&1 || true
     # --upgrade: "the newest 1.x" is not what an older one, asked for before, has left there.
     (cd -- "$root" && PIP_USER=0 "$python" -m pip install ${requirements[@]+--upgrade} --disable-pip-version-check --no-input \
         --progress-bar off -c scripts/constraints.txt -e ".${extra:+[$extra]}" ${requirements[@]+"${requirements[@]}"}) 2>&1 |

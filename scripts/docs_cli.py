@@ -28,9 +28,8 @@ The text of every command's `--help`.
 def commands(group: click.Command, parent: click.Context | None = None) -> Iterator[click.Context]:
     """A context for the command and, in the order of its help, for every visible one below it."""
     name = "smartcache" if parent is None else group.name
-    context = click.Context(
-        group, info_name=name, parent=parent, terminal_width=WIDTH, max_content_width=WIDTH
-    )
+    settings = {**group.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    context = click.Context(group, info_name=name, parent=parent, **settings)
     yield context
     if isinstance(group, click.Group):
         for child in group.list_commands(context):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
@@ -22,7 +21,7 @@ from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -93,9 +92,9 @@ class Resolved(NamedTuple):
 def resolve(**overrides: Unpack[Overrides]) -> dict[str, Resolved]:
     """Return every setting with its value and its source; raises as `load_settings` does."""
     given = cast("Mapping[str, object]", overrides)
-    refuse_unknown(given, "argument")
+    _refuse_unknown(given, "argument")
     path, stored = _read_file()
-    refuse_unknown(stored, f"{path}")
+    _refuse_unknown(stored, f"{path}")
     found: dict[str, Resolved] = {}
     for name, setting in SETTINGS.items():
         parse, variable_name = setting.parse, setting.variable
@@ -109,124 +108,8 @@ def resolve(**overrides: Unpack[Overrides]) -> dict[str, Resolved]:
             parsed = _parsed(parse, value, f"{path}: {name}", path.parent)
             found[name] = Resolved(parsed, "file", str(path))
         else:
-            found[name] = Resolved(default_of(name), "default")
+            found[name] = Resolved(_default_of(name), "default")
     return found
-
-
-def write_setting(name: str, texts: Sequence[str] | None) -> Path:
-    """Set one setting in the config file, or take it out (None); return the path of the file.
-
-    `texts` is what a user typed: one word, or several for a list. Comments and the order of the
-    file stay. Nothing is written unless the file then says exactly what it said before, with this
-    one setting changed. Raises `ConfigError` for what cannot be used.
-    """
-    refuse_unknown([name], "config")
-    path = config_file()
-    real = Path(os.path.realpath(path))  # dotfiles are often symlinks
-    old = "" if not os.path.lexists(real) else _file_text(path)
-    stored = dict(_toml(path, old))
-    value = None if texts is None else _typed(name, texts)
-    if value is None:
-        stored.pop(name, None)
-    else:
-        _parsed(SETTINGS[name].parse, value, name, path.parent)
-        stored[name] = value
-    new = edited(old, name, None if value is None else _toml_of(value))
-    if _toml(path, new) != stored:
-        raise ConfigError(f"{path}: cannot be changed safely", hint="Change it with an editor.")
-    if new != old:
-        _replace_file(real, new)
-    return path
-
-
-def edited(text: str, name: str, value: str | None) -> str:
-    """Return the text of a TOML file with one key set, or taken out; all else stays as it is."""
-    import tomllib
-
-    lines = text.splitlines(keepends=True)
-    start = 0
-    while start < len(lines):
-        if lines[start].lstrip()[:1] in ("", "#"):
-            start += 1
-            continue
-        end, found = start + 1, None
-        while found is None and end <= len(lines):  # a list may go over several lines
-            with suppress(tomllib.TOMLDecodeError):
-                found = tomllib.loads("".join(lines[start:end]))
-            end += found is None
-        if found is None or lines[start].lstrip().startswith("["):
-            break  # a table: what follows belongs to it
-        if name in found:
-            comment = _comment_of("".join(lines[start:end]))
-            line = [] if value is None else [f"{name} = {value}{comment}\n"]
-            return "".join([*lines[:start], *line, *lines[end:]])
-        start = end
-    if value is None:
-        return text
-    if start and not lines[start - 1].endswith("\n"):
-        lines[start - 1] += "\n"
-    return "".join([*lines[:start], f"{name} = {value}\n", *lines[start:]])
-
-
-def _comment_of(statement: str) -> str:
-    """Return the comment that ends a statement, with the space before it."""
-    import tomllib
-
-    whole = tomllib.loads(statement)
-    for position, character in enumerate(statement):
-        if character == "#":
-            with suppress(tomllib.TOMLDecodeError):
-                if tomllib.loads(statement[:position]) == whole:
-                    before = statement[:position]
-                    gap = before[len(before.rstrip()) :]
-                    return f"{gap}{statement[position:].rstrip()}"
-    return ""
-
-
-def _typed(name: str, texts: Sequence[str]) -> object:
-    """Return what a user typed as the kind of value the file has; a path is relative to here."""
-    parse = SETTINGS[name].parse
-    if len(texts) != 1:
-        raise ConfigError(f"{name}: takes one value", hint="Put quotes around it.")
-    (text,) = texts
-    if parse is _path:
-        return _kept_path(text)
-    if parse is _flag:
-        return _parsed(_flag, text, name, Path())
-    return int(text) if text.isascii() and text.isdecimal() else text
-
-
-def _kept_path(text: str) -> str:
-    return text if not text or text.startswith("~") else os.path.abspath(text)
-
-
-def _toml_of(value: object) -> str:
-    """Write a value as TOML; what it cannot hold, such as bytes that are not UTF-8, is refused."""
-    if not isinstance(value, str):
-        return str(value).lower()
-    import json
-
-    if not value.isprintable():
-        raise ConfigError(f"not a value for a file: {value!r}", hint="Set the variable instead.")
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write a file in one step, with the mode it had."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            if path.exists():
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def with_home(settings: Settings | None, home: str | Path | None) -> Settings:
@@ -262,39 +145,27 @@ def remotes_file() -> Path:
 def _read_file() -> tuple[Path, Mapping[str, object]]:
     path = config_file()
     try:
-        return path, _toml(path, _file_text(path))
-    except FileNotFoundError:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
         if variable("SMARTCACHE_CONFIG") is None:
             return path, {}
         raise ConfigError(
             f"SMARTCACHE_CONFIG names a file that does not exist: {path}",
             hint="Create it, or unset SMARTCACHE_CONFIG.",
         ) from None
-
-
-def _file_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(path) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason}") from None
-
-
-def _toml(path: Path, text: str) -> Mapping[str, object]:
-    if not text:
-        return {}
     import tomllib  # some ms that only the owner of a config file has to pay
 
     try:
-        return tomllib.loads(text)
+        return path, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def refuse_unknown(names: Iterable[str], source: str) -> None:
+def _refuse_unknown(names: Iterable[str], source: str) -> None:
     """Raise for the first name that no setting has, with the nearest that one has."""
     known = list(SETTINGS)
     for name in names:
@@ -402,7 +273,7 @@ def _xdg(name: str, below_home: str) -> Path:
     return _expand("~") / below_home
 
 
-def default_of(name: str) -> object:
+def _default_of(name: str) -> object:
     """Return the value of a setting that nobody has set."""
     if name != "home":
         return getattr(Settings(home=Path()), name)

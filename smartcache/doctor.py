@@ -11,13 +11,20 @@ import platform
 import sqlite3
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from smartcache import __version__
-from smartcache.errors import NoSpaceError, StoreFormatError, StoreUnwritableError, UnsafeStoreError
+from smartcache.errors import (
+    ONLY_THIS_PACKAGE,
+    NoSpaceError,
+    StoreFormatError,
+    StoreUnwritableError,
+    UnsafeStoreError,
+)
 from smartcache.sizes import format_size
 from smartcache.store import Layout, volume_root
 from smartcache.system import (
@@ -235,6 +242,20 @@ def _about_root(abilities: Abilities) -> Finding:
     )
     hint = "Work as an ordinary user, or run 'smartcache verify' regularly."
     return Finding(level="warning", text=text, hint=hint)
+
+
+def other_package() -> Iterator[Finding]:
+    """Say if the package that has the name `smartcache` on PyPI, and is not this one, is here."""
+    with suppress(metadata.PackageNotFoundError):
+        found = metadata.distribution("smartcache")
+        yield Finding(
+            level="warning",
+            text=(
+                f"Another package, smartcache {found.version}, is installed here too. It has the"
+                " same import name: Python loads the one that was installed last."
+            ),
+            hint=ONLY_THIS_PACKAGE,
+        )
 
 
 def _versions() -> dict[str, str | None]:

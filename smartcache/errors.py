@@ -55,7 +55,8 @@
         ├── NothingToUndoError(LookupError)
         └── LockTimeoutError(TimeoutError)
 
-A message says what failed and on which thing; `hint` says what to do about it. Data a program may
+A message says what failed and on which thing; `hint` says what to do about it, and tracebacks show
+it as a note. Data a program may
 want travels as attributes; `errno` is that of the system's error from which ours was raised. Every
 error survives pickling, so it can cross a process pool.
 """
@@ -63,7 +64,21 @@ error survives pickling, so it can cross a process pool.
 from __future__ import annotations
 
 import errno as _errno
-from typing import ClassVar, Self
+from typing import ClassVar
+
+_HINT = "Hint: "
+DISTRIBUTION = "smartcache-hub"
+"""What pip installs. `smartcache` on PyPI is somebody else's, with the same import name."""
+ONLY_THIS_PACKAGE = (
+    "Run 'pip uninstall smartcache', which removes files of both, and then"
+    f" 'pip install --force-reinstall --no-deps {DISTRIBUTION}'."
+)
+"""What to do where both are installed."""
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install what an extra brings."""
+    return f"Install it: pip install '{DISTRIBUTION}[{extra}]'."
 
 
 class SmartcacheError(Exception):
@@ -86,6 +101,17 @@ class SmartcacheError(Exception):
         return self.message
 
     @property
+    def hint(self) -> str:
+        """What to do about it: also a note, so that a traceback shows it."""
+        return self._hint
+
+    @hint.setter
+    def hint(self, value: str) -> None:
+        self._hint = value
+        others = [each for each in getattr(self, "__notes__", ()) if not each.startswith(_HINT)]
+        self.__notes__ = [*others, *([f"{_HINT}{value}"] if value else [])]
+
+    @property
     def errno(self) -> int | None:
         """The number of the system's error behind this one: given, of the cause, or the class's."""
         known = (self._data.get("errno"), getattr(self.__cause__, "errno", None))
@@ -100,16 +126,11 @@ class SmartcacheError(Exception):
         data = self._data if self.errno is None else {**self._data, "errno": self.errno}
         return _rebuild, (type(self), self.message, self.hint, data)
 
-    @classmethod
-    def rebuilt(cls, message: str, hint: str, data: dict[str, object]) -> Self:
-        """Return an equal error from the parts that were pickled."""
-        return cls(message, hint=hint, **data)
-
 
 def _rebuild(
     cls: type[SmartcacheError], message: str, hint: str, data: dict[str, object]
 ) -> SmartcacheError:
-    return cls.rebuilt(message, hint, data)
+    return cls(message, hint=hint, **data)
 
 
 class ConfigError(SmartcacheError, ValueError):

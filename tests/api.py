@@ -82,8 +82,6 @@ from smartcache.config import (
     SETTINGS,
     Settings,
     config_file,
-    default_of,
-    edited,
     load_settings,
     variable,
 )
@@ -268,9 +266,7 @@ from smartcache.store.index import SCHEMA, VERSION, Index
 from smartcache.store.owners import link_liveness, liveness, pin
 from smartcache.store.records import Blob, LinkKind, Memo, Owner, Seen, Sighting, Trust, judge
 from smartcache.store.store import Store
-from smartcache.store.upkeep import usage as store_measure
 from smartcache.store.upkeep.prune import REBUILT, PrunePlan
-from smartcache.store.upkeep.usage import FolderUsage, folder_usage
 from smartcache.store.upkeep.verify import VerifyReport, rebuild, replace_damaged_index
 from smartcache.store.volume import FORMAT, Volume, volume_root
 from smartcache.store.volume import Layout as layout_Layout
@@ -430,7 +426,6 @@ __all__ = [
     "FileSkippedError",
     "Fingerprint",
     "FolderSums",
-    "FolderUsage",
     "Followed",
     "Grouping",
     "Guard",
@@ -597,12 +592,10 @@ __all__ = [
     "cut",
     "decode",
     "decoders",
-    "default_of",
     "delete_exactly",
     "discover",
     "doctor_Finding",
     "dtype_arguments",
-    "edited",
     "encode",
     "encoded",
     "engine_records",
@@ -616,7 +609,6 @@ __all__ = [
     "filesystems_free_bytes",
     "find_mount",
     "find_repo",
-    "folder_usage",
     "folders_apps",
     "folders_face",
     "folders_names",
@@ -740,7 +732,6 @@ __all__ = [
     "store_lanes",
     "store_layout",
     "store_links",
-    "store_measure",
     "store_memos",
     "store_mounts",
     "store_proof",

@@ -262,7 +262,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(user: Path) -> Non
         ("timeout", "lock_timeout"),
     ):
         path = write_config(user, f"{written} = 1\n")
-        error = refusal(f"^{re.escape(str(path))}: unknown setting {written!r}$")
+        error = refusal(f"^{re.escape(str(path))}: unknown setting {written!r}\n")
         assert f"Did you mean {meant!r}?" in error.hint
 
 

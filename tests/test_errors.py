@@ -5,6 +5,7 @@ import errno
 import inspect
 import pickle
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +127,51 @@ def test_the_hint_is_the_classes_own_unless_given(cls: type[SmartcacheError]) ->
     assert cls("m").hint == cls.default_hint
     assert cls("m", hint="").hint == ""
     assert cls("m", hint="other").hint == "other"
+
+
+@every_class
+def test_a_traceback_shows_the_hint_once(cls: type[SmartcacheError]) -> None:
+    """However it came there: pickled, copied, raised again, raised from another."""
+    error = cls("It failed", hint="Do this")
+
+    def again() -> SmartcacheError:
+        with pytest.raises(cls):
+            raise error
+        with pytest.raises(cls) as raised:
+            raise error
+        return raised.value
+
+    def of_another() -> SmartcacheError:
+        with pytest.raises(cls) as raised:
+            raise cls("It failed", hint="Do this") from OSError("why")
+        return raised.value
+
+    pickled = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    for each in (
+        error, pickled, pickle.loads(pickle.dumps(pickled)), copy.copy(error),  # noqa: S301
+        copy.deepcopy(error), again(), of_another(),
+    ):  # fmt: skip
+        lines = "".join(traceback.format_exception(each)).splitlines()
+        assert lines.count("Hint: Do this") == 1
+        assert lines[-2].endswith(": It failed")
+        assert str(each) == "It failed"
+
+
+@every_class
+def test_a_traceback_shows_the_hint_of_the_class_and_that_of_today(
+    cls: type[SmartcacheError],
+) -> None:
+    error = cls("It failed")
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("Hint: ") == bool(cls.default_hint)
+    assert cls.default_hint in shown
+    error.add_note("In a worker")
+    error.hint = "Do that"
+    shown = "".join(traceback.format_exception(error))
+    assert shown.endswith("In a worker\nHint: Do that\n")
+    assert shown.count("Hint: ") == 1
+    error.hint = ""
+    assert "Hint: " not in "".join(traceback.format_exception(error))
 
 
 @every_class

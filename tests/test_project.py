@@ -17,9 +17,11 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
 
 import smartcache
+from tests.api import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "smartcache"
@@ -165,7 +167,7 @@ class TestPackaging:
         assert systems == ["Operating System :: POSIX :: Linux"]
 
     def test_the_installed_version_is_the_one_in_the_source(self) -> None:
-        assert importlib.metadata.version("smartcache") == smartcache.__version__
+        assert importlib.metadata.version(errors.DISTRIBUTION) == smartcache.__version__
 
     def test_the_command_starts_the_cli(self) -> None:
         (command,) = importlib.metadata.entry_points(group="console_scripts", name="smartcache")
@@ -187,7 +189,7 @@ class TestPackaging:
         wheel = build("wheel", tmp_path)
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-            metadata = f"smartcache-{smartcache.__version__}.dist-info"
+            metadata = f"smartcache_hub-{smartcache.__version__}.dist-info"
             headers = email.message_from_bytes(archive.read(f"{metadata}/METADATA"))
         assert {name.split("/")[0] for name in names} == {"smartcache", metadata}
         assert {relative(path) for path in MODULES} < set(names)
@@ -202,6 +204,34 @@ class TestPackaging:
             "docs", "all",
         }  # fmt: skip
 
+    def test_a_wheel_of_the_source_archive_runs_in_an_empty_environment(
+        self, tmp_path: Path
+    ) -> None:
+        """With click, and nothing else: neither pip nor the packages that the work needs."""
+        for name in ("tree", "sdist", "wheel", "packages"):
+            (tmp_path / name).mkdir()
+        with tarfile.open(build("sdist", tmp_path / "sdist")) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (source,) = tmp_path.glob("smartcache_hub-*")
+        wheel = build("wheel", tmp_path / "wheel", source)
+        ours = build("wheel", tmp_path / "tree")
+        with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(ours) as other:
+            assert sorted(one.namelist()) == sorted(other.namelist())
+        python = tmp_path / "env" / "bin" / "python"
+        run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+        pip = (sys.executable, "-m", "pip", "-q", "--python", python, "install", "--no-index")
+        run(*pip, "--no-deps", wheel)
+        (tmp_path / "packages" / "click").symlink_to(Path(click.__file__).parent)
+        done = run(python.with_name("smartcache"), "--help", path=tmp_path / "packages")
+        assert done.startswith("Usage: smartcache ")
+        # The package that has the name `smartcache` on PyPI is installed after it.
+        (theirs,) = (tmp_path / "env").glob("lib/*/site-packages/smartcache/__init__.py")
+        theirs.write_text('version = "0.0.2"\n')
+        with pytest.raises(subprocess.CalledProcessError) as failed:
+            run(python.with_name("smartcache"), "doctor", path=tmp_path / "packages")
+        assert failed.value.stderr.startswith("Error: Another package called smartcache is in ")
+        assert "\nHint: Run 'pip uninstall smartcache'" in failed.value.stderr
+
     def test_the_source_archive_can_run_its_own_tests(self, tmp_path: Path) -> None:
         with tarfile.open(build("sdist", tmp_path)) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
@@ -209,11 +239,54 @@ class TestPackaging:
         assert not {name for name in names if name.startswith(".venv")}
 
 
-def build(kind: str, directory: Path) -> Path:
+def build(kind: str, directory: Path, source: Path = ROOT) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "-d", str(directory)]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(command, cwd=source, capture_output=True, check=True)
     (archive,) = directory.iterdir()
     return archive
+
+
+def run(*command: str | Path, path: Path | None = None) -> str:
+    """Run a program outside the project; return what it prints."""
+    env = {"PATH": os.environ["PATH"], **({} if path is None else {"PYTHONPATH": str(path)})}
+    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+class TestName:
+    def test_what_pip_installs_is_the_name_in_the_hints(self) -> None:
+        assert project()["name"] == errors.DISTRIBUTION
+        assert importlib.metadata.version(errors.DISTRIBUTION) == smartcache.__version__
+
+    def test_no_text_lets_somebody_install_the_other_package_of_that_name(self) -> None:
+        """`smartcache` on PyPI is somebody else's."""
+        texts = [
+            *ROOT.glob("docs/**/*.md"), *ROOT.glob("scripts/**/*"), *PACKAGE.rglob("*.py"),
+            ROOT / "README.md", ROOT / "pyproject.toml",
+        ]  # fmt: skip
+        found = [
+            f"{relative(path)}: {match[0]}"
+            for path in texts
+            if path.is_file() and path.suffix != ".pyc"
+            for match in WRONG_NAME.finditer(path.read_text("utf-8"))
+        ]
+        assert found == []
+
+    @pytest.mark.parametrize("text", [
+        "pip install smartcache", "pip install -U 'smartcache'", "smartcache[torch]",
+        "uvx smartcache scan", "uvx --from smartcache smartcache", "pipx install smartcache",
+        "uv tool install smartcache", "uv add smartcache", 'pip install "smartcache>=0.1"',
+        "pip install --upgrade\n smartcache",
+    ])  # fmt: skip
+    def test_each_way_to_say_so_is_found(self, text: str) -> None:
+        assert WRONG_NAME.search(text)
+        assert not WRONG_NAME.search(text.replace("smartcache", errors.DISTRIBUTION, 1))
+
+
+WRONG_NAME = re.compile(
+    r"\bsmartcache\[|"
+    r"(?:\binstall|\buvx|\buv add|--from)\s+(?:-\S+\s+)*['\"]?smartcache(?![\w-])"
+)
 
 
 class TestTree:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from smartcache import __version__
+try:
+    from smartcache import __version__
+except ImportError:
+    import sys
+
+    from smartcache.errors import ONLY_THIS_PACKAGE
+
+    sys.exit(f"Error: Another package called smartcache is in the way.\nHint: {ONLY_THIS_PACKAGE}")
 from smartcache.cli._session import Session
 
 if TYPE_CHECKING:
@@ -37,7 +44,6 @@ _SECTIONS = {
     "Computed tensors": {
         "artifacts": ("artifacts", "Look after computed tensors, set by set."),
         "datasets": ("datasets", "Look after datasets: sources, and what was encoded of them."),
-        "comfyui": ("comfyui", "Add the nodes of smartcache to ComfyUI, or remove them."),
     },
     "Store": {
         "df": ("df", "Show what is on the disk, links counted once."),
@@ -53,7 +59,7 @@ _SECTIONS = {
         "dir": ("ls", "Print where the store is."),
     },
     "Settings and help": {
-        "config": ("config", "Show and change the settings."),
+        "config": ("config", "Show the settings, and the file to edit."),
         "completion": ("completion", "Print the script that completes commands in a shell."),
         "doctor": ("doctor", "Say what works here, what will be slow or unsafe, and why."),
     },
@@ -94,11 +100,6 @@ class Program(click.Group):
 
         raise no_such_command(ctx, args[0], [*_COMMANDS, *_ALIASES])
 
-    def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """Return the names of the option that shows the help text."""
-        del ctx
-        return ["-h", "--help"]
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""
         del ctx
@@ -137,7 +138,7 @@ class Program(click.Group):
     "smartcache",
     cls=Program,
     invoke_without_command=True,
-    context_settings={"max_content_width": 100},
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
     help="Keep one copy of every model file and every computed tensor, no matter how many programs "
     "use it.",
     epilog="Without a command, a short status is printed. Every command has -h with examples, "
@@ -151,15 +152,28 @@ class Program(click.Group):
     help="Colours: as NO_COLOR, FORCE_COLOR and the terminal say (auto), always or never.",
 )
 @click.option("--debug", is_flag=True, help="Show what is decided, and tracebacks of errors.")
+@click.option("--json", "json_", is_flag=True, help="Without a command: what 'df --json' prints.")
+@click.option("-q", "--quiet", is_flag=True, help="Without a command: what 'df -q' prints.")
 @click.version_option(__version__, "--version", message="%(prog)s %(version)s")
 @click.pass_context
-def main(ctx: click.Context, home: str | None, color: Colour, debug: bool) -> None:
+def main(
+    ctx: click.Context, home: str | None, color: Colour, debug: bool, json_: bool, quiet: bool
+) -> None:
     """Read the global options; without a command, show the status."""
     session = ctx.ensure_object(Session)
     session.home = home
     session.debug = debug
     session.colour = color
-    if ctx.invoked_subcommand is None:
+    words = ["--json"] * json_ + ["-q"] * quiet
+    if words and ctx.invoked_subcommand is not None:
+        message = f"Write {' '.join(words)} after the command."
+        raise click.UsageError(message, ctx=ctx)
+    if words:
+        df = main.get_command(ctx, "df")
+        assert df is not None  # noqa: S101 - for the type checker
+        with df.make_context("df", words, ctx) as inner:
+            df.invoke(inner)
+    elif ctx.invoked_subcommand is None:
         from smartcache.cli.status import show_status
 
         show_status(session)

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+from click.core import augment_usage_errors
 
 from smartcache.cli._failures import BadValueError
-from smartcache.cli._output import COLOURS, Colour, Mode, out
+from smartcache.cli._output import Mode, out
 from smartcache.cli._session import Session
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., object])
 
 _ARGUMENTS = "smartcache.arguments"
+_SETTINGS = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
 _TYPED = click.core.ParameterSource.COMMANDLINE
 
 
@@ -55,11 +57,6 @@ class Command(click.Command):
 
     examples: tuple[tuple[str, str], ...] = ()
 
-    def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """Return the names of the option that shows the help text."""
-        del ctx
-        return ["-h", "--help"]
-
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
         del ctx
@@ -69,7 +66,8 @@ class Command(click.Command):
         """Forget how an earlier run in this process talked, then read the options."""
         out.begin(ctx.ensure_object(Session).colour)
         ctx.meta[_ARGUMENTS] = tuple(args)
-        return super().parse_args(ctx, args)
+        with augment_usage_errors(ctx):
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command with the warnings of the library shown."""
@@ -84,7 +82,8 @@ class Command(click.Command):
         logger.addHandler(handler)
         logger.setLevel(handler.level)
         try:
-            return super().invoke(ctx)
+            with augment_usage_errors(ctx):
+                return super().invoke(ctx)
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
@@ -94,11 +93,6 @@ class Group(click.Group):
     """A command with commands below it; without one it shows its help."""
 
     examples: tuple[tuple[str, str], ...] = ()
-
-    def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """Return the names of the option that shows the help text."""
-        del ctx
-        return ["-h", "--help"]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order they were added."""
@@ -120,7 +114,7 @@ class Group(click.Group):
         """Return the command meant by the first word, or suggest the nearest one."""
         found = self.get_command(ctx, args[0])
         if found is None:
-            raise no_such_command(ctx, args[0], list(self.commands))
+            raise no_such_command(ctx, args[0], self.list_commands(ctx))
         return args[0], found, args[1:]
 
 
@@ -150,15 +144,6 @@ class LazyGroup(Group):
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self.modules.items()])
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command meant by the first word, or suggest the nearest one."""
-        found = self.get_command(ctx, args[0])
-        if found is None:
-            raise no_such_command(ctx, args[0], list(self.modules))
-        return args[0], found, args[1:]
 
 
 def no_such_command(ctx: click.Context, word: str, known: list[str]) -> click.UsageError:
@@ -194,9 +179,7 @@ def command(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F
     """Make a function a command with the options every command has."""
 
     def decorate(function: _F) -> Command:
-        made = click.command(name, cls=Command, context_settings={"max_content_width": 100})(
-            function
-        )
+        made = click.command(name, cls=Command, context_settings=_SETTINGS)(function)
         made.examples = examples
         made.params += _common()
         return made
@@ -208,7 +191,7 @@ def group(name: str, *, examples: tuple[tuple[str, str], ...]) -> Callable[[_F],
     """Make a function a command that has commands below it."""
 
     def decorate(function: _F) -> Group:
-        made = click.group(name, cls=Group, context_settings={"max_content_width": 100})(function)
+        made = click.group(name, cls=Group, context_settings=_SETTINGS)(function)
         made.examples = examples
         return made
 
@@ -223,7 +206,7 @@ def lazy_group(
     examples: tuple[tuple[str, str], ...],
 ) -> LazyGroup:
     """Return a command whose commands are loaded when they are called."""
-    made = LazyGroup(name, help=text, context_settings={"max_content_width": 100})
+    made = LazyGroup(name, help=text, context_settings=_SETTINGS)
     made.modules = modules
     made.examples = examples
     return made
@@ -251,16 +234,7 @@ def _common() -> list[click.Parameter]:
         callback=_set_mode,
         help="Like -q, each id ended by a NUL byte, for 'xargs -0'.",
     )
-    # The global options are taken after the command too: that is where people write them.
-    home = click.Option(["--home"], hidden=True, expose_value=False, callback=_set_home)
-    debug = click.Option(
-        ["--debug"], is_flag=True, hidden=True, expose_value=False, callback=_set_debug
-    )
-    colour = click.Option(
-        ["--color"], type=click.Choice(COLOURS), hidden=True, expose_value=False,
-        callback=_set_colour,
-    )  # fmt: skip
-    return [as_json, quiet, null, home, debug, colour]
+    return [as_json, quiet, null]
 
 
 def _set_mode(_: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -271,16 +245,6 @@ def _set_mode(_: click.Context, parameter: click.Parameter, value: bool) -> None
         raise click.UsageError("--json excludes --quiet and --null.")
     out.mode = wanted
     out.ends_with_nul |= parameter.name == "null"
-
-
-def _set_home(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        ctx.ensure_object(Session).home = value
-
-
-def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.ensure_object(Session).debug = True
 
 
 def same_options(name: str, like: click.Context, *names: str, more: Sequence[str] = ()) -> str:
@@ -311,11 +275,6 @@ def same_options(name: str, like: click.Context, *names: str, more: Sequence[str
     return shlex.join([*start, *arguments, *words])
 
 
-def _set_colour(_: click.Context, __: click.Parameter, value: Colour | None) -> None:
-    if value is not None:
-        out.colour = value
-
-
 def dry_run(function: _F) -> _F:
     """Add --dry-run: show what would be done."""
     return click.option(
@@ -327,13 +286,6 @@ def asks(function: _F) -> _F:
     """Add --dry-run, and --yes to a command that shows its plan and asks."""
     return dry_run(
         click.option("-y", "--yes", is_flag=True, help="Do it without asking.")(function)
-    )
-
-
-def never_asks(function: _F) -> _F:
-    """Add --dry-run, and take --yes from scripts that give it to every command."""
-    return dry_run(
-        click.option("-y", "--yes", is_flag=True, hidden=True, expose_value=False)(function)
     )
 
 

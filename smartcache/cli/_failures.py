@@ -57,9 +57,12 @@ def conclude(error: BaseException, session: Session) -> None:
         _interrupted(session)
         raise click.exceptions.Exit(INTERRUPTED) from None
     if session.debug:
-        import traceback
+        from traceback import TracebackException
 
-        out.trace("".join(traceback.format_exception(error)))
+        found = TracebackException.from_exception(error)
+        if isinstance(error, SmartcacheError):
+            found.__notes__ = [note for note in error.__notes__ if not note.startswith("Hint: ")]
+        out.trace("".join(found.format()))
     message, hint, code = explain(error)
     out.fail(message, hint)
     raise click.exceptions.Exit(code) from None
@@ -95,7 +98,7 @@ def _of_others(error: BaseException) -> tuple[str, str]:
         return "Out of memory", "Close other programs, or set SMARTCACHE_THREADS=1."
     if type(error).__module__ == "sqlite3":
         return f"The index cannot be used: {error}", "Run 'smartcache verify'."
-    hint = "This is a bug in smartcache: run it again with --debug and report what it prints."
+    hint = "This is a bug in smartcache: run it again with 'smartcache --debug ...' and report it."
     return f"{type(error).__name__}: {error}", hint
 
 
@@ -103,8 +106,13 @@ def _usage_hint(error: click.ClickException) -> str:
     if isinstance(error, BadUsageError | BadValueError):
         return error.hint
     context = getattr(error, "ctx", None)
-    path = context.command_path if isinstance(context, click.Context) else "smartcache"
-    return f"'{path} -h' shows the options and examples."
+    if not isinstance(context, click.Context):
+        return "'smartcache -h' shows the options and examples."
+    if isinstance(error, click.NoSuchOption):
+        known = {opt for each in context.find_root().command.params for opt in each.opts}
+        if error.option_name in known:
+            return f"Write it before the command: 'smartcache {error.option_name} ...'."
+    return f"'{context.command_path} -h' shows the options and examples."
 
 
 def _of_system(error: OSError) -> tuple[str, str]:
@@ -114,7 +122,7 @@ def _of_system(error: OSError) -> tuple[str, str]:
     return (words if error.filename is None else f"{words}: {os.fsdecode(error.filename)}"), hint
 
 
-_SEE_WHERE = "Run it again with --debug to see where it happened."
+_SEE_WHERE = "Run it again with 'smartcache --debug ...' to see where it happened."
 _PERMISSIONS = "Check the owner and mode of the file and its directory."
 _FULL = ("No space left", "Delete a file you do not need; then 'smartcache prune' can free more.")
 _SYSTEM: dict[int, tuple[str, str]] = {

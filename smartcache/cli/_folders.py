@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._command import FILE, size
 from smartcache.cli._failures import BadValueError
 from smartcache.cli._output import out
@@ -49,14 +48,6 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.casefold()))
 
 
-class _WithAlias(click.Option):
-    """An option with an older name that still works; help shows the first one."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        record = super().get_help_record(ctx)
-        return record and (record[0].replace(", ".join(self.opts), self.opts[0]), record[1])
-
-
 def chooses_files(function: _F) -> _F:
     """Add the folders to look at, and the options that leave files out."""
     for add in (
@@ -79,8 +70,7 @@ def chooses_folders(function: _F) -> _F:
     """Add the folders to look at, and the least size that matters."""
     for add in (
         click.option(
-            "--program", "--only", "only", type=program, multiple=True, metavar="PROGRAM",
-            cls=_WithAlias, shell_complete=_completion.programs,
+            "--program", "only", type=program, multiple=True, metavar="PROGRAM",
             help="Only the folders of this program. Repeatable.",
         ),
         click.option(

@@ -40,21 +40,6 @@ def stores_if_any(session: Session) -> Iterator[list[Store]]:
         yield list(store.stores())
 
 
-@contextmanager
-def store_to_fill(session: Session, *, dry_run: bool) -> Iterator[Store]:
-    """Open the store, made if there is none; for a dry run, one that is gone afterwards."""
-    if session.has_store() or not dry_run:
-        with session.store(create=True) as store:
-            yield store
-        return
-    from tempfile import TemporaryDirectory
-
-    from smartcache.store import Store
-
-    with TemporaryDirectory(prefix="smartcache-") as folder, Store(folder) as store:
-        yield store
-
-
 def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
     """Return the HF caches to look at: those given, else the default one and all known ones.
 

@@ -159,7 +159,7 @@ def _answer(error: BaseException) -> tuple[str, str]:
         return message, f"Wait a few minutes: the Hub limits requests. {_AGAIN}"
     if status >= _BROKEN:
         return message, f"The Hub has a problem; wait a while. {_AGAIN}"
-    return message, "Run it again with --debug to see what was asked."
+    return message, "Run it again with 'smartcache --debug ...' to see what was asked."
 
 
 def _no_answer(error: BaseException) -> tuple[str, str]:

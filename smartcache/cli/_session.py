@@ -68,29 +68,51 @@ class Session:
         return Layout(self.settings.home).exists()
 
     @contextmanager
-    def store(self, *, create: bool = False) -> Iterator[Store]:
-        """Open the store; one that does not exist is an error unless it may be made."""
+    def _to_open(self, *, only_look: bool) -> Iterator[Settings]:
+        """Give the settings; to look where there is no store, those of one that is gone afterwards.
+
+        It is beside the place of the store: what can be linked depends on the filesystem.
+        """
+        settings = self.settings
+        if not only_look or self.has_store():
+            self.opened_root = settings.home
+            yield settings
+            return
+        from dataclasses import replace
+        from pathlib import Path
+        from tempfile import TemporaryDirectory
+
+        from smartcache.system import nearest_existing
+
+        beside = nearest_existing(settings.home)
+        place = beside if os.access(beside, os.W_OK) else None
+        with TemporaryDirectory(prefix=".smartcache-", dir=place) as folder:
+            yield replace(settings, home=Path(folder))
+
+    @contextmanager
+    def store(self, *, create: bool = False, only_look: bool = False) -> Iterator[Store]:
+        """Open the store; one that does not exist is an error unless it may be made.
+
+        `only_look`: none is made for good.
+        """
         from smartcache.errors import StoreFormatError
         from smartcache.store import Store
 
         settings = self.settings
-        if not create and not self.has_store():
+        if not (create or only_look or self.has_store()):
             message = f"There is no store at {settings.home} yet"
             hint = "'smartcache scan' makes one; --home or SMARTCACHE_HOME says where it is."
             raise StoreFormatError(message, hint=hint, root=settings.home)
-        self.opened_root = settings.home
-        with Store(settings=settings) as store:
+        with self._to_open(only_look=only_look) as settings, Store(settings=settings) as store:
             _say_what_is_waited_for(store)
             yield store
 
     @contextmanager
-    def cache(self) -> Iterator[SmartCache]:
+    def cache(self, *, only_look: bool = False) -> Iterator[SmartCache]:
         """Open the store, which is made if there is none, with the layers above it."""
         from smartcache.cache import SmartCache
 
-        settings = self.settings
-        self.opened_root = settings.home
-        with SmartCache(settings=settings) as cache:
+        with self._to_open(only_look=only_look) as settings, SmartCache(settings=settings) as cache:
             _say_what_is_waited_for(cache.store)
             yield cache
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._failures import FAILED, BadUsageError
 from smartcache.cli._files import Chosen, chosen_files
 from smartcache.cli._output import out
@@ -74,7 +74,7 @@ class Added:
     "--pin", "pin", metavar="NAME", help=f'Keep it under this name; for copies "{DEFAULT_PIN}".'
 )
 @click.option("--no-pin", is_flag=True, help="Let prune remove copies that nothing else holds.")
-@never_asks
+@dry_run
 @click.pass_context
 def add_command(
     ctx: click.Context,

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, one, sets_to_fill
-from smartcache.cli._command import FILE, command, never_asks, size
+from smartcache.cli._command import FILE, command, dry_run, size
 from smartcache.cli._failures import FAILED, BadUsageError, BadValueError
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -39,7 +38,7 @@ _RULES = {
         ("smartcache artifacts export latents --tar latents.tar --dry-run", "how much that is"),
     ),
 )
-@click.argument("set_", metavar="SET", shell_complete=_completion.sets)
+@click.argument("set_", metavar="SET")
 @click.option(
     "--safetensors", type=FILE, metavar="DIR", help="Shards that any safetensors library reads."
 )
@@ -48,7 +47,7 @@ _RULES = {
 @click.option(
     "--shard-size", metavar="SIZE", help="How large a shard may become.  [default: 256MB]"
 )
-@never_asks
+@dry_run
 @click.pass_context
 def export_command(
     ctx: click.Context,
@@ -105,10 +104,9 @@ def export_command(
 )
 @click.option(
     "--key", metavar="RULE", default="stem", show_default=True,
-    shell_complete=_completion.words(_RULES),
     help="Their keys: stem, name, path, content, or a text with {stem}, {name}, {path}, {parent}.",
 )  # fmt: skip
-@never_asks
+@dry_run
 @click.pass_context
 def import_command(
     ctx: click.Context,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._artifacts import all_sets, chosen, entry, warn_of_problems
 from smartcache.cli._command import command
 from smartcache.cli._filters import Field, Fields
@@ -54,7 +53,7 @@ _LONG_AGO = datetime.fromtimestamp(0, UTC)
         ('smartcache artifacts rm $(smartcache artifacts ls -q --filter "used>90d")', "ids for rm"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[NAME]...", shell_complete=_completion.sets)
+@click.argument("words", nargs=-1, metavar="[NAME]...")
 @click.option(
     "--filter", "tests", type=_FIELDS.condition, multiple=True, metavar="EXPR",
     help="Only those that match: name, size, live, artifacts, used, created.",

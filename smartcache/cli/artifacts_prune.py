@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     MORE,
     all_sets,
@@ -17,7 +16,7 @@ from smartcache.cli._artifacts import (
     warn_of_problems,
     what_goes,
 )
-from smartcache.cli._command import age, asks, command, never_asks, size
+from smartcache.cli._command import age, asks, command, dry_run, size
 from smartcache.cli._failures import FAILED
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
         ("smartcache artifacts prune sdxl-latents --unused-for 90d -y", "from a timer"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[SET]...", shell_complete=_completion.sets)
+@click.argument("words", nargs=-1, metavar="[SET]...")
 @click.option(
     "--max-size", type=size, metavar="SIZE",
     help="Evict the least recently used until all that is live fits.",
@@ -85,9 +84,9 @@ def prune_command(
         ("smartcache artifacts compact sdxl-latents --force", "every pack with anything dead"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[SET]...", shell_complete=_completion.sets)
+@click.argument("words", nargs=-1, metavar="[SET]...")
 @click.option("--force", is_flag=True, help="Also packs with little to free.")
-@never_asks
+@dry_run
 @click.pass_context
 def compact_command(
     ctx: click.Context, *, words: tuple[str, ...], force: bool, dry_run: bool

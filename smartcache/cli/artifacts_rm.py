@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     MORE,
     all_sets,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     nargs=-1,
     required=True,
     metavar="SET [KEY... | SET...]",
-    shell_complete=_completion.sets,
 )
 @asks
 @click.pass_context

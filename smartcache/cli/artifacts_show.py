@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     all_sets,
     dtype_of,
@@ -51,7 +50,7 @@ _VALUES = (Column(title=""), Column(title="", gives_way=True))
         ("smartcache artifacts show sdxl-latents 3f2a91c0", "what one artifact holds"),
     ),
 )
-@click.argument("word", metavar="SET", shell_complete=_completion.sets)
+@click.argument("word", metavar="SET")
 @click.argument("key", metavar="[KEY]", required=False)
 @click.pass_obj
 def show_command(session: Session, *, word: str, key: str | None) -> None:

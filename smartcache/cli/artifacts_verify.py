@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._artifacts import (
     all_sets,
     chosen,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
         ("smartcache artifacts verify --rebuild", "makes missing or damaged footers again"),
     ),
 )
-@click.argument("words", nargs=-1, metavar="[SET]...", shell_complete=_completion.sets)
+@click.argument("words", nargs=-1, metavar="[SET]...")
 @click.option(
     "--rebuild", is_flag=True, help="First make missing or damaged footers of packs again."
 )

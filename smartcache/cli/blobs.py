@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._command import FILE, asks, command, never_asks
+from smartcache.cli._command import FILE, asks, command, dry_run
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session, holders, one_entry
@@ -45,7 +45,7 @@ _DIGESTS = click.argument("digests", metavar="DIGEST...", nargs=-1, required=Tru
     help="auto: a hard link or reflink where possible, else a copy.",
 )  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Replace the file at PATH.")
-@never_asks
+@dry_run
 @click.pass_obj
 def link_command(
     session: Session, *, digest: str, path: Path, kind: Kind, force: bool, dry_run: bool
@@ -105,7 +105,7 @@ def _refuse_bad_target(target: Path) -> None:
 )
 @_DIGESTS
 @click.option("--name", default=DEFAULT_PIN, show_default=True, help="The name of the pin.")
-@never_asks
+@dry_run
 @click.pass_obj
 def pin_command(session: Session, *, digests: tuple[str, ...], name: str, dry_run: bool) -> None:
     """Keep blobs until they are unpinned.
@@ -131,7 +131,7 @@ def pin_command(session: Session, *, digests: tuple[str, ...], name: str, dry_ru
 )
 @_DIGESTS
 @click.option("--name", help="Remove only the pin of this name.")
-@never_asks
+@dry_run
 @click.pass_obj
 def unpin_command(
     session: Session, *, digests: tuple[str, ...], name: str | None, dry_run: bool
@@ -222,7 +222,7 @@ def _refuse_held(store: Store, blob: Blob) -> None:
     if not names:
         return
     is_pin = any(owner.kind == "pin" for owner, _ in store.holders_of(blob))
-    hint = f"Unpin it first: smartcache unpin {short(blob.digest)}." if is_pin else None
+    hint = f"Unpin it first: 'smartcache unpin {short(blob.digest)}'." if is_pin else None
     message = f"{short(blob.digest)} is held by {', '.join(names)}; nothing was removed"
     raise BlobInUseError(message, hint=hint, digest=blob.digest, holders=names)
 

@@ -26,10 +26,7 @@ _RC_LINES = {
 @click.argument("shell", type=click.Choice(list(_RC_LINES)))
 @click.pass_context
 def completion_command(ctx: click.Context, *, shell: str) -> None:
-    """Print the script that completes commands in a shell.
-
-    Commands, options, repos, ids of undo, programs, sets and settings are completed.
-    """
+    """Print the script that completes commands in a shell."""
     from click.shell_completion import get_completion_class
 
     made = get_completion_class(shell)

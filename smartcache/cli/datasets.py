@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from smartcache.cli import _completion, _trainers
+from smartcache.cli import _trainers
 from smartcache.cli._artifacts import MORE, all_sets, fields_of, sets_to_fill
-from smartcache.cli._command import FILE, asks, command, group, never_asks
+from smartcache.cli._command import FILE, asks, command, dry_run, group
 from smartcache.cli._failures import FAILED
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -87,7 +87,7 @@ def datasets_command() -> None:
     """
 
 
-_named = click.argument("name", metavar="NAME", shell_complete=_completion.datasets)
+_named = click.argument("name", metavar="NAME")
 
 
 @contextmanager
@@ -552,7 +552,7 @@ def _show_victims(plan: CleanPlan, *, as_talk: bool) -> None:
     type=click.Choice(_trainers.TARGETS),
     help="Write what was imported from this trainer as its own files again.",
 )
-@never_asks
+@dry_run
 @click.pass_obj
 def export_command(
     session: Session, *, name: str, folder: Path, trainer: str | None, dry_run: bool
@@ -599,7 +599,7 @@ def export_command(
 )
 @click.argument("folder", metavar="FOLDER", type=FILE)
 @_trainers.options
-@never_asks
+@dry_run
 @click.pass_obj
 def import_command(
     session: Session,

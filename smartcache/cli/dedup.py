@@ -103,7 +103,7 @@ def dedup_command(
     given = existing(folders)
     again = in_quotes(same_options("dedup", ctx, *FILES, "keep_writable", "allow"))
     session.how_far = remembered
-    with session.store(create=True) as store:
+    with session.store(create=True, only_look=dry_run) as store:
         chosen, warnings = folders_to_scan(store, given, only)
         found = scan_folders(
             store, chosen, min_size=min_size, exclude=exclude, any_file=any_file,
@@ -127,6 +127,10 @@ def dedup_command(
             document=lambda: _document(found, plan, result, dry_run=dry_run),
             ids=lambda: () if result is None else result.batches,
         )
+        if dry_run and not session.has_store():
+            out.talk(
+                "Without a store, what was read is not remembered: 'smartcache scan' makes one."
+            )
     if result is not None and not (result.is_complete or result.replaced):
         ctx.exit(FAILED)
 

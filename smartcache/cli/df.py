@@ -7,24 +7,20 @@ from typing import TYPE_CHECKING
 import click
 
 from smartcache.cli._artifacts import show_usage, usage_documents, usage_rows, warn_of_problems
-from smartcache.cli._command import FILE, command
+from smartcache.cli._command import command
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
 from smartcache.cli._tables import Column
-from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from smartcache.artifacts import SetInfo
-    from smartcache.store import FolderUsage, StoreUsage
+    from smartcache.store import StoreUsage
 
     SetUsage = list[tuple[SetInfo, int]]
     """Sets, and what can be freed of each."""
 
-_MOST_NAMED = 5
 _FIGURES = (
     Column(title=""),
     Column(title="", right=True),
@@ -38,15 +34,6 @@ _OWNERS = (
     Column(title="ALONE", right=True),
     Column(title="STATE"),
 )
-_FOLDERS = (
-    Column(title="FOLDER", gives_way=True),
-    Column(title="FILES", right=True),
-    Column(title="LOGICAL", right=True),
-    Column(title="ON DISK", right=True),
-    Column(title="SHARED", right=True),
-    Column(title="IN STORE", right=True),
-    Column(title="FREED IF DELETED", right=True),
-)
 
 
 @command(
@@ -54,22 +41,17 @@ _FOLDERS = (
     examples=(
         ("smartcache df", "the store: on disk, shared, and what prune could free"),
         ("smartcache df -v", "the smaller parts too, and what each owner holds"),
-        ("smartcache df ~/ComfyUI/models ~/.cache/huggingface", "any folders, and all together"),
     ),
 )
-@click.argument("paths", metavar="[PATH]...", nargs=-1, type=FILE)
 @click.option("-v", "--verbose", is_flag=True, help="Show the smaller parts and every owner too.")
 @click.pass_obj
-def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool) -> None:
+def df_command(session: Session, *, verbose: bool) -> None:
     """Show what is on the disk, links counted once.
 
-    Of the store, or of any folders: LOGICAL is what the names add up to, ON DISK the blocks in use,
-    each file once. What is SHARED has names outside too; deleting the folder does not free it.
-    Artifact sets are shown if there are any. Every blob is looked at: the figures are those of now.
+    "Logical" is what the names add up to, "on disk" the blocks in use, each file once. What is
+    "shared" has names outside the store too. Artifact sets are shown if there are any. Every blob
+    is looked at: the figures are current.
     """
-    if paths:
-        _show_folders(_measure(session, paths))
-        return
     from smartcache.cache import usage_of_sets
 
     with session.stores() as stores:
@@ -79,27 +61,9 @@ def df_command(session: Session, *, paths: tuple[Path, ...], verbose: bool) -> N
     warn_of_problems(info for usage in sets for info, _ in usage)
     out.show(
         human=lambda: _show_stores(figures, sets, verbose=verbose),
-        document=lambda: {
-            "stores": list(map(_store_document, figures, sets)),
-            "folders": [],
-        },
+        document=lambda: {"stores": list(map(_store_document, figures, sets))},
         ids=lambda: [each.root for each in figures],
     )
-
-
-def _measure(session: Session, paths: tuple[Path, ...]) -> list[FolderUsage]:
-    """Measure folders; a store that cannot be opened is no reason not to."""
-    from smartcache.store import folder_usage
-
-    if session.has_store():
-        try:
-            with session.store() as store:
-                return store.folder_usage(paths, progress=bars)
-        except StoreError as error:
-            if hasattr(error, "path") and error.path in paths:
-                raise
-            out.warn(f"{error.message}; what is shared with the store is not known")
-    return folder_usage(paths, progress=bars)
 
 
 def _show_stores(figures: list[StoreUsage], sets: list[SetUsage], *, verbose: bool) -> None:
@@ -176,56 +140,4 @@ def _store_document(usage: StoreUsage, sets: SetUsage) -> dict[str, object]:
         "is_rebuilt": usage.is_rebuilt,
         "owners": usage.owners,
         "artifact_sets": usage_documents(sets),
-    }
-
-
-def _show_folders(figures: list[FolderUsage]) -> None:
-    total = figures[-1]
-    folders = [each for each in figures if each.path is not None]
-    unread = [f"{path}: {reason}" for path, reason in total.unreadable]
-    for text in unread[:_MOST_NAMED]:
-        out.warn(text)
-    if total.unreadable_count:
-        out.warn(f"{total.unreadable_count:,} places could not be read: all figures are at least")
-    out.show(
-        human=lambda: out.table(_FOLDERS, map(_folder_row, figures)),
-        document=lambda: {
-            "stores": [],
-            "folders": [_folder_document(each) for each in folders],
-            "total": {**_folder_document(total), "path": None},
-        },
-        ids=lambda: [each.path for each in folders if each.path is not None],
-    )
-
-
-def _folder_row(usage: FolderUsage) -> list[str]:
-    return [
-        "all together" if usage.path is None else str(usage.path),
-        f"{usage.files:,}",
-        format_size(usage.logical),
-        format_size(usage.physical),
-        format_size(usage.shared_outside),
-        format_size(usage.shared_with_store),
-        format_size(usage.freed_if_deleted),
-    ]
-
-
-def _folder_document(usage: FolderUsage) -> dict[str, object]:
-    return {
-        "path": usage.path,
-        "files": usage.files,
-        "logical": usage.logical,
-        "physical": usage.physical,
-        "linked_inside": usage.linked_inside,
-        "sparse": usage.sparse,
-        "shared_outside": usage.shared_outside,
-        "shared_with_store": usage.shared_with_store,
-        "freed_if_deleted": usage.freed_if_deleted,
-        "overhead": usage.overhead,
-        "directories": usage.directories,
-        "symlinks": usage.symlinks,
-        "other": usage.other,
-        "unreadable": [{"path": path, "reason": reason} for path, reason in usage.unreadable],
-        "unreadable_count": usage.unreadable_count,
-        "is_partial": usage.is_partial,
     }

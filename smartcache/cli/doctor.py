@@ -46,10 +46,11 @@ def doctor_command(ctx: click.Context, *, paths: tuple[Path, ...]) -> None:
     Abilities of the filesystems are tried, in a directory that is removed again. Exits with 1 if
     something makes the store unusable.
     """
-    from smartcache.doctor import LEVELS, examine
+    from smartcache.doctor import LEVELS, examine, other_package
 
     session = ctx.ensure_object(Session)
     roots, problems = _volumes(session)
+    problems += other_package()
     diagnosis = examine(roots[0], paths)
     neighbours = [examine(root).places[0] for root in roots[1:]]
     places = [diagnosis.places[0], *neighbours, *diagnosis.places[1:]]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smartcache import __version__
-from smartcache.cli import _completion
-from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._downloads import (
     cautions,
     commit_in,
@@ -59,7 +58,7 @@ _WILD = "*?["
         ("path=$(smartcache download -q org/name)", "for scripts: the path, nothing else"),
     ),
 )  # fmt: skip
-@click.argument("repo", shell_complete=_completion.repos)
+@click.argument("repo")
 @click.argument("files", nargs=-1)
 @click.option("--revision", metavar="REV", help="A branch, tag or commit.  [default: main]")
 @click.option(
@@ -91,7 +90,7 @@ _WILD = "*?["
 )  # fmt: skip
 @click.option("--force-download", is_flag=True, help="Fetch everything again, whatever is here.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every file of the plan.")
-@never_asks
+@dry_run
 @click.pass_context
 def download_command(
     ctx: click.Context,

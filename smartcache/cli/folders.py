@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from smartcache.store import KnownFolder
 
 _FOR_DOWNLOADS = "for downloads"
+_GIVEN = "given"
 _IGNORED = "ignored"
 _COLUMNS = (
     Column(title="PROGRAM"),
@@ -119,9 +120,9 @@ def _say_added(added: dict[Path, str]) -> None:
 def ls_command(session: Session) -> None:
     """List the folders that are looked at, and what is ignored.
 
-    Given ones were added by you, discovered ones belong to a program that was found: 'smartcache
-    scan' and 'dedup' look at both. Those for downloads are only searched for files that a download
-    can reuse. FILES and SIZE are those of the last walk.
+    Given ones were added by you, or named to 'smartcache dedup'; discovered ones belong to a
+    program that was found: 'smartcache scan' and 'dedup' look at both. Those for downloads are only
+    searched for files that a download can reuse. FILES and SIZE are those of the last walk.
     """
     from smartcache.folders import discover_folders, downloads_folder, ignored
     from smartcache.store import KnownFolder
@@ -144,7 +145,7 @@ def ls_command(session: Session) -> None:
     out.show(
         human=lambda: _show(rows, left_alone.patterns),
         document=lambda: {
-            "folders": [{"how": how, **_document(each)} for how, each in rows],
+            "folders": [_document(each, how) for how, each in rows],
             "ignored": left_alone.patterns,
         },
         ids=lambda: known,
@@ -154,16 +155,17 @@ def ls_command(session: Session) -> None:
 def _how(folder: KnownFolder, scanned: set[Path], left_alone: Ignored) -> str:
     if left_alone.covers(folder.path):
         return _IGNORED
-    if folder.is_given:
-        return "given"
-    return "discovered" if folder.path in scanned else _FOR_DOWNLOADS
+    if folder.path in scanned:  # 'dedup' notes those, too, as folders to link from
+        return "discovered"
+    return _GIVEN if folder.is_given else _FOR_DOWNLOADS
 
 
-def _document(each: KnownFolder) -> dict[str, object]:
+def _document(each: KnownFolder, how: str) -> dict[str, object]:
     return {
+        "how": how,
         "path": each.path,
         "program": each.program,
-        "is_given": each.is_given,
+        "is_given": how == _GIVEN,
         "walked_at": each.walked_at,
         "files": each.files,
         "size": each.size,

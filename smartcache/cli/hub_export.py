@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
-from smartcache.cli._command import FILE, command, never_asks
+from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._failures import DAMAGED, BadUsageError
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
 from smartcache.cli._output import out
@@ -36,14 +35,12 @@ _STREAM = "-"
         ("smartcache hub export org/name - | ssh host smartcache hub import -", "through a pipe"),
     ),
 )
-@click.argument(
-    "words", metavar="REPO[@REV]...", nargs=-1, required=True, shell_complete=_completion.repos
-)
+@click.argument("words", metavar="REPO[@REV]...", nargs=-1, required=True)
 @click.argument("destination", metavar="DIR|FILE.tar", type=FILE)
 @click.option("--repo-type", help="What REPO is if it does not say: model, dataset, space.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @cache_dirs_option
-@never_asks
+@dry_run
 @click.pass_context
 def export_command(
     ctx: click.Context,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli._command import FILE, command, never_asks
-from smartcache.cli._hub import store_to_fill
+from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -42,7 +41,7 @@ _STREAM = "-"
     "--force", is_flag=True,
     help="Replace damaged or edited files of the HF cache, instead of stopping.",
 )  # fmt: skip
-@never_asks
+@dry_run
 @click.pass_obj
 def import_command(
     session: Session,
@@ -67,7 +66,7 @@ def import_command(
     cache = default_cache_dir() if cache_dir is None else cache_dir
     session.how_far = lambda _: "What has arrived is kept; run the same command again to continue."
     with (
-        store_to_fill(session, dry_run=dry_run) as store,
+        session.store(create=True, only_look=dry_run) as store,
         plan_import(
             store, place, cache, update_refs=update_refs, force=force, progress=bars
         ) as plan,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._command import age, asks, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, stores_if_any
@@ -41,9 +40,7 @@ _COLUMNS = (
         ("smartcache hub rm org/name --keep-blobs", "the store keeps the files for later"),
     ),
 )
-@click.argument(
-    "repos", nargs=-1, required=True, metavar="REPO[@REV]...", shell_complete=_completion.repos
-)
+@click.argument("repos", nargs=-1, required=True, metavar="REPO[@REV]...")
 @click.option("--keep-blobs", is_flag=True, help="Let the store keep its blobs until prune.")
 @cache_dirs_option
 @asks

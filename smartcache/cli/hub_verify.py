@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
-from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, store_to_fill
+from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -36,7 +35,7 @@ _MOST_SHOWN = 20
         ("smartcache hub verify --repair", "moves damaged files away, for a new download"),
     ),
 )
-@click.argument("repos", nargs=-1, metavar="[REPO...]", shell_complete=_completion.repos)
+@click.argument("repos", nargs=-1, metavar="[REPO...]")
 @click.option("--full", is_flag=True, help="Hash every file again.")
 @click.option("--repair", is_flag=True, help="Move damaged files to bad/ of the store.")
 @cache_dirs_option
@@ -68,7 +67,7 @@ def verify_command(
     with ExitStack() as stack:
         store: Store | None = None
         if repair or session.has_store():  # to look, none is made
-            store = stack.enter_context(store_to_fill(session, dry_run=dry_run))
+            store = stack.enter_context(session.store(create=True, only_look=dry_run))
         stores = [] if store is None else store.stores()
         everything = scan_caches(hf_caches(cache_dirs, stores))
         wanted = _wanted(everything, repos)

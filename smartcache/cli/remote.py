@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
-from smartcache.cli._command import FILE, age, asks, command, group, never_asks
+from smartcache.cli._command import FILE, age, asks, command, dry_run, group
 from smartcache.cli._failures import DAMAGED, BadUsageError, BadValueError
 from smartcache.cli._hub import cache_dirs_option, hf_caches
 from smartcache.cli._output import out
@@ -59,7 +58,7 @@ def remote_command() -> None:
     A remote is a place that several machines reach: a folder of a NAS, or a bucket of S3, Google or
     Azure. What one machine has pushed there, 'smartcache download' and from_pretrained of all
     others take from there before they ask the Hub. It needs the package obstore: pip install
-    'smartcache[remote]'.
+    'smartcache-hub[remote]'.
     """
 
 
@@ -128,7 +127,7 @@ def _say_added(made: Remote) -> None:
         ("smartcache remote ls nas -q", "names for 'remote pull'"),
     ),
 )
-@click.argument("name", metavar="[NAME]", required=False, shell_complete=_completion.remotes)
+@click.argument("name", metavar="[NAME]", required=False)
 def ls_command(*, name: str | None) -> None:
     """List the remotes, or what one of them has.
 
@@ -200,7 +199,7 @@ def _show_remotes(found: list[Remote]) -> None:
     "rm",
     examples=(("smartcache remote rm nas", "forget the name; what is there stays"),),
 )
-@click.argument("name", metavar="NAME", shell_complete=_completion.remotes)
+@click.argument("name", metavar="NAME")
 def rm_command(*, name: str) -> None:
     """Forget a remote; nothing is removed there."""
     from smartcache.remote import Remotes
@@ -222,16 +221,14 @@ def rm_command(*, name: str) -> None:
         ("smartcache remote push nas photos", "a dataset of training, or a set of artifacts"),
     ),
 )
-@click.argument("name", metavar="NAME", shell_complete=_completion.remotes)
-@click.argument(
-    "words", metavar="REPO[@REV]|DIGEST|SET|DATASET...", nargs=-1, shell_complete=_completion.repos
-)
+@click.argument("name", metavar="NAME")
+@click.argument("words", metavar="REPO[@REV]|DIGEST|SET|DATASET...", nargs=-1)
 @cache_dirs_option
 @click.option(
     "--exact", is_flag=True,
     help="Of sets and datasets, take from the remote what this machine has pushed and deleted.",
 )  # fmt: skip
-@never_asks
+@dry_run
 @click.pass_obj
 def push_command(
     session: Session,
@@ -250,7 +247,7 @@ def push_command(
     """
     from smartcache.remote import plan_push, pushable
 
-    with session.cache() as cache:
+    with session.cache(only_look=dry_run) as cache:
         tier = cache.tier(name)
         if not words:
             raise _name_some("push", pushable(cache.store, cache.sets))
@@ -270,14 +267,14 @@ def push_command(
         ("smartcache remote pull nas photos", "a dataset of training, or a set of artifacts"),
     ),
 )
-@click.argument("name", metavar="NAME", shell_complete=_completion.remotes)
+@click.argument("name", metavar="NAME")
 @click.argument("words", metavar="REPO[@REV]|DIGEST|SET|DATASET...", nargs=-1)
 @click.option("--cache-dir", type=FILE, metavar="DIR", help="The HF cache.  [default: the Hub's]")
 @click.option(
     "--update-refs", is_flag=True,
     help="Move branches and tags that are at another commit here, instead of keeping them.",
 )  # fmt: skip
-@never_asks
+@dry_run
 @click.pass_obj
 def pull_command(
     session: Session,
@@ -296,7 +293,7 @@ def pull_command(
     """
     from smartcache.remote import plan_pull, pullable
 
-    with session.cache() as cache:
+    with session.cache(only_look=dry_run) as cache:
         tier = cache.tier(name)
         if not words:
             tier.check()
@@ -376,7 +373,7 @@ def _size(size: int | None) -> str:
         ("smartcache remote verify nas --repair", "remove what is damaged, to push it again"),
     ),
 )
-@click.argument("name", metavar="NAME", shell_complete=_completion.remotes)
+@click.argument("name", metavar="NAME")
 @click.option("--fast", is_flag=True, help="Compare sizes only; no object is read.")
 @click.option("--repair", is_flag=True, help="Remove what is damaged: it is of no use to anybody.")
 @click.option("-y", "--yes", is_flag=True, help="Do it without asking.")
@@ -459,7 +456,7 @@ def _show_findings(report: TierReport, *, as_talk: bool = False) -> None:
         ("smartcache remote gc nas --older-than 7d -y", "from a timer, without asking"),
     ),
 )
-@click.argument("name", metavar="NAME", shell_complete=_completion.remotes)
+@click.argument("name", metavar="NAME")
 @click.option(
     "--older-than", type=age, default="24h", show_default=True, metavar="AGE",
     help="Leave what is younger: it may belong to a push that is under way.",

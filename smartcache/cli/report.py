@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -80,7 +79,7 @@ def report_command(
         from smartcache.report.html import check_target
 
         check_target(html, force=force)
-    with _store(session) as store:
+    with session.store(only_look=True) as store:
         chosen, warnings = folders_to_scan(store, given, only)
         report = make_report(
             store, chosen, min_size=min_size, is_detailed=html is not None, progress=bars
@@ -99,21 +98,6 @@ def report_command(
         document=lambda: _document(report, warnings),
         ids=lambda: (folder.path for folder in report.folders),
     )
-
-
-@contextmanager
-def _store(session: Session) -> Iterator[Store]:
-    """Open the store; where there is none, an empty one that is gone afterwards."""
-    if session.has_store():
-        with session.store() as store:
-            yield store
-        return
-    from tempfile import TemporaryDirectory
-
-    from smartcache.store import Store
-
-    with TemporaryDirectory(prefix="smartcache-") as folder, Store(folder) as store:
-        yield store
 
 
 def _page(

@@ -64,7 +64,7 @@ _FOLDERS = (
     "--quick", is_flag=True, help="Compare sizes, heads and tails only: likely, unproven."
 )
 @click.option(
-    "-n", "--groups", type=click.IntRange(min=0), metavar="N",
+    "--groups", type=click.IntRange(min=0), metavar="N",
     help=f"Show so many groups of duplicates.  [default: {_GROUPS}]",
 )  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="Show every group with every path.")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smartcache.cli import _completion
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import FAILED, BadUsageError, BadValueError
 from smartcache.cli._output import out
@@ -48,7 +47,7 @@ class Entry:
         ("smartcache undo --all", "every change to every file"),
     ),
 )
-@click.argument("ids", metavar="[ID]...", nargs=-1, shell_complete=_completion.undo_ids)
+@click.argument("ids", metavar="[ID]...", nargs=-1)
 @click.option("--last", is_flag=True, help="Undo the newest entry.")
 @click.option("--all", "everything", is_flag=True, help="Undo every entry.")
 @click.option("--list", "only_list", is_flag=True, help="List what can be undone.")

@@ -48,6 +48,7 @@ from smartcache.errors import (
     DamagedArtifactError,
     LockTimeoutError,
     UnsupportedValueError,
+    install_hint,
 )
 from smartcache.sizes import parse_size
 from smartcache.system import KeyLocks, hash_file, make_own, reached, read_own, sync_directory
@@ -790,7 +791,7 @@ def _datasets() -> Any:  # noqa: ANN401 - a module without types
     try:
         return import_module("datasets")
     except ImportError as error:
-        hint = "Install it: pip install 'smartcache[datasets]'."
+        hint = install_hint("datasets")
         raise ConfigError("DatasetCache needs the package datasets", hint=hint) from error
 
 

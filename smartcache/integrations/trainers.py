@@ -33,7 +33,7 @@ from zipfile import BadZipFile
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from smartcache.errors import ConfigError, DatasetError, SmartcacheError
+from smartcache.errors import ConfigError, DatasetError, SmartcacheError, install_hint
 from smartcache.integrations.mgds.takeover import OldCache, xxh64_of
 from smartcache.integrations.simpletuner import load_tensors
 from smartcache.progress import Progress, silent
@@ -467,7 +467,7 @@ def _sizes(path: Path) -> set[tuple[int, int]]:
     try:
         import imagesize
     except ImportError as error:
-        hint = "Install it: pip install 'smartcache[training]'."
+        hint = install_hint("training")
         raise ConfigError("The sizes of images need imagesize", hint=hint) from error
     return {imagesize.get(path, exif_rotation=is_shown) for is_shown in (False, True)}
 
@@ -484,7 +484,7 @@ def _torch() -> Any:  # noqa: ANN401 - a module
     try:
         return import_module("torch")
     except ImportError as error:
-        hint = "Install it: pip install 'smartcache[torch]'."
+        hint = install_hint("torch")
         raise ConfigError("Files of trainers become tensors of torch", hint=hint) from error
 
 
@@ -557,7 +557,7 @@ def _find_diffusion_pipe(root: str) -> Iterator[_File]:
         try:
             datasets = import_module("datasets")
         except ImportError as error:
-            hint = "Install it: pip install 'smartcache[datasets]'."
+            hint = install_hint("datasets")
             raise ConfigError("The files of diffusion-pipe need datasets", hint=hint) from error
         order = datasets.load_from_disk(os.path.join(folder, "iteration_order"))
         columns = zip(order["image_spec"], order["latents_idx"], strict=True)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from smartcache.errors import ConfigError, EncoderError
+from smartcache.errors import ConfigError, EncoderError, install_hint
 from smartcache.training import Doing, Fault, Lost, packed, unpacked
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class RayEngine:
         try:
             ray = import_module("ray")
         except ImportError as error:
-            hint = "Install it: pip install 'smartcache[ray]'."
+            hint = install_hint("ray")
             raise EncoderError("RayEngine needs Ray", hint=hint) from error
         if not ray.is_initialized():
             ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR)

@@ -39,6 +39,7 @@ from smartcache.errors import (
     DamagedObjectError,
     MissingObjectError,
     TierError,
+    install_hint,
 )
 from smartcache.progress import Progress, silent
 from smartcache.remote.forked import Readers
@@ -638,7 +639,7 @@ def _obstore() -> Any:  # noqa: ANN401 - the package
         import obstore.exceptions
         import obstore.store
     except ImportError as error:
-        hint = "Install it: pip install 'smartcache[remote]'."
+        hint = install_hint("remote")
         raise ConfigError("Tiers need obstore, which is not installed", hint=hint) from error
     _Process.pid = os.getpid()
     return obstore

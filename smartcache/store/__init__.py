@@ -69,9 +69,7 @@ if TYPE_CHECKING:
     from smartcache.store.upkeep.prune import PrunePlan as PrunePlan
     from smartcache.store.upkeep.prune import PruneResult as PruneResult
     from smartcache.store.upkeep.prune import Victim as Victim
-    from smartcache.store.upkeep.usage import FolderUsage as FolderUsage
     from smartcache.store.upkeep.usage import StoreUsage as StoreUsage
-    from smartcache.store.upkeep.usage import folder_usage as folder_usage
     from smartcache.store.upkeep.verify import VerifyReport as VerifyReport
     from smartcache.store.upkeep.verify import rebuild as rebuild
     from smartcache.store.upkeep.verify import replace_damaged_index as replace_damaged_index
@@ -105,7 +103,7 @@ _HOMES = {
     "tiers": "BlobSource Document Found Offer Wanted",
     "upkeep.eject": "EjectPlan clear_leftovers",
     "upkeep.prune": "PrunePlan PruneResult Victim",
-    "upkeep.usage": "FolderUsage StoreUsage folder_usage",
+    "upkeep.usage": "StoreUsage",
     "upkeep.verify": "VerifyReport rebuild replace_damaged_index",
     "volume": "DATASET Layout volume_root",
 }

@@ -501,12 +501,6 @@ class Store:
         """Say what is on the disk now; every blob is looked at."""
         return _usage.store_usage(self.volume, progress=progress)
 
-    def folder_usage(
-        self, paths: Iterable[str | Path], *, progress: Progress = silent
-    ) -> list[_usage.FolderUsage]:
-        """Say what folders take on the disk, links counted once, and share with the store."""
-        return _usage.folder_usage(map(Path, paths), volume=self.volume, progress=progress)
-
     def plan_prune(
         self,
         *,

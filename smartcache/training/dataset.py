@@ -50,6 +50,7 @@ from smartcache.errors import (
     IndexDamagedError,
     OutputMissingError,
     SmartcacheError,
+    install_hint,
 )
 from smartcache.progress import Progress, bars, silent
 from smartcache.system import create_own, hash_file, is_network, lock, make_own, sync_directory
@@ -812,7 +813,7 @@ def _need_imagesize() -> None:
     try:
         import imagesize  # noqa: F401
     except ImportError as error:
-        hint = "Install it: pip install 'smartcache[training]'."
+        hint = install_hint("training")
         raise ConfigError(
             "Buckets need imagesize, to read the sizes of images", hint=hint
         ) from error

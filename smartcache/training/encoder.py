@@ -30,6 +30,7 @@ from smartcache.errors import (
     EncoderError,
     FileChangedError,
     SmartcacheError,
+    install_hint,
 )
 from smartcache.training.look import Column, Listing
 from smartcache.training.sources import FILE, plain_text
@@ -464,7 +465,7 @@ def _decoded(data: bytes) -> Image:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
-        hint = "Install it: pip install 'smartcache[training]'."
+        hint = install_hint("training")
         raise DatasetError("item.image() needs Pillow", hint=hint) from error
     try:
         image = Image.open(io.BytesIO(data))

@@ -317,7 +317,7 @@ class TestMissingPackages:
         with sets.open("set", {}, compression=method) as opened:
             opened.put("key", {"ids": np.arange(9000)})
         said = f"{package} is needed for this compression, and is not installed"
-        hint = "Install it: pip install 'smartcache[compression]'."
+        hint = "Install it: pip install 'smartcache-hub[compression]'."
         blocked = f"{package} {package}.block"
         codes = [
             'print(sets.open("set", {}).get("key"))',

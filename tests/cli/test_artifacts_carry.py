@@ -14,7 +14,6 @@ from tests.api import SmartCache
 from tests.api import store_room as room
 from tests.cli.computed import fill, keys, latent
 from tests.cli.running import PATIENCE, Here, Smartcache
-from tests.cli.test_completion import offered
 
 FORMS = {"--safetensors": "out", "--folder": "out", "--tar": "out.tar"}
 FINGERPRINT = ("--set", "files", "--fingerprint", '{"vae": "sdxl"}')
@@ -192,9 +191,3 @@ class TestImport:
         done = sc("--home", tmp_path / "other", "artifacts", "import", "out")
         assert "Warning: " in done.stderr
         assert "the export was interrupted" in done.stderr
-
-
-def test_tab_offers_sets_and_rules(program: Smartcache, home: Path) -> None:
-    fill(home)
-    assert offered(program, "artifacts", "export", "la") == ["latents"]
-    assert offered(program, "artifacts", "import", "x", "--key", "st") == ["stem"]

@@ -150,7 +150,7 @@ class TestRemove:
         filled("pin", SMALL)
         done = filled("rm", "-y", DIGEST, SMALL, code=1)
         assert done.error == f"{SMALL[:12]} is held by pin kept; nothing was removed"
-        assert f"smartcache unpin {SMALL[:12]}" in done.hint
+        assert done.hint == f"Unpin it first: 'smartcache unpin {SMALL[:12]}'."
         assert blob(home).exists()
 
     @pytest.mark.usefixtures("filled")

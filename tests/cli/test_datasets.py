@@ -20,7 +20,6 @@ from smartcache.training import Encoder, Item, Sources
 from tests.api import ArtifactSets, SetInfo, SmartCache
 from tests.cli.computed import BUCKETS, Made, encode_image, image
 from tests.cli.running import PATIENCE, Here, Smartcache
-from tests.cli.test_completion import offered
 
 
 @pytest.fixture
@@ -384,11 +383,6 @@ class TestStore:
         assert "would be lost" in sc("eject", "-y", code=1).error
         sc("eject", "--drop-artifacts", "-y")
         assert not home.exists()
-
-    @pytest.mark.usefixtures("photos")
-    def test_tab_offers_datasets_and_sets_apart(self, program: Smartcache) -> None:
-        assert offered(program, "datasets", "show", "") == ["photos"]
-        assert offered(program, "artifacts", "show", "") == ["photos.latent", "photos.text"]
 
 
 @pytest.mark.usefixtures("photos")

@@ -215,7 +215,7 @@ class TestLeavingAlone:
         assert are_linked(pair)
 
     def test_other_programs_and_excluded_names(self, sc: Here, machine: Machine) -> None:
-        words = ("--only", "Ollama", "--only", "gpt4all", "--only", "lm studio")
+        words = ("--program", "Ollama", "--program", "gpt4all", "--program", "lm studio")
         document = sc("dedup", *SMALL, *words, "--exclude", "*Meta*", "-y", "--json").json
         assert document["files"] == 1
         assert inode_of(machine.shared["llama"].paths[0]) == inode_of(

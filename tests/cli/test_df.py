@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -65,38 +64,17 @@ def test_every_volume_is_shown(filled: Here, home: Path, elsewhere: Path) -> Non
     assert f"\n{elsewhere}/.smartcache\n" in filled("df").stdout
 
 
-class TestFolders:
-    def test_each_is_shown_with_what_the_store_has_too_and_all_together(
-        self, filled: Here, models: Path
-    ) -> None:
-        document = filled("df", "--json", models, models / "sub").json
-        whole, below = document["folders"]
-        assert (whole["path"], below["path"]) == (str(models), str(models / "sub"))
-        assert (whole["files"], below["files"], whole["linked_inside"]) == (5, 1, 1)
-        assert whole["shared_with_store"] == allocated(models / "d.gguf")
-        # The total counts what lies in both once.
-        assert document["total"]["physical"] == whole["physical"]
-        lines = filled("df", models, models / "sub").stdout.splitlines()
-        assert lines[0].startswith("FOLDER ")
-        assert lines[-1].startswith("all together ")
+def test_without_a_command_programs_get_the_same(filled: Here, home: Path) -> None:
+    assert filled("--json").json == filled("df", "--json").json
+    assert filled("-q").ids == filled("--quiet").ids == [str(home)]
+    assert "--json excludes --quiet" in filled("--json", "-q", code=2).error
+    done = filled("--json", "ls", code=2)
+    assert (done.error, done.stdout) == ("Write --json after the command.", "")
 
-    def test_a_store_is_not_needed_and_one_that_cannot_be_opened_no_obstacle(
-        self, sc: Here, models: Path, home: Path
-    ) -> None:
-        (folder,) = sc("df", "--json", models).json["folders"]
-        assert (folder["files"], folder["shared_with_store"]) == (3, 0)
-        assert not home.exists()
-        home.mkdir()
-        (home / "format").write_text("999\n")
-        done = sc("df", "--json", models)
-        assert done.json["folders"][0]["files"] == 3
-        assert "Warning: " in done.stderr
-        assert "nowhere" in sc("df", "nowhere", code=1).error
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-    def test_what_cannot_be_read_is_named(self, sc: Here, models: Path) -> None:
-        (models / "sub").chmod(0)
-        done = sc("df", models)
-        (models / "sub").chmod(0o755)
-        assert f"Warning: {models / 'sub'}: Permission denied" in done.stderr
-        assert "at least" in done.stderr
+def test_without_a_command_and_a_store_programs_are_told_that_there_is_none(
+    sc: Here, home: Path
+) -> None:
+    assert sc("--json").json == {"stores": []}
+    assert sc("-q").ids == []
+    assert not home.exists()

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.api import Store
 from tests.cli.running import Here
 from tests.store.files import snapshot, write
@@ -61,3 +63,19 @@ def test_an_unreadable_index_is_a_problem_with_its_cure(sc: Here, home: Path) ->
     for file in home.glob("index.sqlite3*"):
         file.write_bytes(b"no database" * 1000)
     assert "verify --rebuild" in sc("doctor", code=1).stdout
+
+
+def test_the_other_package_of_that_name_is_named_with_what_removes_it(
+    sc: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`smartcache` on PyPI is somebody else's: it has the same import name."""
+    assert "Another package" not in sc("doctor").stdout
+    metadata = "Metadata-Version: 2.1\nName: smartcache\nVersion: 0.0.2\n"
+    write(tmp_path / "site" / "smartcache-0.0.2.dist-info" / "METADATA", metadata.encode())
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    (found,) = sc("doctor", "--json").json["problems"]
+    assert found["level"] == "warning"
+    assert "smartcache 0.0.2" in found["text"]
+    assert "pip uninstall smartcache" in found["hint"]
+    assert "pip install --force-reinstall --no-deps smartcache-hub" in found["hint"]
+    assert "pip uninstall smartcache" in " ".join(sc("doctor").stdout.split())

@@ -335,7 +335,8 @@ class TestSelection:
         download.hub.add("org/gated", ONE, gated=True)
         download.hub.tokens = {"hf_good": {"org/gated"}}
         for token, code in (("hf_secret", 1), ("hf_good", 0)):
-            done = download("org/gated", "--token", token, "--debug", code=code)
+            words = ("--debug", "download", "org/gated", "--token", token)
+            done = download.program(*words, code=code, env=download.env())
             assert token not in done.stdout + done.stderr
         assert contents(Path(done.ids[0])) == ONE
         more = {"HF_TOKEN": "hf_good", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}

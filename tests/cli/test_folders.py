@@ -73,6 +73,18 @@ class TestLs:
         (row,) = [line for line in after.splitlines() if line.endswith("~/.ollama/models")]
         assert row.split()[:3] == ["Ollama", "discovered", "9"]
 
+    @pytest.mark.usefixtures("machine")
+    def test_after_dedup_only_what_was_given_is_called_given(self, sc: Here, extra: Path) -> None:
+        def given() -> list[tuple[str, str]]:
+            found = sc("folders", "ls", "--json").json["folders"]
+            assert all(each["is_given"] == (each["how"] == "given") for each in found)
+            return [(each["how"], each["path"]) for each in found if each["is_given"]]
+
+        sc("dedup", *SMALL, "-y")
+        assert given() == []
+        sc("dedup", extra, *SMALL, "-y")
+        assert given() == [("given", str(extra))]
+
     def test_the_document_has_bytes_and_times(self, sc: Here, extra: Path) -> None:
         sc("folders", "add", extra)
         sc("scan", *SMALL)

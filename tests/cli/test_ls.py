@@ -139,7 +139,6 @@ class TestDir:
     def test_an_option_wins_over_the_environment(self, sc: Here, tmp_path: Path) -> None:
         other = tmp_path / "other"
         assert sc("--home", other, "dir").stdout == f"{other}\n"
-        assert sc("dir", "--home", other).stdout == f"{other}\n"
 
     def test_any_byte_comes_out_as_it_is(self, program: Smartcache, tmp_path: Path) -> None:
         name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n")

@@ -72,7 +72,7 @@ class TestRemotes:
     ) -> None:
         monkeypatch.setitem(sys.modules, "obstore", None)
         done = sc("remote", "add", "nas", tmp_path / "share", code=2)
-        assert "pip install 'smartcache[remote]'" in done.stderr
+        assert "pip install 'smartcache-hub[remote]'" in done.stderr
 
 
 @pytest.mark.usefixtures("share")

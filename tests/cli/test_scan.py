@@ -52,7 +52,7 @@ class TestForPeople:
 
     @pytest.mark.usefixtures("machine")
     def test_the_largest_groups_come_first_with_the_survivor_marked(self, sc: Here) -> None:
-        text = sc("scan", *SMALL, "-n", "1").stdout
+        text = sc("scan", *SMALL, "--groups", "1").stdout
         head, first, *others = text.split("\n\n")[1].splitlines()
         assert head.startswith("65.5 KB × 7, 393 KB to free: Stable Diffusion XL · ")  # noqa: RUF001
         assert "stabilityai/stable-diffusion-xl-base-1.0" in head
@@ -73,11 +73,11 @@ class TestForPeople:
         assert whole.count(" to free: ") == 13
         assert whole.count("duplicate  ") == 11 + 12
         assert "more" not in whole
-        assert "exclude each other" in sc("scan", "--all", "-n", "3", code=2).error
+        assert "exclude each other" in sc("scan", "--all", "--groups", "3", code=2).error
 
     @pytest.mark.usefixtures("machine")
     def test_says_at_the_end_what_dedup_would_free(self, sc: Here) -> None:
-        for words in ([], ["--quick"], ["--all"], ["-n", "0"]):
+        for words in ([], ["--quick"], ["--all"], ["--groups", "0"]):
             last = sc("scan", *SMALL, *words).stdout.splitlines()[-1]
             assert "'smartcache dedup --min-size 4KiB' would free " in last, words
             assert "1.05 MB" in last, words
@@ -104,7 +104,9 @@ class TestForPeople:
         folder = tmp_path / "my models"
         write(folder / "a.db", content(1))
         write(folder / "b.db", content(1))
-        done = sc("scan", folder, "--any-file", "--min-size", "4KiB", "--exclude", "*.o", "-n", "3")
+        done = sc(
+            "scan", folder, "--any-file", "--min-size", "4KiB", "--exclude", "*.o", "--groups", "3"
+        )
         line = next(each for each in done.stdout.splitlines() if " would free " in each)
         words = shlex.split(line.split("`")[1])
         assert words == [
@@ -114,7 +116,7 @@ class TestForPeople:
         assert sc(*words[1:], "-n", "--json").json["planned_size"] == SIZE
 
     def test_an_empty_path_is_an_error_and_not_this_folder(self, sc: Here) -> None:
-        for words in (["scan"], ["dedup", "-n"], ["folders", "add"], ["add"], ["df"]):
+        for words in (["scan"], ["dedup", "-n"], ["folders", "add"], ["add"]):
             assert "A path is empty" in sc(*words, "", code=2).stderr, words
 
     def test_one_folder_needs_no_total_and_may_have_nothing_to_free(
@@ -237,9 +239,9 @@ class TestWhatIsCompared:
     @pytest.mark.usefixtures("machine")
     def test_some_programs_however_they_are_written(self, sc: Here) -> None:
         for name in ("lm studio", "LM Studio", "lmstudio", "LM-STUDIO"):
-            document = sc("scan", "--only", name, "--json", *SMALL).json
+            document = sc("scan", "--program", name, "--json", *SMALL).json
             assert {each["program"] for each in document["folders"]} == {"LM Studio"}
-        document = sc("scan", "--only", "ollama", "--only", "gpt4all", "--json", *SMALL).json
+        document = sc("scan", "--program", "ollama", "--program", "gpt4all", "--json", *SMALL).json
         assert {each["program"] for each in document["folders"]} == {"Ollama", "GPT4All"}
         assert document["freeable"] == SIZE
 
@@ -266,7 +268,7 @@ class TestFolders:
         assert text.endswith("Name a folder to scan it: smartcache scan FOLDER\n")
         assert sc("scan", "--json").json["folders"] == []
         assert sc("scan", "-q").stdout == ""
-        text = sc("scan", "--only", "ollama").stdout
+        text = sc("scan", "--program", "ollama").stdout
         assert text.startswith("No model folder of Ollama was found. Looked at:\n")
         assert "ComfyUI" not in text
 
@@ -312,7 +314,7 @@ def test_after_a_rebuild_only_a_scan_of_everything_lets_prune_run_again(
     sc("folders", "add", pair)
     sc("verify", "--rebuild", "-y")
     assert "'smartcache scan'" in sc("prune", "-y", code=1).hint
-    for words in (["models"], ["--only", "ollama"]):
+    for words in (["models"], ["--program", "ollama"]):
         sc("scan", *SMALL, *words)
         sc("prune", "-y", code=1)
     pair.rename(pair.with_name("away"))

@@ -47,7 +47,7 @@ def stopped_holder(home: Path, what: str) -> Iterator[int]:
 @pytest.fixture
 def filled(sc: Here, home: Path, models: Path) -> Here:
     """A store with a blob that was adopted, one that was linked from outside, and a damaged one."""
-    sc("add", "--adopt", models / "a.safetensors", "-y")
+    sc("add", "--adopt", models / "a.safetensors")
     sc("add", models / "sub" / "c.gguf")
     with Store(home) as store:
         store.put_stream([b"rot" * 1000])

@@ -7,7 +7,9 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -578,3 +580,28 @@ class TestCheckpoints:
         known.write_bytes(WEIGHTS[::-1])
         with pytest.raises(BlobNotFoundError):
             comfyui.find_checkpoint(sha256(WEIGHTS).hexdigest(), tmp_path)
+
+
+@pytest.mark.torch
+def test_the_line_in_the_docs_gives_comfyui_the_nodes(tmp_path: Path) -> None:
+    """In a Python of its own, as ComfyUI imports its custom nodes: by their path."""
+    page = (Path(__file__).parents[2] / "docs/comfyui.md").read_text("utf-8")
+    (command,) = re.findall(r"^\$ (echo .*)$", page, re.MULTILINE)
+    nodes = tmp_path / "ComfyUI" / "custom_nodes"
+    nodes.mkdir(parents=True)
+    subprocess.run(["sh", "-c", command], env={"HOME": str(tmp_path)}, check=True)
+    (file,) = nodes.iterdir()
+    program = (
+        "import importlib.util, json, sys\n"
+        "spec = importlib.util.spec_from_file_location('custom_nodes_x', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "print(json.dumps([sorted(module.NODE_CLASS_MAPPINGS),\n"
+        "                  sorted(module.NODE_DISPLAY_NAME_MAPPINGS)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, file],
+        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    classes, names = json.loads(done.stdout)
+    assert classes == names != []

@@ -442,7 +442,7 @@ for word, package in {"zstd": "zstandard", "lz4": "lz4"}.items():
         DiskCache(folder, word)
     except MissingCompressionError as error:
         assert error.name == package and package in str(error), error
-        assert "smartcache[compression]" in error.hint
+        assert "smartcache-hub[compression]" in error.hint
     else:
         raise AssertionError(word)
 with DiskCache(folder) as cache:
@@ -456,7 +456,7 @@ with DiskCache(folder) as cache:
 try:
     DatasetCache(folder).get("key")
 except ConfigError as error:
-    assert "pip install 'smartcache[datasets]'" in error.hint
+    assert "pip install 'smartcache-hub[datasets]'" in error.hint
 else:
     raise AssertionError
 """

@@ -101,7 +101,7 @@ class TestRefused:
         with opened(cache, tmp_path, 3) as dataset:
             with pytest.raises(EncoderError, match="needs Ray") as raised:
                 dataset.build(engine=RayEngine(), progress=silent)
-            assert "smartcache[ray]" in str(raised.value.hint)
+            assert "smartcache-hub[ray]" in str(raised.value.hint)
 
     @pytest.mark.parametrize("options", [{"workers": 0}, {"num_cpus": -1}, {"num_gpus": "all"}])
     def test_numbers_that_make_no_sense(self, options: dict[str, Any]) -> None:

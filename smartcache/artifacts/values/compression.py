@@ -25,7 +25,12 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
 from smartcache.artifacts.values.layout import known_layout
-from smartcache.errors import ConfigError, DamagedArtifactError, MissingCompressionError
+from smartcache.errors import (
+    ConfigError,
+    DamagedArtifactError,
+    MissingCompressionError,
+    install_hint,
+)
 
 if TYPE_CHECKING:
     from smartcache.artifacts.values.tensors import Bytes, TensorSpec
@@ -204,7 +209,7 @@ def _package(method: int) -> Any:  # noqa: ANN401 - not all of them have types
     except ImportError:
         package = name.partition(".")[0]
         message = f"{package} is needed for this compression, and is not installed"
-        hint = "Install it: pip install 'smartcache[compression]'."
+        hint = install_hint("compression")
         raise MissingCompressionError(message, hint=hint, name=package) from None
     if method == BLOSC2:
         module.set_releasegil(True)  # else threads would decompress one after the other

@@ -23,7 +23,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from smartcache.errors import ArtifactError, BatchShapeError, LayoutError
+from smartcache.errors import ArtifactError, BatchShapeError, LayoutError, install_hint
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -216,7 +216,7 @@ def need_torch() -> ModuleType:
     except ImportError:
         raise ArtifactError(
             "torch is needed to read this artifact, and is not installed",
-            hint="Install it: pip install 'smartcache[torch]'.",
+            hint=install_hint("torch"),
         ) from None
     return torch
 

@@ -1,8 +1,10 @@
 """Nodes for ComfyUI: training datasets that are read as they are needed, checkpoints by their hash.
 
-    smartcache comfyui install ~/ComfyUI
+A file in ComfyUI's `custom_nodes` that imports this package adds them:
 
-puts a folder into `custom_nodes` that imports this package. `save`, `load`, `describe` and
+    from smartcache.integrations.comfyui import *
+
+`save`, `load`, `describe` and
 `import_shards` do the same for scripts, given ComfyUI's output folder. Names are loaded when they
 are first used, and PyTorch with them.
 
