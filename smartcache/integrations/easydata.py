@@ -46,6 +46,7 @@ from smartcache.errors import (
     BadKeyError,
     ConfigError,
     DamagedArtifactError,
+    FileChangedError,
     LockTimeoutError,
     UnsupportedValueError,
     install_hint,
@@ -67,6 +68,7 @@ _HASHED = "blake3:"
 """Begins the keys in a set that stand for others, and no key that stands for itself."""
 _DATASET = re.compile(r"([0-9a-f]{64})(?:\.json|-[0-9a-f]{16})")
 _LARGEST = 1 << 30
+_TRIES = 20
 _verified: set[Path] = set()
 """Folders of datasets whose checksums this process has compared."""
 
@@ -459,29 +461,35 @@ class DatasetCache:
         """Return a dataset, mapped into memory; None: there is none, or it is old or damaged."""
         datasets = _datasets()
         name = _name_of(key)
-        tried: dict[str, Any] | None = None
-        problem: OSError | None = None
-        while (entry := self._current(name)) is not None and entry != tried:
-            folder = self._root / entry["folder"]
+        for _ in range(_TRIES):
+            if (entry := self._current(name)) is None:
+                return None
+            # A put that has taken its place removes its files, which the hashing may see.
+            with suppress(FileNotFoundError, FileChangedError, DamagedArtifactError):
+                return self._load(datasets, entry)
+            if self._current(name) == entry:
+                break
+        with suppress(LockTimeoutError), self._key_locks.hold(name, what="reading a dataset"):
+            if (entry := self._current(name)) is None:  # nobody replaces it now
+                return None
             try:
-                _check_files(folder, entry, deep=self.verify and folder not in _verified)
-                try:
-                    found = datasets.load_from_disk(os.fspath(folder))
-                except Exception:
-                    _check_files(folder, entry, deep=True)
-                    raise
-            except (FileNotFoundError, DamagedArtifactError) as error:
-                tried, problem = entry, error  # unless another put has taken its place
-            else:
-                if self.verify:
-                    _verified.add(folder)
-                return found
-        if entry is not None:
-            _log.warning("The dataset %r is damaged and counts as missing: %s", key, problem)
-            with suppress(LockTimeoutError), self._key_locks.hold(name, timeout=0):
-                if self._read(name) == entry:
-                    self._remove(name)
+                return self._load(datasets, entry)
+            except (FileNotFoundError, FileChangedError, DamagedArtifactError) as error:
+                _log.warning("The dataset %r is damaged and counts as missing: %s", key, error)
+                self._remove(name)
         return None
+
+    def _load(self, datasets: Any, entry: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        folder = self._root / entry["folder"]
+        _check_files(folder, entry, deep=self.verify and folder not in _verified)
+        try:
+            found = datasets.load_from_disk(os.fspath(folder))
+        except Exception:
+            _check_files(folder, entry, deep=True)
+            raise
+        if self.verify:
+            _verified.add(folder)
+        return found
 
     def put(self, key: str, dataset: Any, metadata: CacheMetadata | None = None) -> None:  # noqa: ANN401
         """Keep a dataset and its metadata in place of what the key had; it survives power loss.

@@ -1006,22 +1006,19 @@ class TestDatasets:
 
     def test_readers_see_whole_datasets_while_they_are_replaced(self, tmp_path: Path) -> None:
         DatasetCache(tmp_path).put("key", dataset_of(0))
-        end = time.monotonic() + 0.7
 
-        def write() -> int:
-            number = 0
-            while time.monotonic() < end:
-                number += 1
+        def write() -> None:
+            for number in range(1, 31):
                 DatasetCache(tmp_path).put("key", dataset_of(number))
-            return number
 
         with Child(write) as writer, Child(write) as another:
-            seen = set()
-            while time.monotonic() < end:
-                seen.add(number_in(DatasetCache(tmp_path).get("key")))
-            assert None not in seen
-            assert len(seen) > 2
-            assert writer.result() + another.result() > 2
+            seen: list[int | None] = []
+            while len(seen) < 30 or seen[-1] != 30:
+                seen.append(number_in(DatasetCache(tmp_path).get("key")))
+                assert seen[-1] is not None
+            assert len(set(seen)) > 2
+            writer.result()
+            another.result()
         assert len(list((tmp_path / "datasets").glob("*-*"))) == 1
 
     @pytest.mark.parametrize(
