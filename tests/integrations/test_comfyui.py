@@ -11,9 +11,11 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from tests.api import (
     BadSetNameError,
     BlobNotFoundError,
     DatasetError,
+    SmartcacheError,
     Store,
     UnsupportedValueError,
 )
@@ -44,6 +47,26 @@ else:
 STANDINS = Path(__file__).with_name("standins") / "comfyui"
 MODULES = ("folder_paths", "comfy", "comfy.nested_tensor", "comfy.sd")
 ODD_NAMES = ("", ".", "..", "../other", "a/b", "/etc", "a\\b", "a\0b")
+NO_JSON = " cannot be read as JSON"
+BAD_METADATA = [
+    (b"", NO_JSON),
+    (b"{", NO_JSON),
+    (b"\0", NO_JSON),
+    (b'{"num_shards": "\xff"}', NO_JSON),
+    (b"[" * 100_000, NO_JSON),
+    (b'{"num_shards": ' + b"[" * 100_000, NO_JSON),
+    (b'{"num_shards": ' + b"1" * 5000 + b"}", NO_JSON),
+    (b'{"num_shards": 2, "more": "' + b" " * (2 << 20) + b'"}', NO_JSON),
+    (b"[[[]]]", " is not a JSON object"),
+    (b"null", " is not a JSON object"),
+    *(
+        (b'{"num_shards": 2, "num_samples": 3, "%s": %s}' % (name, value),
+         f": {name.decode()} is not a count")
+        for name in (b"num_shards", b"num_samples")
+        for value in (b"[[]]", b"{}", b'"2"', b'"\\u0000"', b"2.0", b"1e999", b"NaN", b"true",
+                      b"null", b"-1", b"1" * 30)
+    ),
+]  # fmt: skip
 Sample = tuple[dict[str, Any], list[Any]]
 
 
@@ -453,6 +476,35 @@ class TestOldShards:
         with pytest.raises(DatasetError, match="no shards"):
             comfyui.import_shards(output, "other", "data")
 
+    @pytest.mark.parametrize(("data", "reason"), BAD_METADATA)
+    def test_metadata_that_makes_no_sense_is_one_line_that_names_file_and_field(
+        self, output: Path, data: bytes, reason: str
+    ) -> None:
+        self.shards(output / "old", samples(1, 2, 3))
+        path = output / "old" / "metadata.json"
+        path.write_bytes(data)
+        with pytest.raises(DatasetError) as caught:
+            node("ImportShards").bring("old", "data")
+        message, _ = str(caught.value).split("\nHint: ")
+        assert message == f"{path}{reason}"
+        assert not (output / "smartcache").exists()
+
+    def test_a_shard_that_metadata_counts_and_is_not_there_is_named(self, output: Path) -> None:
+        self.shards(output / "old", samples(1, 2, 3))
+        (output / "old" / "metadata.json").write_text('{"num_shards": 4000000000000}')
+        with pytest.raises(DatasetError, match=r"no shard_0002\.pkl, though it has 4,000"):
+            node("ImportShards").bring("old", "data")
+
+    def test_metadata_that_is_no_file_holds_nobody_up(self, output: Path) -> None:
+        self.shards(output / "old", samples(1))
+        path = output / "old" / "metadata.json"
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(DatasetError, match=r"metadata\.json cannot be read"):
+            node("ImportShards").bring("old", "data")
+        path.unlink()
+        assert node("ImportShards").bring("old", "data")["result"] == (1,)
+
     @pytest.mark.parametrize("name", ODD_NAMES)
     def test_a_folder_name_leads_nowhere_else(self, output: Path, name: str) -> None:
         self.shards(output.parent / "other", samples(1))
@@ -470,8 +522,7 @@ class TestNodes:
         for each in comfyui.NODE_CLASS_MAPPINGS.values():
             made: Any = each
             inputs = made.INPUT_TYPES()["required"]
-            code = getattr(made, made.FUNCTION).__code__
-            assert list(inputs) == list(code.co_varnames[1 : code.co_argcount])
+            assert list(inputs) == list(signature(getattr(made(), made.FUNCTION)).parameters)
             assert len(made.RETURN_TYPES) == len(getattr(made, "RETURN_NAMES", made.RETURN_TYPES))
 
     @pytest.mark.usefixtures("output")
@@ -491,7 +542,29 @@ class TestNodes:
             node("SaveTrainingDataset").save(latents, conditioning[:2], ["data"])
         with pytest.raises(DatasetError, match="no dataset 'other'") as caught:
             node("LoadTrainingDataset").load("other", True)
-        assert caught.value.hint == "There are: data."
+        assert str(caught.value).endswith("\nHint: There are: data.")
+
+    @pytest.mark.usefixtures("output")
+    @pytest.mark.parametrize(
+        ("name", "inputs"),
+        [
+            ("SaveTrainingDataset", {"latents": [{}], "conditioning": [], "dataset_name": ["x"]}),
+            ("LoadTrainingDataset", {"dataset_name": "x", "buckets": True}),
+            ("DatasetInfo", {"dataset_name": "x"}),
+            ("ImportShards", {"folder_name": "x", "dataset_name": "y"}),
+            ("LoadCheckpoint", {"hash_or_name": "0" * 64}),
+        ],
+    )
+    def test_what_comfyui_shows_of_an_error_has_the_hint_once(
+        self, name: str, inputs: dict[str, Any]
+    ) -> None:
+        made = node(name)
+        with pytest.raises(SmartcacheError) as caught:
+            getattr(made, made.FUNCTION)(**inputs)
+        message, hint = str(caught.value).split("\nHint: ")
+        assert message
+        assert hint
+        assert "".join(traceback.format_exception_only(caught.value)).count(hint) == 1
 
     def test_comfyui_hears_of_a_dataset_that_was_saved_again(self, output: Path) -> None:
         loader = node("LoadTrainingDataset")

@@ -52,6 +52,8 @@ _INDEX = "index"
 _SAVING = "saving"
 """What one save of a dataset locks; never the key of an artifact."""
 _DEEPEST = 50
+_MOST_METADATA = 1 << 20
+_MOST_SAMPLES = 1 << 63
 _SHARD = re.compile(r"shard_(\d{4,})\.pkl")
 _AGAIN = "Save it again, or restore the folder from a backup."
 
@@ -384,11 +386,11 @@ def import_shards(output: str | Path, folder: str, name: str) -> int:
     if not names:
         hint = "Name the folder in ComfyUI's output folder that has shard_0000.pkl in it."
         raise DatasetError(f"There are no shards in {path}", hint=hint)
-    promised = _metadata_of(path)
+    promised = _metadata_of(path / "metadata.json")
     count = promised.get("num_shards", max(names) + 1)
-    missing = [number for number in range(count) if number not in names]
-    if missing:
-        message = f"{path} has no shard_{missing[0]:04d}.pkl, though it has {count} shards"
+    missing = next((number for number in range(count) if number not in names), None)
+    if missing is not None:
+        message = f"{path} has no shard_{missing:04d}.pkl, though it has {count:,} shards"
         raise DatasetError(message, hint="Copy all shards, or save them again.")
     if len(names) > count:
         others = ", ".join(names[number] for number in sorted(names) if number >= count)
@@ -410,12 +412,21 @@ def import_shards(output: str | Path, folder: str, name: str) -> int:
 
 def _metadata_of(path: Path) -> dict[str, int]:
     """Return the counts that ComfyUI's node has written beside the shards; empty: it has not."""
+    hint = "Correct it, or remove it: then all shards in the folder are imported."
     try:
-        found = json.loads((path / "metadata.json").read_bytes()[: 1 << 20])
-    except (FileNotFoundError, ValueError):
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO waits
+            found = json.loads(file.read(_MOST_METADATA) if path.is_file() else b"")
+    except FileNotFoundError:
         return {}
-    counts = found.items() if isinstance(found, dict) else ()
-    return {key: each for key, each in counts if type(each) is int and each >= 0}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DatasetError(f"{path} cannot be read as JSON", hint=hint) from error
+    if not isinstance(found, dict):
+        raise DatasetError(f"{path} is not a JSON object", hint=hint)
+    counts = {name: found[name] for name in ("num_shards", "num_samples") if name in found}
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count < _MOST_SAMPLES:
+            raise DatasetError(f"{path}: {name} is not a count", hint=hint)
+    return counts
 
 
 def _read_shard(path: Path) -> tuple[list[Any], list[Any]]:

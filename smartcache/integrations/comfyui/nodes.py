@@ -5,11 +5,12 @@ ComfyUI's own modules are imported when a node runs: there is no ComfyUI outside
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from smartcache.errors import DatasetError
+from smartcache.errors import DatasetError, SmartcacheError
 from smartcache.integrations.comfyui import dataset
 from smartcache.integrations.comfyui.checkpoints import find_checkpoint
 
@@ -29,7 +30,28 @@ def _output() -> str:
     return found
 
 
-class SaveDataset:
+class _Node:
+    """Lets errors say what to do: of what a node raises, ComfyUI shows str() and nothing else."""
+
+    FUNCTION: str
+
+    def __init_subclass__(cls) -> None:
+        act = getattr(cls, cls.FUNCTION)
+
+        @wraps(act)
+        def run(*args: Any, **inputs: Any) -> Any:  # noqa: ANN401
+            try:
+                return act(*args, **inputs)
+            except SmartcacheError as error:
+                if error.hint:
+                    error.message = f"{error.message}\nHint: {error.hint}"
+                    error.hint, error.__notes__ = "", []
+                raise
+
+        setattr(cls, cls.FUNCTION, run)
+
+
+class SaveDataset(_Node):
     """Keeps latents and conditioning on the disk, equal tensors once."""
 
     CATEGORY = _CATEGORY
@@ -66,7 +88,7 @@ class SaveDataset:
         return {"ui": {"text": [f"{dataset.counted(count)} saved as {name}"]}}
 
 
-class LoadDataset:
+class LoadDataset(_Node):
     """Gives latents and conditioning whose tensors are read when they are needed."""
 
     CATEGORY = _CATEGORY
@@ -101,7 +123,7 @@ class LoadDataset:
         return dataset.load(_output(), dataset_name, buckets=buckets)
 
 
-class DatasetInfo:
+class DatasetInfo(_Node):
     """Says what a dataset is."""
 
     CATEGORY = _CATEGORY
@@ -127,7 +149,7 @@ class DatasetInfo:
         return {"ui": {"text": [str(info)]}, "result": (str(info), info.samples)}
 
 
-class ImportShards:
+class ImportShards(_Node):
     """Brings in what ComfyUI's own node has saved."""
 
     CATEGORY = _CATEGORY
@@ -154,7 +176,7 @@ class ImportShards:
         return {"ui": {"text": [text]}, "result": (count,)}
 
 
-class LoadCheckpoint:
+class LoadCheckpoint(_Node):
     """Loads a checkpoint by what it is, wherever it lies on this machine."""
 
     CATEGORY = _CATEGORY
