@@ -23,6 +23,7 @@ from smartcache.integrations.mgds import CachingStoppedException, PrefetchIterat
 from tests.api import Job, errors
 from tests.integrations.mgds_pipeline import (
     CONCEPT,
+    GROUPING,
     DiskCache,
     Encoder,
     Pipeline,
@@ -274,6 +275,38 @@ class TestEpochs:
         cache = Run(tmp_path / "cache", room, sourceless=True).cache
         assert cache.get_outputs() == ["latent_image", "crop_resolution", "image_path", "concept"]
         assert {"image_path", "concept.balancing", "concept.seed"} < set(cache.get_inputs())
+
+    @pytest.mark.parametrize("kind", [SmartDiskCache, DiskCache])
+    @pytest.mark.parametrize("sourceless", [False, True])
+    def test_a_cache_of_texts_without_names_stands_in_nobodys_way(
+        self, tmp_path: Path, room: Path, kind: Any, sourceless: bool
+    ) -> None:
+        Run(tmp_path / "cache", room).epoch().cache.close()
+        run = Run(tmp_path / "cache", room, sourceless=sourceless)
+        more = {"source_path_in_name": "image_path"} if kind is SmartDiskCache else {}
+        options: dict[str, Any] = {**GROUPING, **more, "sourceless": sourceless}
+        options |= {"content_key_in_name": "prompt", "before_cache_fun": run.prepare}
+        text = kind(str(tmp_path / "texts"), split_names=[], aggregate_names=[], **options)
+        alone = kind(str(tmp_path / "alone"))
+        sources, encoder, images = run.pipeline.modules
+        run.pipeline = Pipeline([sources, encoder, images, text, alone])
+        for _ in range(2):
+            run.epoch()
+            assert (run.encodes, run.prepared, letters(run.values())) == (0, 0, "ABCDEFGHIJ")
+            assert (text.get_outputs(), text.get_item(3)) == ([], {})
+        assert text.length() == 10
+        assert alone.length() == 0
+        assert images.get_item(0, "concept" if sourceless else None)
+        assert not (tmp_path / "texts").exists()
+        text.close()
+
+    @pytest.mark.parametrize("names", [["crop_resolution"], ["image_path"]])
+    def test_aggregate_names_alone(self, tmp_path: Path, room: Path, names: list[str]) -> None:
+        options: dict[str, Any] = {"split_names": [], "aggregate_names": names}
+        values = Run(tmp_path / "cache", room, **options).epoch().values(names[0])
+        assert len(values) == 10
+        again = Run(tmp_path / "cache", room, **options).epoch()
+        assert (again.encodes, again.values(names[0])) == (0, values)
 
     def test_progress_is_shown_for_each_phase(self, tmp_path: Path, room: Path) -> None:
         told: dict[str, int] = {}
@@ -583,6 +616,51 @@ class TestFailures:
         assert letters(run.values()) == "ABCDEFGHIJ"
         assert 1 <= run.encodes <= 10
 
+    @pytest.mark.parametrize("options", [{}, TEXT, {**MASKED, "trust_cache": True}])
+    def test_a_damaged_index_is_made_again_and_nothing_is_encoded_again(
+        self, tmp_path: Path, room: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+    ) -> None:
+        first = Run(tmp_path / "cache", room, **options).epoch()
+        name = first.cache.split_names[0]
+        values = first.values(name)
+        first.cache.close()
+        path = tmp_path / "cache" / "sources.sqlite"
+        whole = path.read_bytes()
+        page = int.from_bytes(whole[16:18], "big")
+        starts = range(0, len(whole), page)
+        damaged = [
+            b"", whole[:100], *(whole[:start] for start in starts[1:]), os.urandom(len(whole)),
+            *(whole[:start] + bytes(page) + whole[start + page :] for start in starts),
+            *(whole[:start] + b"\xa5" * page + whole[start + page :] for start in starts),
+        ]  # fmt: skip
+        for data in damaged:
+            path.write_bytes(data)
+            caplog.clear()
+            run = Run(tmp_path / "cache", room, **options).epoch()
+            assert (run.encodes, run.values(name)) == (0, values)
+            run.cache.close()
+            assert "set aside as sources.sqlite.damaged" in caplog.text
+            (room / "5.png").rename(tmp_path / "away")
+            assert SmartDiskCache.gc_clean(str(tmp_path / "cache"))["orphan_count"] == 0
+            assert "Start each training" in caplog.text
+            (tmp_path / "away").rename(room / "5.png")
+            path.with_name("sources.sqlite.damaged").unlink()
+            run = Run(tmp_path / "cache", room, **options).epoch()
+            assert run.encodes == 0
+            run.cache.close()
+
+    def test_several_processes_make_a_damaged_index_once(self, tmp_path: Path, room: Path) -> None:
+        cache = tmp_path / "cache"
+        Run(cache, room).epoch().cache.close()
+        path = cache / "sources.sqlite"
+        path.write_bytes(b"x" * 10_000)
+        ranks = [started(cache, room, 0) for _ in range(3)]
+        go(*ranks)
+        told = [json.loads(each.communicate(timeout=60)[0]) for each in ranks]
+        assert [encodes for _, encodes, _ in told] == [0, 0, 0]
+        assert {letters(values) for *_, values in told} == {"ABCDEFGHIJ"}
+        assert path.with_name("sources.sqlite.damaged").read_bytes() == b"x" * 10_000
+
     def test_what_cannot_be_stored_is_an_error_not_a_bad_item(
         self, tmp_path: Path, room: Path
     ) -> None:
@@ -597,10 +675,7 @@ class TestFailures:
         with pytest.raises(errors.UnsupportedValueError):
             run.epoch()
 
-    @pytest.mark.parametrize("names", [[], None])
-    def test_bad_arguments_are_refused(self, tmp_path: Path, names: list[str] | None) -> None:
-        with pytest.raises(errors.ConfigError, match="keeps nothing"):
-            SmartDiskCache(str(tmp_path), split_names=names)
+    def test_bad_arguments_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(errors.ConfigError, match="on_error cannot be"):
             SmartDiskCache(str(tmp_path), ["x"], on_error="zeros")  # type: ignore[arg-type]
 

@@ -214,9 +214,6 @@ class CacheModule:
         self.cache_dir = cache_dir
         self.split_names = list(split_names or [])
         self.aggregate_names = list(aggregate_names or [])
-        if not self.split_names and not self.aggregate_names:
-            hint = "Name what is to be cached in split_names or aggregate_names."
-            raise ConfigError("A cache without names keeps nothing", hint=hint)
         self.variations_in_name = variations_in_name
         self.balancing_in_name = balancing_in_name
         self.balancing_strategy_in_name = balancing_strategy_in_name
@@ -288,15 +285,23 @@ class CacheModule:
 
     def get_outputs(self) -> list[str]:
         """Return the names that `get_item` gives."""
-        more = ["concept"] if self.sourceless else []
+        more = ["concept"] if self.sourceless and self._has_names else []
         return [*self.split_names, *self.aggregate_names, *more]
 
     def get_meta(self, name: str) -> Any:  # noqa: ANN401, ARG002 - as mgds has it
         """Return nothing: there is nothing to be told."""
         return None
 
+    @property
+    def _has_names(self) -> bool:
+        """Whether anything is cached: a trainer of all text encoders has nothing for it."""
+        return bool(self.split_names or self.aggregate_names)
+
     def length(self) -> int:
         """Return how many items an epoch has; before the first `start`, how many there are."""
+        if not self._has_names:
+            names = self.get_inputs()
+            return (self._get_previous_length(names[0]) or 0) if names else 0
         if not self._groups:
             if self.sourceless:
                 self._open()
@@ -307,6 +312,8 @@ class CacheModule:
 
     def start(self, variation: int) -> None:
         """Find out what this epoch needs, and encode what is missing of it."""
+        if not self._has_names:
+            return
         self._before.again()
         if not self._groups:
             self._open()
@@ -328,6 +335,8 @@ class CacheModule:
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """Return an item: all aggregate names, or all split names, or everything."""
+        if not self._has_names:
+            return {}
         self._arrange(self.current_variation)
         turn = bisect_right(self._ends, index)
         if index < 0 or turn == len(self._ends):

@@ -7,13 +7,15 @@
     sizes     the resolution an image had, to find its bucket again without decoding it
     kept      what an artifact holds: its names, and its small values as JSON
 
-Rows are written when they change. A row of `kept` is written before its artifact, so there is no
-artifact without one; a row without an artifact is a missing artifact.
+Rows are written when they change. A row of `kept` without an artifact is a missing artifact; an
+artifact without a row is found by its key. So all of it can be found out again, and a file that is
+damaged is renamed to `sources.sqlite.damaged`: until somebody removes that, nothing is an orphan.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import struct
@@ -24,11 +26,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
 from blake3 import blake3
+from filelock import FileLock
 
+from smartcache.errors import IndexDamagedError
 from smartcache.progress import Progress, silent
 from smartcache.system import LATEST_NS, Database, hash_many, is_network
 
+_log = logging.getLogger(__name__)
 NAME: Final = "sources.sqlite"
+DAMAGED: Final = ".damaged"
+"""Ends the name of one that was set aside."""
 SET: Final = "mgds"
 """The name of the sets of artifacts."""
 NOWHERE: Final = b"\0"
@@ -73,8 +80,36 @@ class Index(Database):
 
     @classmethod
     def in_folder(cls, folder: Path) -> Index:
-        """Open that of a folder, made if it is not there."""
-        return cls(folder / NAME, wal=not is_network(folder))
+        """Open that of a folder, made if it is not there, and made anew if it is damaged."""
+        path = folder / NAME
+        with FileLock(folder / ".sources.lock", mode=0o600):
+            try:
+                # Whoever makes one holds the lock until it has tables.
+                if path.exists() and not path.stat().st_size:
+                    raise IndexDamagedError(f"{path} is empty", path=path)
+                return cls._checked(path, wal=not is_network(folder))
+            except IndexDamagedError as error:
+                _log.warning(
+                    "%s; it is set aside as %s, and the sources are looked at again", error,
+                    f"{NAME}{DAMAGED}",
+                )  # fmt: skip
+            os.replace(path, f"{path}{DAMAGED}")
+            for each in ("-wal", "-shm", "-journal"):
+                Path(f"{path}{each}").unlink(missing_ok=True)
+            return cls._checked(path, wal=not is_network(folder))
+
+    @classmethod
+    def _checked(cls, path: Path, *, wal: bool) -> Index:
+        index = cls(path, wal=wal)
+        try:
+            (problem,) = index.select_one("PRAGMA quick_check(1)") or ("",)
+            if problem != "ok":
+                reason = str(problem).splitlines()[-1]
+                raise IndexDamagedError(f"{path} is damaged: {reason}", path=path)
+        except BaseException:
+            index.close()
+            raise
+        return index
 
     # sources
 

@@ -7,14 +7,16 @@ that is gone or empty as a whole may be a drive that is not mounted.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
 from typing import Final
 
 from smartcache.artifacts import ArtifactSets, SetPlan
-from smartcache.integrations.mgds.index import NAME, SET, Index
+from smartcache.integrations.mgds.index import DAMAGED, NAME, SET, Index
 
+_log = logging.getLogger(__name__)
 _KEY: Final = re.compile(r"([0-9a-f]{64})-[0-9x_]+-\d+")
 
 
@@ -55,6 +57,12 @@ def _orphans(folder: Path, *, vanished: bool) -> tuple[list[SetPlan], list[bytes
         files = table.known()
     finally:
         table.close()
+    if (folder / f"{NAME}{DAMAGED}").exists():
+        _log.warning(
+            "%s: the list of sources was damaged, so nothing is deleted. Start each training that"
+            " uses this cache once, then remove %s", folder, f"{NAME}{DAMAGED}",
+        )  # fmt: skip
+        return [], [], set()
     # What was never a file, such as a position, is always there.
     there = {
         source: source not in files or os.path.exists(source)
