@@ -79,10 +79,10 @@ def remote_command() -> None:
 def add_command(*, name: str, url: str, options: tuple[str, ...]) -> None:
     """Give a name to a NAS folder or bucket, and try it.
 
-    URL is a folder, or s3://bucket/prefix, gs://... or az://... Something is written, read and
-    removed there, to see what the server does. Credentials are never kept: they are found as the
-    tools of each server find them, for instance in AWS_ACCESS_KEY_ID. 'remote add' again tries it
-    again.
+    URL is a folder (new, empty, or a remote already), or s3://bucket/prefix, gs://... or az://...
+    Something is written, read and removed there, to see what the server does. Credentials are never
+    kept: they are found as the tools of each server find them, for instance in AWS_ACCESS_KEY_ID.
+    'remote add' again tries it again.
     """
     from smartcache.remote import Remotes
 
@@ -466,8 +466,8 @@ def gc_command(*, name: str, older_than: timedelta, dry_run: bool, yes: bool) ->
     """Remove objects of a remote that nothing there needs.
 
     A push sends objects before the document that needs them, so young ones are left alone. Before
-    something is removed the documents are read again. This cannot be undone; what machines have
-    pulled stays with them.
+    something is removed the documents are read again. Files that smartcache did not make are named
+    and never removed. This cannot be undone; what machines have pulled stays with them.
     """
     from smartcache.remote import Remotes, plan_gc
 
@@ -486,6 +486,7 @@ def gc_command(*, name: str, older_than: timedelta, dry_run: bool, yes: bool) ->
             "objects": [each.path for each in plan.objects],
             "names": len(plan.names),
             "leftovers": [each.path for each in plan.leftovers],
+            "foreign": plan.foreign,
             "planned_size": plan.freed_size,
             "kept_size": plan.kept_size,
             "young": plan.young,
@@ -521,6 +522,11 @@ def _say_collected(
             f"{counted(plan.young, 'object')}, {format_size(plan.young_size)}, that nothing needs"
         )
         out.talk(f"{text} is younger than {format_age(older_than)} and stays.")
+    if plan.foreign:
+        shown = ", ".join(plan.foreign[:_MOST_SHOWN])
+        more = len(plan.foreign) - _MOST_SHOWN
+        rest = f" and {more:,} more; --json has all" if more > 0 else ""
+        out.talk(f"Not made by smartcache, so not touched: {shown}{rest}.")
 
 
 for _command in (

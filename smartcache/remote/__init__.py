@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from smartcache.remote.sets import push_set as push_set
     from smartcache.remote.sets import set_documents as set_documents
     from smartcache.remote.tier import Abilities as Abilities
-    from smartcache.remote.tier import Listed as Listed
     from smartcache.remote.tier import Sent as Sent
     from smartcache.remote.tier import Tier as Tier
     from smartcache.remote.tier import check_options as check_options
@@ -61,7 +60,6 @@ _HOMES = {
     "tier": (
         "Abilities",
         "Found",
-        "Listed",
         "Sent",
         "Tier",
         "check_options",

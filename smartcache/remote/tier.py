@@ -21,6 +21,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
@@ -42,6 +43,7 @@ from smartcache.errors import (
     install_hint,
 )
 from smartcache.progress import Progress, silent
+from smartcache.remote.folder import Files, Listed, is_place_of_folder, odd
 from smartcache.remote.forked import Readers
 from smartcache.store import Found
 
@@ -56,10 +58,22 @@ _AHEAD: Final = 4
 _MOST_PARTS: Final = 9000
 """Of one upload; S3 takes 10,000."""
 _MOST_DOCUMENT: Final = 1 << 28
+MOST_NAME: Final = 4096
 _TRIES: Final = 20
 _MARK: Final = "smartcache.json"
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DOCUMENT: Final = re.compile(
+    rf"documents/({'|'.join(KINDS)})/({_NAME.pattern})/([0-9]{{8,18}})\.json"
+)
+_OBJECT: Final = re.compile(r"objects/([0-9a-f]{2})/\1[0-9a-f]{62}")
+_OBJECT_NAME: Final = re.compile(
+    r"names/(?:sha256/([0-9a-f]{2})/\1[0-9a-f]{62}|git-sha1/([0-9a-f]{2})/\2[0-9a-f]{38})"
+)
+_BEGUN: Final = re.compile(rf"({re.escape(_MARK)}|probe-[0-9a-f]{{16}})(#[0-9]+)?")
+"""What whoever makes a tier of an empty folder writes there."""
+_NUMBERED: Final = re.compile(r"(.*)#[0-9]+", re.DOTALL)
+"""A file of a folder that obstore is writing, or was when it was killed."""
 _SECRET: Final = re.compile("key|secret|token|password|sas|credential", re.IGNORECASE)
 _SCHEMES: Final = ("s3", "gs", "az", "file")
 
@@ -67,14 +81,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 Document = dict[str, Any]
 Advance = Callable[[int], object]
-
-
-class Listed(NamedTuple):
-    """An object, or a name of one, as the server lists it."""
-
-    path: str
-    size: int
-    changed_at: datetime
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,14 +187,15 @@ class Tier:
         parts = urlsplit(self.url)
         return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
+    @property
+    def _files(self) -> Files | None:
+        folder = self.folder
+        return None if folder is None else Files(folder)
+
     def _connect(self) -> Any:  # noqa: ANN401
         obstore = _obstore()
-        folder = self.folder
-        if folder is not None:
-            if not folder.is_dir():
-                hint = "Check the path, and that its drive is mounted."
-                raise TierError(f"{folder} is not there", hint=hint, tier=self.name, path=folder)
-            return obstore.store.LocalStore(folder)
+        if self.folder is not None:
+            return obstore.store.LocalStore(self.folder)
         options = {**self.options}
         try:
             # Nothing is asked for hours: a server that is silent for half a minute is not there.
@@ -206,23 +213,42 @@ class Tier:
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
         """Let errors of the server be ours; `what` is the object or document."""
-        base = _obstore().exceptions.BaseError
         try:
             yield
+        except TierError:
+            raise
         except FileNotFoundError as error:
             message = f"The tier {self.name} has no {what}"
             raise MissingObjectError(message, tier=self.name) from error
-        except (base, OSError) as error:
-            if isinstance(error, TierError):
+        except Exception as error:
+            if not isinstance(error, (OSError, _server_error())):
                 raise
             message = f"The tier {self.name} did not give or take {what}: {_first_line(error)}"
             raise TierError(message, tier=self.name) from error
+
+    def _put(self, path: str, data: bytes | Iterator[bytes], **options: object) -> None:
+        if (files := self._files) is not None:
+            files.check_way(path)
+        _obstore().put(self._store, path, data, **options)
+
+    def _get(self, path: str, most: int) -> bytes:
+        """Return a small file, and a byte more than `most` if it is longer."""
+        if (files := self._files) is not None:
+            return files.read(path, 0, most + 1)
+        return bytes(_obstore().get(self._store, path).bytes())
+
+    def _part(self, path: str, start: int, length: int) -> bytes:
+        if (files := self._files) is not None:
+            return files.read(path, start, length)
+        return bytes(_obstore().get_range(self._store, path, start=start, length=length))
 
     # objects
 
     def size_of(self, digest: str) -> int | None:
         """Return the size of an object; None: it is not there."""
         with suppress(MissingObjectError), self._asking(f"object {digest}"):
+            if (files := self._files) is not None:
+                return files.size(_object(digest))
             return int(_obstore().head(self._store, _object(digest))["size"])
         return None
 
@@ -274,12 +300,12 @@ class Tier:
             with self._asking(f"object {digest}"):
                 if size <= PIECE:
                     data = b"".join(pieces())
-                    _obstore().put(self._store, _object(digest), data, use_multipart=False)
+                    self._put(_object(digest), data, use_multipart=False)
                 else:
                     part = max(PIECE, -(-size // _MOST_PARTS))
-                    _obstore().put(
-                        self._store, _object(digest), pieces(), use_multipart=True,
-                        chunk_size=part, max_concurrency=_AHEAD,
+                    self._put(
+                        _object(digest), pieces(), use_multipart=True, chunk_size=part,
+                        max_concurrency=_AHEAD,
                     )  # fmt: skip
         return True
 
@@ -288,7 +314,7 @@ class Tier:
         digest = blake3(data).hexdigest()
         if self.size_of(digest) != len(data):
             with self._asking(f"object {digest}"):
-                _obstore().put(self._store, _object(digest), data, use_multipart=False)
+                self._put(_object(digest), data, use_multipart=False)
         return digest
 
     def send(
@@ -356,6 +382,12 @@ class Tier:
                     each.cancel()
 
     def _whole(self, digest: str, size: int) -> Iterator[bytes]:
+        if (files := self._files) is not None:
+            with self._asking(f"object {digest}"):
+                self._refuse_size(digest, files.size(_object(digest)), size)
+                for start in range(0, size, PIECE):
+                    yield files.read(_object(digest), start, min(PIECE, size - start))
+            return
         with self._asking(f"object {digest}"):
             answer = _obstore().get(self._store, _object(digest))
             self._refuse_size(digest, int(answer.meta["size"]), size)
@@ -369,12 +401,10 @@ class Tier:
 
     def read(self, digest: str, start: int, length: int) -> bytes:
         """Return a part of an object; only where the server sends parts."""
-        if _is_forked():
+        if self._files is None and _is_forked():
             return _readers().read(self.described(), digest, start, length)
         with self._asking(f"object {digest}"):
-            data = bytes(
-                _obstore().get_range(self._store, _object(digest), start=start, length=length)
-            )
+            data = self._part(_object(digest), start, length)
         if len(data) != length:
             message = (
                 f"The tier {self.name} gave {len(data):,} bytes of object {digest}, not {length:,}"
@@ -397,7 +427,7 @@ class Tier:
             return None if size is None else Found(value, size)
         try:
             with self._asking(f"{algorithm} {value}"):
-                raw = bytes(_obstore().get(self._store, _name(algorithm, value)).bytes())
+                raw = self._get(_name(algorithm, value), MOST_NAME)
             said = json.loads(raw)
             found = Found(str(said["digest"]), int(said["size"]))
         except MissingObjectError:
@@ -412,7 +442,7 @@ class Tier:
         for algorithm, value in values.items():
             if algorithm != "blake3":
                 with self._asking(f"{algorithm} {value}"):
-                    _obstore().put(self._store, _name(algorithm, value), data)
+                    self._put(_name(algorithm, value), data)
 
     # documents
 
@@ -429,7 +459,7 @@ class Tier:
             path = _document(kind, name, number)
             # One that was replaced meanwhile is gone.
             with suppress(MissingObjectError), self._asking(f"{kind} {name}"):
-                raw = bytes(_obstore().get(self._store, path).bytes())
+                raw = self._get(path, _MOST_DOCUMENT)
                 return self._decoded(raw, path, kind), number
         raise TierError(f"{name} changes all the time on the tier {self.name}", tier=self.name)
 
@@ -457,8 +487,8 @@ class Tier:
 
     def _numbers(self, kind: str, name: str) -> list[int]:
         prefix = _document(kind, name, 0).rpartition("/")[0]
-        found = (path.rpartition("/")[2] for path, _, _ in self._listed(prefix))
-        return [int(each[:-5]) for each in found if re.fullmatch(r"[0-9]{8,18}\.json", each)]
+        found = (_DOCUMENT.fullmatch(each.path) for each in self._listed(prefix))
+        return [int(each[3]) for each in found if each is not None]
 
     def change(
         self,
@@ -503,21 +533,22 @@ class Tier:
         raise TierError(f"{name} changes all the time on the tier {self.name}", tier=self.name)
 
     def _create(self, path: str, data: bytes) -> None:
-        obstore = _obstore()
-        if self.abilities.creates:
-            obstore.put(self._store, path, data, mode="create")
-        else:
-            obstore.put(self._store, path, data)
+        self._put(path, data, mode="create" if self.abilities.creates else "overwrite")
 
     def documents(self, kind: str | None = None) -> Iterator[tuple[str, str]]:
-        """Go through kind and name of all documents."""
+        """Go through kind and name of all documents.
+
+        DamagedObjectError if a folder of theirs is none: nobody knows then what is needed.
+        """
         prefix = "documents" if kind is None else f"documents/{kind}"
         seen: set[tuple[str, str]] = set()
-        for path, _, _ in self._listed(prefix):
-            parts = path.split("/")
-            if len(parts) == 4 and parts[1] in KINDS and (parts[1], parts[2]) not in seen:  # noqa: PLR2004
-                seen.add((parts[1], parts[2]))
-                yield parts[1], parts[2]
+        for each in self._listed(prefix):
+            match = _DOCUMENT.fullmatch(each.path)
+            if match is not None and match.group(1, 2) not in seen:
+                seen.add((match[1], match[2]))
+                yield match[1], match[2]
+            elif not each.is_file and is_place_of_folder(each.path):
+                raise odd(self.folder or Path(), each.path, "folder")
 
     def remove_document(self, kind: str, name: str) -> None:
         """Remove a document; what only it needed goes with the next `gc`."""
@@ -525,24 +556,32 @@ class Tier:
 
     # all of it
 
-    def objects(self) -> Iterator[Listed]:
-        """Go through all objects and names of objects, and what is no document beside them."""
-        for prefix in ("objects", "names"):
-            yield from self._listed(prefix)
+    def listed(self) -> Iterator[Listed]:
+        """Go through all that is there beside the mark; of a bucket, what is where we write."""
+        for prefix in ("",) if self.folder is not None else ("objects", "names", "documents"):
+            yield from (each for each in self._listed(prefix) if each.path != _MARK)
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Remove objects and names, as `objects` lists them."""
+        """Remove objects and names, as `listed` lists them."""
         self._delete(list(paths))
 
     def _listed(self, prefix: str) -> Iterator[Listed]:
         with self._asking(f"list of {prefix}"):
+            if (files := self._files) is not None:
+                yield from files.listed(prefix)
+                return
             for some in _obstore().list(self._store, prefix=prefix, chunk_size=1000):
                 for each in some:
                     yield Listed(each["path"], int(each["size"]), each["last_modified"])
 
     def _delete(self, paths: list[str]) -> None:
-        if paths:
-            with self._asking(paths[0]), suppress(FileNotFoundError):
+        if not paths:
+            return
+        with self._asking(paths[0]), suppress(FileNotFoundError):
+            if (files := self._files) is not None:
+                for each in paths:
+                    files.remove(each)
+            else:
                 _obstore().delete(self._store, paths)
 
     # beginning
@@ -560,18 +599,18 @@ class Tier:
             except OSError as error:
                 message = f"{self.folder} cannot be made: {error.strerror}"
                 raise TierError(message, tier=self.name, path=self.folder) from error
-        self.check(must_exist=False)
+        if not self.check(must_exist=False) and (files := self._files) is not None:
+            self._refuse_full(files)
         probe = f"probe-{secrets.token_hex(8)}"
         creates = ranges = False
         with self._asking("a new object"):
-            obstore.put(self._store, probe, b"0123456789", mode="overwrite")
+            self._put(probe, b"0123456789", mode="overwrite")
         try:
             with suppress(TierError), self._asking("a range"):
-                data = bytes(obstore.get_range(self._store, probe, start=3, length=4))
-                ranges = data == b"3456"
+                ranges = self._part(probe, 3, 4) == b"3456"
             try:
                 with self._asking("what is there"):
-                    obstore.put(self._store, probe, b"0123456789", mode="create")
+                    self._put(probe, b"0123456789", mode="create")
             except TierError as error:
                 creates = isinstance(error.__cause__, obstore.exceptions.AlreadyExistsError)
         finally:
@@ -581,27 +620,35 @@ class Tier:
             self._opened,
         )  # fmt: skip
         with self._asking(_MARK):
-            obstore.put(self._store, _MARK, json.dumps({"format": FORMAT}).encode())
+            self._put(_MARK, json.dumps({"format": FORMAT}).encode())
         return made
+
+    def _refuse_full(self, files: Files) -> None:
+        """Raise TierError if other things are in a folder that is not marked."""
+        with self._asking(f"list of {files.root}"), os.scandir(files.root) as entries:
+            found = next((each.name for each in entries if not _BEGUN.fullmatch(each.name)), None)
+        if found is not None:
+            hint = f"Give an empty or new folder, such as {files.root / 'smartcache'}."
+            message = f"{files.root} is neither empty nor a smartcache remote: it has {found!r}"
+            raise TierError(message, hint=hint, tier=self.name, path=files.root)
 
     def for_reading(self) -> Tier:
         """Return the tier for somebody who may not write there; TierError if it is none."""
         self.check()
         ranges = False
         with suppress(TierError), self._asking("a range"):
-            part = bytes(_obstore().get_range(self._store, _MARK, start=1, length=4))
-            ranges = part == bytes(_obstore().get(self._store, _MARK).bytes())[1:5]
+            ranges = self._part(_MARK, 1, 4) == self._get(_MARK, MOST_NAME)[1:5]
         abilities = Abilities(creates=False, ranges=ranges)
         return Tier(self.name, self.url, self.options, abilities, self._opened)
 
-    def check(self, *, must_exist: bool = True) -> None:
-        """Raise TierError if this is not the place of a tier that can be used."""
+    def check(self, *, must_exist: bool = True) -> bool:
+        """Return whether it is marked; TierError if this is not a tier that can be used."""
         try:
             with self._asking(_MARK):
-                raw = bytes(_obstore().get(self._store, _MARK).bytes())
+                raw = self._get(_MARK, MOST_NAME)
         except MissingObjectError as error:
             if not must_exist:
-                return
+                return False
             hint = f"Run 'smartcache remote add {self.name} {self.url}', or mount its drive."
             message = f"{self.url} is not the place of a tier"
             raise TierError(message, hint=hint, tier=self.name) from error
@@ -613,6 +660,7 @@ class Tier:
         if version != FORMAT:
             message = f"The tier {self.name} has format {version!r}; this smartcache reads {FORMAT}"
             raise TierError(message, hint="Update smartcache.", tier=self.name)
+        return True
 
 
 _connections: dict[str, Tier] = {}
@@ -643,6 +691,13 @@ def _obstore() -> Any:  # noqa: ANN401 - the package
         raise ConfigError("Tiers need obstore, which is not installed", hint=hint) from error
     _Process.pid = os.getpid()
     return obstore
+
+
+def _server_error() -> type[Exception]:
+    """Return the base of what obstore raises."""
+    module = sys.modules.get("obstore.exceptions")
+    found: type[Exception] = OSError if module is None else module.BaseError
+    return found
 
 
 class _Process:
@@ -682,6 +737,19 @@ def _document(kind: str, name: str, number: int) -> str:
     if kind not in KINDS or not _NAME.fullmatch(name):
         raise ConfigError(f"{kind}/{name!r} cannot be the name of a document")
     return f"documents/{kind}/{name}/{number:08}.json"
+
+
+def kind_of(listed: Listed) -> Literal["object", "name", "document", "leftover"] | None:
+    """Return what is listed by the shape of its path; None: it is not the tier's."""
+    if not listed.is_file:
+        return None
+    number = _NUMBERED.fullmatch(listed.path)
+    path = listed.path if number is None else number[1]
+    kinds: dict[Literal["object", "name", "document"], re.Pattern[str]] = {
+        "object": _OBJECT, "name": _OBJECT_NAME, "document": _DOCUMENT
+    }  # fmt: skip
+    found = next((kind for kind, shape in kinds.items() if shape.fullmatch(path)), None)
+    return found if found is None or number is None else "leftover"
 
 
 def in_parallel(

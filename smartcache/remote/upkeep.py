@@ -6,27 +6,23 @@ document that needs them, so what nobody needs is left alone while it is young.
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Literal
 
 from blake3 import blake3
 
 from smartcache.errors import DamagedObjectError, MissingObjectError, TierError
 from smartcache.progress import Progress, silent
-from smartcache.remote.tier import Advance, Listed, Tier, in_parallel, unless
+from smartcache.remote.folder import Listed
+from smartcache.remote.tier import MOST_NAME, Advance, Tier, in_parallel, kind_of, unless
 from smartcache.remote.transfer import described
 from smartcache.store import Offer
 
 YOUNG = timedelta(hours=24)
 """What is younger may belong to a push that has not come to its document."""
-_OBJECT = re.compile(r"objects/[0-9a-f]{2}/([0-9a-f]{64})")
-_HALF_MADE = re.compile(r"[A-Za-z0-9._-]+#[0-9]+")
-_MOST_NAME = 4096
 _AT_ONCE = 500
 
 
@@ -60,16 +56,27 @@ def verify_tier(tier: Tier, *, fast: bool = False, progress: Progress = silent) 
     """Compare a tier with its documents; unless `fast`, read and hash every byte."""
     tier.check()
     needs = _needs(tier)
-    sizes = tier.sizes(needs.objects, progress)
     findings = list(needs.damaged)
     whole: list[str] = []
-    for digest, size in needs.objects.items():
-        found = sizes.get(digest)
-        if found == size:
-            whole.append(digest)
-            continue
-        reason = "it is not there" if found is None else f"it has {found:,} bytes, not {size:,}"
-        findings.append(needs.finding("missing" if found is None else "damaged", digest, reason))
+
+    def check(digest: str) -> tuple[str, Finding | None]:
+        size = needs.objects[digest]
+        try:
+            found = tier.size_of(digest)
+        except DamagedObjectError as error:
+            return digest, needs.finding("damaged", digest, str(error))
+        if found is None:
+            return digest, needs.finding("missing", digest, "it is not there")
+        reason = f"it has {found:,} bytes, not {size:,}"
+        return digest, None if found == size else needs.finding("damaged", digest, reason)
+
+    with progress("Looking at the tier", len(needs.objects)) as job:
+        for digest, finding in in_parallel(check, needs.objects):
+            if finding is None:
+                whole.append(digest)
+            else:
+                findings.append(finding)
+            job.advance()
     read_size = 0 if fast else sum(needs.objects[each] for each in whole)
     if not fast:
         stopping = threading.Event()
@@ -190,6 +197,8 @@ class GcPlan:
     """Which object has a sha256 or git's sha1: of objects that go, or are gone."""
     leftovers: tuple[Listed, ...]
     """Files of a folder that a killed push has not come to name."""
+    foreign: tuple[str, ...]
+    """What is there and is not the tier's; it stays."""
     young: int
     """Objects that no document needs yet, and that are left alone."""
     young_size: int
@@ -220,46 +229,33 @@ def plan_gc(tier: Tier, *, older_than: timedelta = YOUNG, progress: Progress = s
     tier.check()
     needed = _needed(tier)
     before = datetime.now(UTC) - older_than
-    objects: list[Listed] = []
-    old_names: list[Listed] = []
+    old: dict[str, list[Listed]] = {"object": [], "name": [], "leftover": []}
+    foreign: list[str] = []
     young = young_size = kept_size = 0
     with progress("Listing objects") as job:
-        for each in tier.objects():
-            match = _OBJECT.fullmatch(each.path)
-            if match is not None and match[1] in needed:
+        for each in tier.listed():
+            kind = kind_of(each)
+            if kind is None:
+                foreign.append(each.path)
+            elif kind == "object" and _digest(each) in needed:
                 kept_size += each.size
-            elif match is not None and each.changed_at > before:
+            elif kind == "object" and each.changed_at > before:
                 young, young_size = young + 1, young_size + each.size
-            elif match is not None:
-                objects.append(each)
-            elif each.path.startswith("names/") and each.changed_at <= before:
-                old_names.append(each)
+            elif kind != "document" and each.changed_at <= before:
+                old[kind].append(each)
             job.advance()
-    names = [
-        each
-        for each, digest in in_parallel(lambda each: (each, _named(tier, each)), old_names)
-        if digest not in needed
-    ]
+    named = in_parallel(lambda each: (each, _named(tier, each)), old["name"])
     return GcPlan(
-        tier=tier.name, objects=tuple(sorted(objects)), names=tuple(sorted(names)),
-        leftovers=tuple(_leftovers(tier.folder, before)), young=young, young_size=young_size,
-        kept_size=kept_size,
+        tier=tier.name, objects=tuple(sorted(old["object"])),
+        names=tuple(sorted(each for each, digest in named if digest not in needed)),
+        leftovers=tuple(sorted(old["leftover"])), foreign=tuple(sorted(foreign)), young=young,
+        young_size=young_size, kept_size=kept_size,
         _execute=lambda plan, progress: _collect(tier, plan, progress),
     )  # fmt: skip
 
 
-def _leftovers(folder: Path | None, before: datetime) -> Iterator[Listed]:
-    """Go through files that obstore was writing when a process was killed; it never lists them."""
-    if folder is None:
-        return
-    for path in sorted(folder.rglob("*#*")):
-        try:
-            st = path.stat()
-        except FileNotFoundError:  # it has its name now
-            continue
-        changed_at = datetime.fromtimestamp(st.st_mtime, UTC)
-        if _HALF_MADE.fullmatch(path.name) and path.is_file() and changed_at <= before:
-            yield Listed(path.relative_to(folder).as_posix(), st.st_size, changed_at)
+def _digest(listed: Listed) -> str:
+    return listed.path.rpartition("/")[2]
 
 
 def _needed(tier: Tier) -> set[str]:
@@ -274,7 +270,7 @@ def _needed(tier: Tier) -> set[str]:
 def _named(tier: Tier, name: Listed) -> str:
     """Return the digest that a name stands for; "" if it makes no sense."""
     _, algorithm, _, value = name.path.split("/")
-    if name.size > _MOST_NAME:
+    if name.size > MOST_NAME:
         return ""
     found = tier.find(algorithm, value)
     return "" if found is None else found.digest
@@ -294,13 +290,12 @@ def _collect(tier: Tier, plan: GcPlan, progress: Progress) -> GcResult:
                 freed += sum(each.size for each in going)
                 kept += len(batch) - len(going)
                 job.advance(len(batch))
-        for each in plan.leftovers:
-            Path(tier.folder or "", each.path).unlink(missing_ok=True)
-            removed, freed = removed + 1, freed + each.size
-            job.advance()
+        tier.remove(each.path for each in plan.leftovers)
+        removed += len(plan.leftovers)
+        freed += sum(each.size for each in plan.leftovers)
+        job.advance(len(plan.leftovers))
     return GcResult(removed=removed, freed_size=freed, kept=kept)
 
 
 def _is_needed(tier: Tier, each: Listed, needed: set[str]) -> bool:
-    match = _OBJECT.fullmatch(each.path)
-    return (match[1] if match is not None else _named(tier, each)) in needed
+    return (_digest(each) if kind_of(each) == "object" else _named(tier, each)) in needed

@@ -166,6 +166,142 @@ class TestUpkeep:
         assert "No damage was found." in sc("remote", "verify", "nas").stdout
 
 
+def plant_odd_things(share: Path, elsewhere: Path) -> set[Path]:
+    """Put what is not of smartcache between its files, all of it old; return what it is."""
+    names = [b"Track#1", b"two\nlines", b"\xff\xfe", b"x" * 255, b"#", b"a b#2"]
+    planted: set[Path] = set()
+    for folder in ("", "objects", "objects/ab", "names/sha256", "documents", "documents/repos",
+                   "documents/repos/models--org--first", "music"):  # fmt: skip
+        (share / folder).mkdir(parents=True, exist_ok=True)
+        planted |= {share / folder / os.fsdecode(name) for name in names}
+    elsewhere.mkdir()
+    planted |= {elsewhere / f"{pair}{'0' * 62}" for pair in ("cd", "ce")}
+    planted |= {
+        share / "objects" / "ab" / f"{'cd' * 32}",  # of an HF cache
+        share / "objects" / "ab" / f"{'cd' * 32}#1",
+        share / "objects" / f"{'ab' * 32}#1",
+        share / "music" / f"{'ab' * 32}#1",
+        share / "names" / "sha256" / "ab" / "ab",
+        share / "names" / "md5" / "ab" / f"{'ab' * 16}",
+    }
+    for path in planted:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(path.name[:3].encode("utf-8", "surrogateescape"))
+    links = [share / "objects" / "cd", share / "names" / "git-sha1", share / "linked"]
+    for link in links:
+        link.symlink_to(elsewhere)
+    (share / "objects" / "ce").mkdir()
+    alias = share / "objects" / "ce" / f"{'ce' * 32}"
+    alias.symlink_to(elsewhere / f"ce{'0' * 62}")
+    fifo = share / "objects" / "ce" / f"{'ce' * 31}00"
+    os.mkfifo(fifo)
+    for path in {*planted, *links, alias, fifo}:
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    return {*planted, *links, alias, fifo}
+
+
+def snapshot(*folders: Path) -> dict[Path, bytes]:
+    """What is below some folders, as far as it can be read."""
+    found = {}
+    for folder in folders:
+        for root, names, files in os.walk(folder):
+            for path in (Path(root, name) for name in (*names, *files)):
+                if path.is_symlink():
+                    found[path] = os.fsencode(os.readlink(path))
+                else:
+                    found[path] = path.read_bytes() if path.is_file() else b""
+    return found
+
+
+class TestWhatIsNotOurs:
+    def test_gc_removes_nothing_of_others_and_names_it(
+        self, sc: Here, share: Path, cache: Path, tmp_path: Path
+    ) -> None:
+        sc("remote", "push", "nas", *REPOS, "--cache-dir", cache)
+        planted = plant_odd_things(share, tmp_path / "elsewhere")
+        half = share / "objects" / "ab" / f"{'ab' * 32}#12"
+        half.write_bytes(b"half")
+        os.utime(half, (1e9, 1e9))
+        before = snapshot(share, tmp_path / "elsewhere")
+        document = sc("remote", "gc", "nas", "--older-than", "1d", "-y", "--json").json
+        after = snapshot(share, tmp_path / "elsewhere")
+        assert before.keys() - after.keys() == {half}
+        assert after == {path: data for path, data in before.items() if path != half}
+        inside = {
+            each
+            for each in planted
+            if each.is_relative_to(share) and share / "music" not in each.parents
+        }
+        found = {share / each for each in document["foreign"]}
+        assert {*inside, share / "music", share / "names" / "md5"} - {
+            each for each in inside if each.parent.parent.name == "md5"
+        } == found
+        shown = sc("remote", "gc", "nas").stderr
+        assert "Not made by smartcache, so not touched: " in shown
+        assert "--json has all" in shown
+
+    def test_odd_names_stop_no_command(
+        self, sc: Here, share: Path, cache: Path, there: Path, tmp_path: Path
+    ) -> None:
+        plant_odd_things(share, tmp_path / "elsewhere")
+        assert sc("remote", "add", "nas", share).code == 0
+        sc("remote", "push", "nas", *REPOS, "--cache-dir", cache)
+        assert len(sc("remote", "ls", "nas", "-q").ids) == 3
+        sc("remote", "pull", "nas", *REPOS, "--cache-dir", there)
+        assert everything(there) == everything(cache)
+        assert "No damage was found." in sc("remote", "verify", "nas").stdout
+        assert "Nothing to remove" in sc("remote", "gc", "nas").stdout
+        sc("remote", "rm", "nas")
+
+    @pytest.mark.parametrize("kind", ["fifo", "symlink"])
+    @pytest.mark.parametrize("what", ["smartcache.json", "object", "document", "documents"])
+    def test_a_file_that_is_none_is_named_and_never_waited_for(
+        self, sc: Here, share: Path, cache: Path, there: Path, tmp_path: Path, what: str, kind: str
+    ) -> None:
+        sc("remote", "push", "nas", "org/first", "--cache-dir", cache)
+        places = {
+            "smartcache.json": share / "smartcache.json",
+            "object": next(p for p in (share / "objects").rglob("*") if p.is_file() and is_unet(p)),
+            "document": next((share / "documents" / "repos" / "models--org--first").iterdir()),
+            "documents": share / "documents" / "repos",
+        }
+        path = places[what]
+        path.rename(tmp_path / "original")
+        if kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(tmp_path / "original")
+        commands: dict[str, tuple[str | Path, ...]] = {
+            "add": (share,), "ls": (), "verify": (), "gc": ("-y", "--older-than", "0s"),
+            "push": ("org/first", "--cache-dir", cache),
+            "pull": ("org/first", "--cache-dir", there),
+        }  # fmt: skip
+        unread = {"smartcache.json": (), "object": ("add", "ls", "gc")}.get(what, ("add",))
+        before = snapshot(share)
+        for word, rest in commands.items():
+            is_found = word == "verify" and what in ("object", "document")
+            code = 0 if word in unread else 3 if is_found else 1
+            done = sc("remote", word, "nas", *rest, code=code)
+            if code:
+                assert f"{path} is not a" in (done.stdout if is_found else done.error)
+        assert snapshot(share) == before
+
+    def test_a_folder_of_others_does_not_become_a_remote(self, sc: Here, tmp_path: Path) -> None:
+        folder = tmp_path / "music"
+        (folder / "objects").mkdir(parents=True)
+        before = snapshot(folder)
+        done = sc("remote", "add", "nas", folder, code=1)
+        assert f"{folder} is neither empty nor a smartcache remote" in done.error
+        assert done.hint == f"Give an empty or new folder, such as {folder}/smartcache."
+        assert snapshot(folder) == before
+        assert sc("remote", "ls", "-q").ids == []
+        sc("remote", "add", "nas", folder / "smartcache")
+        (tmp_path / "link").symlink_to(folder / "smartcache")
+        sc("remote", "add", "again", tmp_path / "link")
+        (folder / "empty").mkdir()
+        sc("remote", "add", "empty", folder / "empty")
+
+
 def is_unet(path: Path) -> bool:
     return sha256(path.read_bytes()) == sha256(UNET)
 

@@ -20,6 +20,7 @@ from blake3 import blake3
 from smartcache import SmartCache
 from smartcache.remote import Delivery, Tier, attach_set, pull_set, push_set
 from tests.api import ArtifactSet, DamagedObjectError, FarPack, Skeleton, SmartcacheError
+from tests.remote.places import s3_tier
 from tests.remote.test_sets import HERE, MIB, check, chunks_of, fill, keys_of, opened
 
 
@@ -379,12 +380,12 @@ def test_the_last_number_of_a_document_is_not_the_last_change(nas: Tier) -> None
 
 
 FORKED = """
-import os, sys
+import json, os, sys
 from smartcache import SmartCache
-from smartcache.remote import Tier
-home, url = sys.argv[1:]
+from smartcache.remote import connected
+home, tier = sys.argv[1], connected(json.loads(sys.argv[2]))
 with SmartCache(home) as cache:
-    with cache.artifacts("latents", fingerprint={"vae": "x"}, tier=Tier("nas", url)) as opened:
+    with cache.artifacts("latents", fingerprint={"vae": "x"}, tier=tier) as opened:
         child = os.fork()
         if not child:
             code = 1
@@ -396,17 +397,23 @@ with SmartCache(home) as cache:
 """
 
 
-def test_a_forked_child_takes_no_modules_from_the_folder_it_is_in(
-    nas: Tier, a: SmartCache, tmp_path: Path
+@pytest.mark.parametrize("kind", ["folder", "moto"])
+def test_a_forked_child_reads_and_takes_no_modules_from_the_folder_it_is_in(
+    request: pytest.FixtureRequest, a: SmartCache, tmp_path: Path, kind: str
 ) -> None:
+    tier = (
+        Tier("nas", (tmp_path / "nas").as_uri()).begin()
+        if kind == "folder"
+        else s3_tier(request.getfixturevalue("moto"), tmp_path.name)
+    )
     with opened(a) as mine:
         fill(mine, keys_of(3))
-        push_set(mine, nas)
+        push_set(mine, tier)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "base64.py").write_text("raise SystemExit('not this one')\n")
     (tmp_path / "script.py").write_text(FORKED)
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "b"), nas.url],
+        [sys.executable, str(tmp_path / "script.py"), tmp_path / "b", json.dumps(tier.described())],
         cwd=tmp_path / "work", env={**os.environ, "PYTHONPATH": str(HERE)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0

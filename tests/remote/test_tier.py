@@ -42,7 +42,7 @@ def test_what_is_sent_comes_back_and_is_sent_once(tier: Tier, tmp_path: Path) ->
         assert b"".join(tier.chunks(digest, size=size)) == path.read_bytes()
         if tier.has_ranges and size > 100:
             assert tier.read(digest, 50, 40) == path.read_bytes()[50:90]
-    listed = {each.path.rpartition("/")[2]: each.size for each in tier.objects()}
+    listed = {each.path.rpartition("/")[2]: each.size for each in tier.listed()}
     assert listed == {digest: size for digest, (_, size) in files.items()}
 
 
@@ -53,7 +53,7 @@ def test_a_file_with_other_bytes_never_gets_the_name(tier: Tier, tmp_path: Path,
     with pytest.raises(DamagedObjectError, match="does not have the digest"):
         tier.put_file("ab" * 32, path)
     assert tier.size_of("ab" * 32) is None
-    assert not list(tier.objects())
+    assert not list(tier.listed())
 
 
 def test_what_is_not_there_is_named(tier: Tier) -> None:

@@ -25,6 +25,7 @@ from tests.api import (
 )
 from tests.hub.bundles import ENCODER, FIRST, SECOND, UNET, add_repo
 from tests.hub.clients import Client, sha256
+from tests.remote.places import s3_tier
 
 AT_ONCE = timedelta(0)
 
@@ -143,7 +144,7 @@ class TestVerify:
         report = verify_tier(shared)
         assert report.findings == ()
         assert report.documents == 2
-        objects = [each for each in shared.objects() if each.path.startswith("objects/")]
+        objects = [each for each in shared.listed() if each.path.startswith("objects/")]
         assert report.objects == len(objects)
         assert report.read_size == report.size == sum(each.size for each in objects)
 
@@ -214,6 +215,20 @@ class TestGc:
         path.write_text(json.dumps({"format": 1}))
         with pytest.raises(DamagedObjectError, match="nothing is removed"):
             plan_gc(shared, older_than=AT_ONCE)
+
+    def test_of_a_bucket_only_what_has_the_shape_of_ours_goes(
+        self, moto: str, tmp_path: Path
+    ) -> None:
+        tier = s3_tier(moto, tmp_path.name)
+        foreign = ["objects/Track#1", f"objects/ab/{'cd' * 32}", f"names/md5/ab/{'ab' * 16}",
+                   f"objects/ab/x/{'ab' * 32}", "documents/notes.txt"]  # fmt: skip
+        ours = [f"names/sha256/ab/{'ab' * 32}", f"objects/ab/{'ab' * 32}"]
+        for path in (*foreign, *ours):
+            obstore.put(tier._store, path, b"x")  # noqa: SLF001
+        plan = plan_gc(tier, older_than=AT_ONCE)
+        assert sorted(plan.foreign) == sorted(foreign)
+        assert plan.execute().removed == 2
+        assert sorted(each.path for each in tier.listed()) == sorted(foreign)
 
     def test_what_a_killed_push_was_writing_goes(self, shared: Tier, share: Path) -> None:
         left = share / "objects" / "aa" / f"{'a' * 64}#1"
