@@ -326,7 +326,7 @@ class Batches:
         for number, outputs in self.numbers_of(step).items():
             for name, numbers in outputs.items():
                 output = self.datasets[number].outputs[name]
-                if output.set.is_far and not output.is_windowed:
+                if output.set.is_far:
                     output.selection.announce(numbers)
 
     def _step(self, plan: Plan, position: int) -> Step:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
+from typing import Any, Final, Literal, Self, cast
 
 import numpy as np
 from blake3 import blake3
@@ -81,10 +81,6 @@ from smartcache.training.sources import FILE, Sources
 from smartcache.training.table import SourceTable
 from smartcache.training.upkeep import CleanPlan, copy_dataset, plan_clean
 
-if TYPE_CHECKING:
-    from smartcache.training.batches import Batches
-    from smartcache.training.window import Window
-
 FORMAT: Final = 1
 _FILE: Final = "dataset.json"
 _TABLE: Final = "index.sqlite3"
@@ -114,8 +110,6 @@ class Output:
         self.keys = Keys(Keys.of_empty(spec), np.zeros((0, 2), np.int32))
         self.failures: dict[int, str] = {}
         """Items that cannot be encoded, and why."""
-        self.is_windowed = False
-        """Its artifacts come and go (window.py): they are looked up for every batch."""
         self._selection: Selection | None = None
 
     @property
@@ -159,20 +153,6 @@ class Output:
         """The numbers that have no output."""
         found: Column = self.selection.missing
         return found[found < self.empty]
-
-    def read(
-        self,
-        numbers: Column,
-        out: Mapping[Any, object] | None,
-        *,
-        pinned: bool,
-        ragged: Literal["raise", "list"],
-    ) -> dict[Any, Any]:
-        """Read outputs by their numbers."""
-        if self.is_windowed:
-            keys = [self.key(number) for number in numbers.tolist()]
-            return self.set.get_batch(keys, out=out, pinned=pinned, ragged=ragged)
-        return self.selection.read(numbers, out, pinned=pinned, ragged=ragged)
 
     def item(self, listing: Listing, number: int, used: set[tuple[str, str]]) -> Item:
         """Return an item on its way into the encoder."""
@@ -589,7 +569,9 @@ class Dataset:
         trim = output.spec["trim"] is not None
         for is_last in (False, False, True):
             try:
-                found = output.read(numbers, out, pinned=pinned, ragged="list" if trim else ragged)
+                found = output.selection.read(
+                    numbers, out, pinned=pinned, ragged="list" if trim else ragged
+                )
                 break
             except (ArtifactNotFoundError, DamagedArtifactError) as error:
                 lost = self._lost(output, numbers)
@@ -616,19 +598,9 @@ class Dataset:
 
     def _lost(self, output: Output, numbers: np.ndarray[Any, Any]) -> list[int]:
         """Look again which of some outputs are missing."""
-        if not output.is_windowed:
-            output.look()
+        output.look()
         wanted = dict.fromkeys(numbers.tolist())
         return [number for number in wanted if output.key(number) not in output.set]
-
-    def window(self, batches: Batches, *, steps: int) -> Window:
-        """Encode what the next steps of batches need, and remove what none needs any more.
-
-        For a dataset that does not fit on the disk: iterate what is returned, in a `with` block.
-        """
-        from smartcache.training.window import Window
-
-        return Window(self, batches, steps)
 
     # looking after it
 

@@ -458,48 +458,6 @@ class TestPacking:
             Batches(photos, size=2, pack=16).plan()
 
 
-class TestWindow:
-    def test_a_window_encodes_ahead_and_removes_behind(self, cache: SmartCache) -> None:
-        encoded: list[str] = []
-        most = 0
-
-        def encode(items: list[Item]) -> list[np.ndarray[Any, Any]]:
-            encoded.extend(item["caption"] for item in items)
-            return [np.frombuffer(item["caption"].encode(), np.uint8) for item in items]
-
-        rows = [{"caption": f"{number:04}"} for number in range(40)]
-        dataset = cache.dataset(
-            "windowed", Sources.table(rows), text=Encoder(encode, reads="caption", depends_on=None)
-        )
-        batches = Batches(dataset, size=2)
-        seen = []
-        with dataset.window(batches, steps=3) as window:
-            for batch in window:
-                seen += [bytes(row).decode() for row in batch["text"]]
-                most = max(most, len(dataset.outputs["text"].set))
-        assert sorted(seen) == sorted(encoded) == [row["caption"] for row in rows]
-        assert most <= 2 * (3 + 2)
-        assert len(dataset.outputs["text"].set) == 0
-
-    def test_a_failure_is_raised_where_its_batch_is_asked_for(self, cache: SmartCache) -> None:
-        def encode(items: list[Item]) -> list[object]:
-            bad = ValueError("no such word")
-            return [bad if item["caption"] == "0031" else np.zeros(1) for item in items]
-
-        rows = [{"caption": f"{number:04}"} for number in range(40)]
-        dataset = cache.dataset(
-            "failing", Sources.table(rows), text=Encoder(encode, reads="caption", depends_on=None)
-        )
-        batches = Batches(dataset, size=2, shuffle=False)
-        got: list[list[str]] = []
-        with (
-            dataset.window(batches, steps=4) as window,
-            pytest.raises(DatasetError, match="no such word"),
-        ):
-            got.extend(batch["name"] for batch in window)
-        assert len(got) == 15
-
-
 class TestPrefetching:
     def test_the_prefetcher_hands_out_the_plan_and_its_state(self, photos: Dataset) -> None:
         whole = Batches(photos, size=4)
