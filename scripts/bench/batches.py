@@ -78,7 +78,7 @@ def measure_plan(table: Table, count: int) -> None:
         bucket=rng.integers(0, 40, count),
     )  # fmt: skip
     options = SimpleNamespace(
-        seed=0, weights=(), take=None, drop={}, shuffle=True, pack=None, size=8, drop_last=False
+        seed=0, weights=(), take=None, drop={}, shuffle=True, size=8, drop_last=False
     )
     epochs = iter(range(1_000_000))
 

@@ -37,7 +37,6 @@ from smartcache.training.build import rank_of
 from smartcache.training.dataset import Dataset, Output
 from smartcache.training.encoder import Item, Keys, as_kept, split
 from smartcache.training.look import Listing
-from smartcache.training.packing import Packed, pack_rows, packed_lengths, read_rows
 
 Column = np.ndarray[Any, np.dtype[Any]]
 State = dict[str, Any]
@@ -66,8 +65,6 @@ class Step(NamedTuple):
     is_last: bool
     """No batch of this rank comes after it in this epoch."""
     entries: Column
-    ranges: Column | None = None
-    """Where sequences are packed: row, first token and number of tokens of each entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,6 @@ class Plan:
     buckets: int
     dropped: int
     """Items that are left out, because their bucket has not enough of them for a whole one."""
-    packed: Packed | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -109,8 +105,7 @@ class Batches:
     items of one dataset and bucket; the last of a bucket may have fewer, or is left out with
     `drop_last`. `take` takes so many items at random from all, anew in every epoch. `drop` serves
     the output of the empty text instead of that of the item, at random: {"text": 0.1} for every
-    tenth. `pack` packs whole sequences of tokens into rows of that length, `size` rows at a time;
-    what is longer is an error, or with too_long="split" cut.
+    tenth.
 
     `rank` and `world` come from torch.distributed or torchrun, if they are not given. At the end of
     an epoch every rank gets the same number of batches: where there are not enough, the first ones
@@ -127,20 +122,16 @@ class Batches:
         weights: Sequence[float] | None = None,
         drop: Mapping[str, float] | None = None,
         take: int | None = None,
-        pack: int | None = None,
-        too_long: Literal["raise", "split"] = "raise",
         rank: int | None = None,
         world: int | None = None,
         drop_last: bool = False,
     ) -> None:
         given, shares = _checked_datasets(datasets, weights)
-        for name, value in (("size", size), ("take", take), ("pack", pack)):
+        for name, value in (("size", size), ("take", take)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} is a number from 1 on, not {value!r}")
         if type(seed) is not int:
             raise ConfigError(f"seed is a whole number, not {seed!r}")
-        if too_long not in ("raise", "split"):
-            raise ConfigError(f'too_long is "raise" or "split", not {too_long!r}')
         self.datasets = given
         self.size = size
         self.seed = seed
@@ -148,8 +139,6 @@ class Batches:
         self.weights = shares
         self.drop = _checked_drop(drop or {}, given)
         self.take = take
-        self.pack = pack
-        self.too_long = too_long
         self.drop_last = drop_last
         self.rank, self.world = _checked_rank(rank, world)
         self.epoch = 0
@@ -200,7 +189,7 @@ class Batches:
         """What all plans are made of: options, each dataset, and how long this epoch is."""
         options = [
             VERSION, self.shuffle, list(self.weights), sorted(self.drop.items()), self.take,
-            self.pack, self.too_long, self.drop_last,
+            self.drop_last,
         ]  # fmt: skip
         parts = [blake3(json.dumps(options).encode()).hexdigest()[:12]]
         total = len(self.plan())
@@ -333,10 +322,9 @@ class Batches:
         # Behind the end the first ones come again, so that no rank has to wait for the others.
         number = (position + self.rank) % len(plan)
         some = slice(int(plan.starts[number]), int(plan.ends[number]))
-        ranges = None if plan.packed is None else plan.packed.ranges[some]
         after = position + self.world
         is_last = self._steps_left(after, len(plan)) <= 0
-        return Step(plan.epoch, after, is_last, plan.entries[some], ranges)
+        return Step(plan.epoch, after, is_last, plan.entries[some])
 
     def _nothing(self) -> DatasetError:
         count = sum(len(dataset) for dataset in self.datasets)
@@ -358,7 +346,7 @@ class Batches:
 
     def read(self, step: Step) -> dict[str, Any]:
         """Read a micro-batch: outputs by name, stacked; names; metadata. From any thread."""
-        return read_entries(self.datasets, tuple(self.drop), step.entries, step.ranges, self.pack)
+        return read_entries(self.datasets, tuple(self.drop), step.entries)
 
     def numbers_of(self, step: Step) -> dict[int, dict[str, list[int]]]:
         """Return what a step needs: by dataset and output, the numbers of items and variations."""
@@ -393,9 +381,6 @@ class Batches:
     @property
     def dataset(self) -> Entries:
         """What reads such lists: the `dataset` of a DataLoader; it goes to workers as a handle."""
-        if self.pack is not None:
-            hint = "Iterate the batches themselves, or use a Prefetcher."
-            raise ConfigError("Packed sequences cannot be read by a DataLoader", hint=hint)
         return Entries(self.datasets, tuple(self.drop))
 
     @staticmethod
@@ -445,11 +430,7 @@ class Entries:
 
 
 def read_entries(
-    datasets: Sequence[Dataset],
-    drop: tuple[str, ...],
-    entries: Column,
-    ranges: Column | None = None,
-    pack: int | None = None,
+    datasets: Sequence[Dataset], drop: tuple[str, ...], entries: Column
 ) -> dict[str, Any]:
     """Read the items that entries of a plan stand for."""
     chosen = np.unique(entries >> _DATASET_AT)
@@ -464,8 +445,6 @@ def read_entries(
         for at, name in enumerate(drop)
         if name in dataset.outputs and (flags >> at & 1).any()
     }
-    if ranges is not None and pack is not None:
-        return read_rows(dataset, items, variations, ranges, pack)
     return dataset.batch(items, variations=variations, drop=dropped or None)
 
 
@@ -537,10 +516,7 @@ def _planned(batches: Batches, pools: Sequence[_Pool], epoch: int) -> Plan:
     if batches.shuffle:
         order = np.argsort(noise("order", len(entries)))
         entries, bucket = entries[order], bucket[order]
-    packed = None
-    if batches.pack is not None:
-        packed, entries, bucket = _packed(batches, entries)
-    return _cut(batches, epoch, entries, bucket, packed, noise)
+    return _cut(batches, epoch, entries, bucket, noise)
 
 
 def _factors(pools: Sequence[_Pool], batches: Batches) -> list[float]:
@@ -581,17 +557,12 @@ def _cut(
     epoch: int,
     entries: Column,
     bucket: Column,
-    packed: Packed | None,
     noise: Callable[[str, int], Column],
 ) -> Plan:
     """Cut the items of each bucket into micro-batches, and put these in an order."""
     size = batches.size
-    if packed is None:
-        order = np.argsort(_narrow(bucket), kind="stable")
-        entries = entries[order]
-        counts = np.bincount(bucket)
-    else:
-        counts = np.bincount(bucket)  # of rows; they are in order
+    entries = entries[np.argsort(_narrow(bucket), kind="stable")]
+    counts = np.bincount(bucket)
     counts = counts[counts > 0]
     ends = np.cumsum(counts)
     pieces = counts // size if batches.drop_last else -(-counts // size)
@@ -602,31 +573,17 @@ def _cut(
     if batches.shuffle:
         order = np.argsort(noise("micro-batches", len(starts)))
         starts, stops = starts[order], stops[order]
-    elif packed is None and len(starts):
+    elif len(starts):
         first = entries[starts]
         order = np.lexsort((first & _ITEM, first >> _DATASET_AT))
         starts, stops = starts[order], stops[order]
     dropped = int(counts.sum() - (stops - starts).sum())
-    if packed is not None:
-        starts, stops = packed.bounds[starts], packed.bounds[stops]
-    return Plan(epoch, entries, starts, stops, len(counts), dropped, packed)
+    return Plan(epoch, entries, starts, stops, len(counts), dropped)
 
 
 def _narrow(bucket: Column) -> Column:
     """Return small numbers in two bytes, if they fit: numpy sorts these much faster."""
     return bucket.astype(np.uint16) if bucket.max(initial=0) < 1 << 16 else bucket
-
-
-def _packed(batches: Batches, entries: Column) -> tuple[Packed, Column, Column]:
-    """Pack sequences into rows: in the order they have, each into the first row with room."""
-    lengths = np.zeros(len(entries), np.int64)
-    for number, dataset in enumerate(batches.datasets):
-        mine = entries >> _DATASET_AT == number
-        items = entries[mine] & _ITEM
-        variations = (entries[mine] >> _ITEM_BITS) & _VARIATION
-        lengths[mine] = packed_lengths(dataset, items, variations)
-    owner = entries >> _DATASET_AT
-    return pack_rows(entries, owner, lengths, int(batches.pack or 0), batches.too_long)
 
 
 # checking arguments

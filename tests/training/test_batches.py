@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,6 @@ from PIL import Image
 
 from smartcache.training import Batches, Dataset, Encoder, Item, Prefetcher, Sources
 from tests.api import ConfigError, DatasetChangedError, DatasetError, OutputMissingError, SmartCache
-
-if TYPE_CHECKING:
-    import torch
 
 SIZES = ((64, 64), (96, 48), (48, 96))
 TEXTS = 11
@@ -36,12 +33,6 @@ def encode_texts(items: list[Item]) -> dict[str, Any]:
         "length": np.array([len(text) for text in texts]),
         "variation": np.array([item.variation for item in items]),
     }
-
-
-def encode_tokens(items: list[Item]) -> list[torch.Tensor]:
-    import torch
-
-    return [torch.tensor(item["tokens"]) for item in items]
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +73,6 @@ def texts(cache: SmartCache) -> Dataset:
         "texts", Sources.table(rows, repeats=2.5, metadata={"weight": 0.5}),
         text=Encoder(encode_texts, reads="caption", depends_on=None, variations=3),
     )  # fmt: skip
-    dataset.build()
-    return dataset
-
-
-@pytest.fixture(scope="module")
-def tokens(cache: SmartCache) -> Dataset:
-    """Sequences of 1 to 30 tokens; the first token says which it is."""
-    rows = [{"tokens": [100 + n, *range(n % 30)]} for n in range(50)]
-    dataset = cache.dataset(
-        "tokens", Sources.table(rows), ids=Encoder(encode_tokens, reads="tokens", depends_on=None)
-    )
     dataset.build()
     return dataset
 
@@ -414,48 +394,6 @@ class TestDataLoader:
         batches = Batches(photos, size=4)
         got = list(grain.MapDataset.source(batches).to_iter_dataset())
         assert [b["name"] for b in got] == [b["name"] for b in Batches(photos, size=4)]
-
-
-class TestPacking:
-    @settings(max_examples=25)
-    @given(length=st.integers(30, 90), size=st.integers(1, 4), seed=st.integers(0, 9))
-    def test_every_sequence_is_whole_and_comes_once(
-        self, tokens: Dataset, length: int, size: int, seed: int
-    ) -> None:
-        seen = []
-        for batch in Batches(tokens, size=size, pack=length, seed=seed):
-            ids, positions, segments = batch["ids"], batch["positions"], batch["segments"]
-            assert ids.shape == positions.shape == segments.shape
-            assert ids.shape[1] == length
-            assert len(ids) <= size
-            for row in range(len(ids)):
-                for segment in range(1, int(segments[row].max()) + 1):
-                    mine = segments[row] == segment
-                    found = ids[row][mine].tolist()
-                    assert positions[row][mine].tolist() == list(range(len(found)))
-                    assert found[1:] == list(range((found[0] - 100) % 30))
-                    seen.append(found[0])
-        assert sorted(seen) == [100 + number for number in range(50)]
-
-    def test_rows_are_well_filled(self, tokens: Dataset) -> None:
-        batches = Batches(tokens, size=1, pack=64)
-        total = sum(1 + number % 30 for number in range(50))
-        assert len(batches) <= 1.15 * total / 64 + 1
-
-    def test_what_is_too_long_is_refused_or_split(self, tokens: Dataset) -> None:
-        with pytest.raises(DatasetError, match="longer than 16 tokens, the longest 30"):
-            Batches(tokens, size=2, pack=16).plan()
-        found: dict[tuple[int, ...], int] = {}
-        total = 0
-        for batch in Batches(tokens, size=2, pack=16, too_long="split"):
-            total += int((batch["segments"] > 0).sum())
-            found[tuple(batch["ids"].shape)] = 1
-        assert total == sum(1 + number % 30 for number in range(50))
-        assert {shape[1] for shape in found} == {16}
-
-    def test_what_is_no_sequence_cannot_be_packed(self, photos: Dataset) -> None:
-        with pytest.raises(ConfigError, match=r"cannot be packed|another length"):
-            Batches(photos, size=2, pack=16).plan()
 
 
 class TestPrefetching:

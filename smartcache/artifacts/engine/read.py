@@ -842,44 +842,6 @@ class Selection:
                 found[start + number] = node.read(*each.layout.opened(meta.values), _no_tensor)
         return found
 
-    def lengths(
-        self, ordinals: Sequence[int] | np.ndarray[Any, Any]
-    ) -> dict[Hashable, Column | None]:
-        """Return, by field, how long the tensors of artifacts are; None: they are no sequences.
-
-        A sequence is a tensor of one dimension. Nothing but layouts is read.
-        """
-        chosen = _positions(ordinals)
-        catalog = self._engine.catalog
-        for _ in range(_TRIES):
-            table, rows = self._snapshot()
-            rows = rows[chosen]
-            if (rows < 0).any():
-                bad = chosen[rows < 0].tolist()
-                raise self._engine.missing([self._stored[number] for number in bad])
-            info = table.info[rows]
-            both = (info["place"] >> np.uint64(40) << np.uint64(32)) | info["layout"]
-            kinds, which = np.unique(both, return_inverse=True)
-            try:
-                layouts = [
-                    catalog.layout(catalog.packs[each >> 32], (each & 0xFFFFFFFF) << 6)
-                    for each in kinds.tolist()
-                ]
-            except FileNotFoundError:
-                self._located = self._locate()
-                continue
-            names = dict.fromkeys(name for layout in layouts for name in layout.fields or {})
-            found: dict[Hashable, Column | None] = {}
-            for name in names:
-                nodes = [(layout.fields or {}).get(name) for layout in layouts]
-                specs = [None if node is None else node.tensor for node in nodes]
-                shapes = [spec.shape for spec in specs if spec is not None]
-                sizes = [shape[0] for shape in shapes if len(shape) == 1]
-                is_sequence = len(sizes) == len(specs)
-                found[name] = np.array(sizes, np.int64)[which] if is_sequence else None
-            return found
-        raise self._engine.vanishing()
-
     def announce(self, ordinals: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Tell the kernel that artifacts will be read soon; those that are missing are left out."""
         chosen = _positions(ordinals)
