@@ -6,7 +6,7 @@ A sample is a latent (128 KiB) and an embedding (115 KiB) of random bits, in a d
 outputs. Batches have 32 of them. All loaders read the same samples in random order, warm, and hand
 them to a consumer that does nothing; the figure is that of whole epochs after a first one. LitData
 has its own copy of the samples. Loaders that are not installed are left out (pip install torchdata
-grain litdata). Sleeps stand for loading and for training steps where overlap is measured.
+litdata). Sleeps stand for loading and for training steps where overlap is measured.
 """
 
 from __future__ import annotations
@@ -268,14 +268,6 @@ def other_loaders(dataset: Dataset, room: Path) -> dict[str, Callable[[], Epoch]
         for workers in (0, 2):
             name = f"torchdata StatefulDataLoader, {workers} workers"
             found[name] = partial(through, StatefulDataLoader, dataset, workers)
-    if find_spec("grain") is not None:
-        import grain
-
-        def grains() -> Epoch:
-            batches = Batches(dataset, size=SIZE)
-            return lambda: iter(grain.MapDataset.source(batches).shuffle(seed=1).to_iter_dataset())
-
-        found["Grain, a batch as an element"] = grains
     if find_spec("litdata") is not None:
         found |= litdata_loaders(dataset, room)
     return found

@@ -297,7 +297,10 @@ class Batches:
     def _steps(self, epoch: int, position: int) -> Iterator[Step]:
         plan = self.plan(epoch)
         if not len(plan):
-            raise self._nothing()
+            count = sum(len(dataset) for dataset in self.datasets)
+            hint = "Build the dataset, or use a smaller size, or drop_last=False."
+            message = f"There is no micro-batch of {self.size} of {count:,} items"
+            raise DatasetError(message, hint=hint)
         # What lies in a tier is fetched while the steps before it are taken.
         is_far = any(
             output.set.is_far for each in self.datasets for output in each.outputs.values()
@@ -325,11 +328,6 @@ class Batches:
         after = position + self.world
         is_last = self._steps_left(after, len(plan)) <= 0
         return Step(plan.epoch, after, is_last, plan.entries[some])
-
-    def _nothing(self) -> DatasetError:
-        count = sum(len(dataset) for dataset in self.datasets)
-        hint = "Build the dataset, or use a smaller size, or drop_last=False."
-        return DatasetError(f"There is no micro-batch of {self.size} of {count:,} items", hint=hint)
 
     def advance(self, step: Step) -> None:
         """Take it that a step was handed out."""
@@ -361,15 +359,6 @@ class Batches:
                 for output in dataset.outputs.values()
             }
         return found
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a batch of this rank by its number in this epoch: for Grain, which counts."""
-        plan = self.plan()
-        if not len(plan):
-            raise self._nothing()
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"This rank has {len(self):,} batches in an epoch, and no {index}")
-        return self.read(self._step(plan, index % len(self) * self.world))
 
     # for PyTorch's DataLoader
 

@@ -285,15 +285,6 @@ class TestReading:
         ):
             Batches(opened, size=2, drop={"text": 0.5})
 
-    def test_batches_by_number_are_those_of_the_epoch(self, photos: Dataset) -> None:
-        """What Grain asks for: a length, and any batch by its number."""
-        batches = Batches(photos, size=4, rank=1, world=2)
-        names = [batch["name"] for batch in batches]
-        batches.load_state_dict(Batches(photos, size=4).state_dict())
-        assert [batches[number]["name"] for number in range(len(batches))] == names
-        with pytest.raises(IndexError):
-            batches[len(batches)]
-
 
 class TestState:
     def test_it_goes_on_after_the_batch_that_was_handed_out_last(self, photos: Dataset) -> None:
@@ -388,12 +379,6 @@ class TestDataLoader:
         assert len(pickle.dumps(batches)) < 8000
         other = pickle.loads(pickle.dumps(batches))  # noqa: S301
         assert [b["name"] for b in other] == [b["name"] for b in batches]
-
-    def test_grain_reads_batches_as_elements(self, photos: Dataset) -> None:
-        grain = pytest.importorskip("grain")
-        batches = Batches(photos, size=4)
-        got = list(grain.MapDataset.source(batches).to_iter_dataset())
-        assert [b["name"] for b in got] == [b["name"] for b in Batches(photos, size=4)]
 
 
 class TestPrefetching:
