@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from smartcache.training.engines import unpacked as unpacked
     from smartcache.training.prefetch import Prefetcher as Prefetcher
     from smartcache.training.prefetch import PrefetchStats as PrefetchStats
-    from smartcache.training.sources import Source as Source
     from smartcache.training.sources import Sources as Sources
     from smartcache.training.upkeep import CleanPlan as CleanPlan
     from smartcache.training.upkeep import copy_dataset as copy_dataset
@@ -61,7 +60,7 @@ _HOMES = {
     "encoder": ("Buckets", "Encoder", "Item"),
     "engines": ("Doing", "Engine", "Fault", "Lost", "ProcessEngine", "packed", "unpacked"),
     "prefetch": ("PrefetchStats", "Prefetcher"),
-    "sources": ("Source", "Sources"),
+    "sources": ("Sources",),
     "upkeep": ("CleanPlan", "copy_dataset", "pack_up", "unpack"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -547,7 +547,7 @@ class Dataset:
 
     @property
     def _has_values(self) -> bool:
-        return any(part.is_list or part.metadata != {} for part in self.sources.parts)
+        return any(part.is_list or part.metadata for part in self.sources.parts)
 
     def _output(self, name: str) -> Output:
         if name not in self.outputs:

@@ -30,7 +30,6 @@ from blake3 import blake3
 
 from smartcache.errors import (
     ConfigError,
-    DatasetChangedError,
     DatasetError,
     SourcesVanishedError,
     StoreError,
@@ -43,7 +42,6 @@ from smartcache.training.sources import (
     IMAGES,
     Part,
     Row,
-    Source,
     Sources,
     plain_text,
 )
@@ -96,10 +94,6 @@ class Known(Protocol):
         """Return a text by its digest."""
         ...
 
-    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
-        """Return what a function said of a file; None: it was not asked."""
-        ...
-
 
 @dataclass(slots=True)
 class Remembered:
@@ -107,7 +101,6 @@ class Remembered:
 
     files: dict[tuple[int, bytes], bytes] = field(default_factory=dict)
     texts: dict[bytes, str] = field(default_factory=dict)
-    said: dict[tuple[int, int, bytes], dict[str, Any] | None] = field(default_factory=dict)
 
     def file(self, folder: int, name: bytes) -> bytes:
         """Return what is remembered of a file."""
@@ -116,11 +109,6 @@ class Remembered:
     def text(self, digest: bytes) -> str | None:
         """Return a text by its digest."""
         return self.texts.get(digest)
-
-    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
-        """Return what a function said of a file; a copy, which may be changed."""
-        said = self.said.get((folder, part, name))
-        return None if said is None else dict(said)
 
 
 @dataclass(slots=True)
@@ -187,30 +175,17 @@ class Listing:
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the metadata of a source, and the fields of a row."""
-        at, folder = self.part[number], self.folder[number]
-        part = self.parts[at]
-        made: dict[str, Any] | None = {}
-        if isinstance(part.metadata, Mapping):
-            made = dict(part.metadata)
-        elif folder >= 0:
-            made = self.table.metadata_of(self.folders[folder].number, at, self.names[number])
-        if made is None:
-            message = f"What a function said of {self.name(number)} is not in the table"
-            raise DatasetChangedError(message, hint="Look at the sources again: dataset.plan().")
-        if part.is_list:
-            made |= json.loads(self.rows[at][self.row[number]])
-        return made
+        part = self.parts[self.part[number]]
+        row = json.loads(self.rows[self.part[number]][self.row[number]]) if part.is_list else {}
+        return {**part.metadata, **row}
 
     def values_of(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Return the same of many sources; of rows, all at once."""
-        if len(self.parts) > 1 or not isinstance(self.parts[0].metadata, Mapping):
+        if len(self.parts) > 1 or not self.parts[0].is_list:
             return [self.values(number) for number in numbers]
-        constant = self.parts[0].metadata
-        if not self.parts[0].is_list:
-            return [dict(constant) for _ in numbers]
         rows = self.rows[0]
         lines = b",".join([rows[self.row[number]] for number in numbers])
-        return [{**constant, **row} for row in json.loads(b"[" + lines + b"]")]
+        return [{**self.parts[0].metadata, **row} for row in json.loads(b"[" + lines + b"]")]
 
     def has(self, number: int, read: str) -> bool:
         """Say whether a source has something to read."""
@@ -256,10 +231,7 @@ class Listing:
         It has what the table knows of them, and no table.
         """
         known = Remembered()
-        parts = tuple(
-            replace(part, rows=None, metadata=None if callable(part.metadata) else part.metadata)
-            for part in self.parts
-        )
+        parts = tuple(replace(part, rows=None) for part in self.parts)
         made = Listing(known, parts, size=self.size[list(numbers)])
         made.reads = {read: self.reads[read][list(numbers)] for read in reads}
         made.found = {read: [self.found[read][each] for each in numbers] for read in made.reads
@@ -270,9 +242,6 @@ class Listing:
             if self.folder[number] >= 0:
                 there = self.folders[self.folder[number]]
                 folder = folders.setdefault(there.number, _Folder(there.path, there.number, {}))
-                if parts[part].metadata is None:
-                    said = self.table.metadata_of(there.number, part, name)
-                    known.said[there.number, part, name] = said
             if parts[part].is_list:
                 rows = cast("list[bytes]", made.rows.setdefault(part, []))
                 rows.append(self.rows[part][self.row[number]])
@@ -450,7 +419,6 @@ class _Look:
                 self.table.set_rows(number, self.blocks[number], stamp)
             self.table.drop_rows(self.rows)
             self._take_note()
-            self._call_metadata()
         self.problems = self.table.problems()
         return self._listing()
 
@@ -823,43 +791,6 @@ class _Look:
             return flags_of(moved[1]) & (NEW | EDITED)
         self._count("added" if known is None else "edited", folder.path, name)
         return NEW if known is None else EDITED
-
-    def _call_metadata(self) -> None:
-        """Ask the functions that say something of files; what they say now is kept."""
-        for number, part in enumerate(self.parts):
-            if not callable(part.metadata):
-                continue
-            for folder, names in self._items_of(number):
-                known = self.table.metadata(folder.number, number)
-                rows = []
-                for name in names:
-                    path = os.path.join(folder.path, name)
-                    remembered = np.frombuffer(folder.found[name], MEMO)[0]
-                    width, height = int(remembered["width"]), int(remembered["height"])
-                    size = (width, height) if 0 < width < UNKNOWN else None
-                    source = Source(Path(os.fsdecode(path)), _name_below(part.root, path), size)
-                    said = part.metadata(source)
-                    if not isinstance(said, Mapping):
-                        message = f"The function given as metadata returned {said!r}"
-                        raise ConfigError(message, hint='It returns a dict: {"weight": 0.5}.')
-                    text = plain_text(dict(said), f"metadata of {source.name}")
-                    if known.get(name) != text:
-                        rows.append((folder.number, name, number, text))
-                if rows:
-                    self.table.add_metadata(rows)
-
-    def _items_of(self, number: int) -> Iterator[tuple[_Folder, list[bytes]]]:
-        """Go through folders, and the names of the items there."""
-        part = self.parts[number]
-        if part.is_list:
-            names: dict[bytes, list[bytes]] = {}
-            for path in dict.fromkeys(self._paths(number)):
-                names.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
-            for where, some in names.items():
-                yield self.folders[where], some
-            return
-        for where in _below(self.folders, part):
-            yield self.folders[where], part.items(where, self.folders[where].found)[0]
 
     # putting it together
 

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Self
 
 from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError
@@ -34,19 +33,7 @@ _PLAIN: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _ASCII: Final = json.JSONEncoder(separators=(",", ":"))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A file as the function given as `metadata` sees it."""
-
-    path: Path
-    name: str
-    """Its path below the folder of the sources."""
-    size: tuple[int, int] | None
-    """Width and height of an image."""
-
-
 Row = Mapping[str, object]
-Metadata = Mapping[str, object] | Callable[[Source], Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +52,7 @@ class Part:
     suffixes: tuple[str, ...] = ()
     sidecars: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
     """Name, and endings with the field of a JSON file, or ""."""
-    metadata: Metadata | None = field(default_factory=dict)
-    """None: what a function said, which is not at hand here; it is in the table."""
+    metadata: Mapping[str, object] = field(default_factory=dict)
     repeats: float = 1.0
 
     def to_json(self) -> dict[str, object]:
@@ -75,8 +61,7 @@ class Part:
             "root": self.root, "pattern": self.pattern, "jsonl": self.jsonl,
             "is_list": self.is_list, "suffixes": list(self.suffixes),
             "sidecars": [[name, [list(each) for each in found]] for name, found in self.sidecars],
-            "metadata": None if callable(self.metadata) else self.metadata,
-            "repeats": self.repeats,
+            "metadata": self.metadata, "repeats": self.repeats,
         }  # fmt: skip
 
     @classmethod
@@ -89,7 +74,7 @@ class Part:
                 (name, tuple((end, field_) for end, field_ in found))
                 for name, found in data["sidecars"]
             ),
-            metadata=data["metadata"], repeats=data["repeats"],
+            metadata=dict(data["metadata"]), repeats=data["repeats"],
         )  # fmt: skip
 
     @property
@@ -223,9 +208,9 @@ class Sources:
     list of files. `suffixes` are those of the files that are items; images by default. `sidecars`
     names files beside them by how they end: `.txt` is cat.txt beside cat.png, `-mask.png` is
     cat-mask.png, `.json:prompt` the field "prompt" of cat.json; of several, the first that exists.
-    What ends like a sidecar is never an item. `metadata` is what items are given on their way into
-    batches: values for all, or a function of a `Source`. `repeats` is how often each item comes
-    in an epoch; 2.5 is twice, and every second time a third time.
+    What ends like a sidecar is never an item. `metadata` is what all items are given on their way
+    into batches; what each has of its own is said by `Sources.table`. `repeats` is how often each
+    item comes in an epoch; 2.5 is twice, and every second time a third time.
     """
 
     def __init__(
@@ -234,7 +219,7 @@ class Sources:
         *,
         suffixes: str | Iterable[str] = IMAGES,
         sidecars: Sidecars | None = None,
-        metadata: Metadata | None = None,
+        metadata: Mapping[str, object] | None = None,
         repeats: float = 1.0,
     ) -> None:
         common: dict[str, Any] = {
@@ -274,7 +259,7 @@ class Sources:
         return cls._of(
             Part(
                 root=os.path.dirname(name), jsonl=name, is_list=True,
-                sidecars=_checked_sidecars(sidecars or {}), metadata=_of_all(metadata),
+                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
                 repeats=_checked_repeats(repeats),
             )
         )  # fmt: skip
@@ -307,7 +292,7 @@ class Sources:
         return cls._of(
             Part(
                 root=os.path.abspath(os.fspath(root)), rows=given, is_list=True,
-                sidecars=_checked_sidecars(sidecars or {}), metadata=_of_all(metadata),
+                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
                 repeats=_checked_repeats(repeats),
             )
         )  # fmt: skip
@@ -374,13 +359,7 @@ def _checked_sidecars(sidecars: object) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _checked_metadata(metadata: Metadata | None) -> Metadata:
-    if callable(metadata):
-        return metadata
-    return _of_all(metadata)
-
-
-def _of_all(metadata: object) -> dict[str, object]:
+def _checked_metadata(metadata: object) -> dict[str, object]:
     """Return metadata that all items have; a row has its own in its fields."""
     values = {} if metadata is None else metadata
     if not isinstance(values, Mapping):

@@ -7,11 +7,10 @@ change. Paths and names are bytes, as the filesystem has them.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -46,11 +45,9 @@ CREATE TABLE files (folder INTEGER NOT NULL, name BLOB NOT NULL, memo BLOB NOT N
 CREATE TABLE problems (folder INTEGER NOT NULL, name BLOB NOT NULL, reason TEXT NOT NULL,
     PRIMARY KEY (folder, name)) WITHOUT ROWID;
 CREATE TABLE texts (digest BLOB PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
--- Rows of lists, some at a time, a line of JSON each; and what a function said of files.
+-- Rows of lists, some at a time, a line of JSON each.
 CREATE TABLE rows (part INTEGER NOT NULL, block INTEGER NOT NULL, data TEXT NOT NULL,
     PRIMARY KEY (part, block)) WITHOUT ROWID;
-CREATE TABLE metadata (folder INTEGER NOT NULL, name BLOB NOT NULL, part INTEGER NOT NULL,
-    data TEXT NOT NULL, PRIMARY KEY (folder, name, part)) WITHOUT ROWID;
 """
 
 
@@ -107,7 +104,6 @@ class SourceTable(Database):
         """Forget the files of a folder that has vanished; 0: and the folder."""
         self.execute("DELETE FROM files WHERE folder = ?", number)
         self.execute("DELETE FROM problems WHERE folder = ?", number)
-        self.execute("DELETE FROM metadata WHERE folder = ?", number)
         self.execute("UPDATE folders SET gone = ? WHERE id = ?", count, number)
         if not count:
             self.execute("DELETE FROM folders WHERE id = ?", number)
@@ -137,7 +133,7 @@ class SourceTable(Database):
 
     def drop_files(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Forget files."""
-        for name in ("files", "problems", "metadata"):
+        for name in ("files", "problems"):
             self.execute_many(f"DELETE FROM {name} WHERE folder = ? AND name = ?", rows)  # noqa: S608
 
     def problems(self) -> dict[tuple[int, bytes], str]:
@@ -197,19 +193,3 @@ class SourceTable(Database):
                 self.execute_many("DELETE FROM rows WHERE part = ?", [(part,) for part in old])
                 for part in old:
                     self.set_note(f"rows {part}", None)
-
-    def metadata(self, folder: int, part: int) -> dict[bytes, str]:
-        """Return what a function said of the files of a folder, as JSON."""
-        sql = "SELECT name, data FROM metadata WHERE folder = ? AND part = ?"
-        return dict(self.select(sql, folder, part))
-
-    def metadata_of(self, folder: int, part: int, name: bytes) -> dict[str, Any] | None:
-        """Return what a function said of a file; None: it was not asked."""
-        sql = "SELECT data FROM metadata WHERE folder = ? AND name = ? AND part = ?"
-        row = self.select_one(sql, folder, name, part)
-        return None if row is None else json.loads(row[0])
-
-    def add_metadata(self, rows: Sequence[tuple[int, bytes, int, str]]) -> None:
-        """Keep what a function said of files."""
-        with self.write():
-            self.execute_many("INSERT OR REPLACE INTO metadata VALUES (?, ?, ?, ?)", rows)

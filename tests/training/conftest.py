@@ -88,7 +88,7 @@ class Looker:
     def contents(self) -> dict[str, set[tuple[object, ...]]]:
         """All rows of all tables."""
         with closing(sqlite3.connect(self.path)) as database:
-            tables = ("folders", "files", "problems", "texts", "rows", "metadata", "meta")
+            tables = ("folders", "files", "problems", "texts", "rows", "meta")
             return {
                 table: set(database.execute(f"SELECT * FROM {table}"))  # noqa: S608
                 for table in tables

@@ -151,13 +151,13 @@ class TestSame:
         }
         assert one[2]["text"] == 10
 
-    def test_rows_with_metadata_of_a_function(self, tmp_path: Path, photos: Photos) -> None:
+    def test_rows_beside_files_with_metadata(self, tmp_path: Path, photos: Photos) -> None:
         found = []
         for engine in (None, ProcessEngine(1)):
             with SmartCache(tmp_path / f"store {engine}") as cache:
                 rows = [{"file": f"{n:03}.png", "caption": f"row {n}", "n": n} for n in range(5)]
                 sources = Sources.table(rows, root=photos.path) + Sources(
-                    photos.path, sidecars={"caption": ".txt"}, metadata=lambda s: {"m": s.name}
+                    photos.path, sidecars={"caption": ".txt"}, metadata={"m": 0.5}
                 )
                 made = Encoder(
                     Encode(tmp_path, "file", "caption"), reads=("file", "caption"), depends_on="v"

@@ -740,7 +740,7 @@ class TestElsewhere:
         photos = world.photos
         photos.add("wide.png", "wide words", size=(64, 32))
         world.sources = Sources(
-            photos.path, sidecars=SIDECARS, repeats=2.5, metadata=lambda source: {"weight": 0.5}
+            photos.path, sidecars=SIDECARS, repeats=2.5, metadata={"weight": 0.5}
         )
         latent = world.encoder(world.latent, "file", buckets="64x64 96x48")
         encoders = {"latent": latent, "text": world.encoders["text"]}

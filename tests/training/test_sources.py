@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from smartcache.training import Encoder, Source, Sources
+from smartcache.training import Encoder, Sources
 from tests.api import (
     ConfigError,
-    DatasetChangedError,
     DatasetError,
     Listing,
     SmartCache,
@@ -700,90 +699,6 @@ class TestMetadata:
         expected = [{"weight": 0.5, "tags": ["a", "b"]}, {"weight": 2}, {"weight": 1}]
         assert [listing.values(number) for number in range(3)] == expected
 
-    def test_a_function_is_told_of_each_file(self, looked: Looker, photos: Photos) -> None:
-        path = photos.add("sub/a.png", size=(30, 20))
-        seen: list[Source] = []
-
-        def metadata(source: Source) -> dict[str, object]:
-            seen.append(source)
-            return {"wide": source.size is not None and source.size[0] > source.size[1]}
-
-        listing = looked(Sources(photos.path, metadata=metadata))
-        assert seen == [Source(path, "sub/a.png", (30, 20))]
-        assert listing.values(0) == {"wide": True}
-
-    def test_a_function_is_told_of_listed_files(self, looked: Looker, photos: Photos) -> None:
-        paths = [photos.add("one/a.png"), photos.add("two/a.png")]
-        sources = Sources(paths, metadata=lambda source: {"from": source.path.parent.name})
-        listing = looked(sources)
-        assert [listing.values(number)["from"] for number in range(2)] == ["one", "two"]
-
-    def test_two_functions_may_say_different_things_of_a_file(
-        self, looked: Looker, photos: Photos
-    ) -> None:
-        photos.add("a.png")
-        sources = Sources(photos.path, metadata=lambda source: {"n": 1})
-        sources += Sources(photos.path, metadata=lambda source: {"n": 2})
-        listing = looked(sources)
-        assert [listing.values(number) for number in range(2)] == [{"n": 1}, {"n": 2}]
-
-    def test_what_a_function_says_now_counts(self, looked: Looker, photos: Photos) -> None:
-        for name in ("a.png", "b.png"):
-            photos.add(name)
-        looked(Sources(photos.path, metadata=lambda source: {"name": source.name}))
-        before = looked.contents()["metadata"]
-        listing = looked(
-            Sources(photos.path, metadata=lambda source: {"name": source.name.replace("b", "c")})
-        )
-        assert [listing.values(number)["name"] for number in range(2)] == ["a.png", "c.png"]
-        assert len(looked.contents()["metadata"] - before) == 1
-
-    def test_what_a_function_says_again_is_not_written_again(
-        self, looked: Looker, photos: Photos, pass_time: PassTime
-    ) -> None:
-        photos.add("a.png")
-        pass_time(60)
-        sources = Sources(photos.path, metadata=lambda source: {"weight": 2})
-        looked(sources)
-        with nothing_written(looked):
-            looked(sources)
-
-    def test_what_a_function_said_is_there_without_it(self, looked: Looker, photos: Photos) -> None:
-        photos.add("a.png")
-        sources = Sources(photos.path, metadata=lambda source: {"weight": 2})
-        looked(sources)
-        stored = Sources.from_json(json.loads(json.dumps(sources.to_json())))
-        assert looked(stored, trust=True).values(0) == {"weight": 2}
-
-    @pytest.mark.parametrize("said", [None, 5, [1], {"a": object()}])
-    def test_a_function_that_returns_something_else_is_an_error(
-        self, looked: Looker, photos: Photos, said: object
-    ) -> None:
-        photos.add("a.png")
-        with pytest.raises(ConfigError) as caught:
-            looked(Sources(photos.path, metadata=lambda source: said))  # type: ignore[arg-type]
-        assert caught.value.hint
-
-    def test_metadata_that_is_gone_is_an_error_and_not_nothing(
-        self, looked: Looker, photos: Photos
-    ) -> None:
-        """Another process may have opened the dataset with other sources."""
-        photos.add("one/a.png")
-        photos.add("two/b.png")
-        listing = looked(Sources(photos.path / "one", metadata=lambda source: {"weight": 2}))
-        looked(photos.path / "two")
-        with pytest.raises(DatasetChangedError, match=r"a\.png"):
-            listing.values(0)
-
-    def test_metadata_of_a_file_goes_with_it(self, looked: Looker, photos: Photos) -> None:
-        photos.add("a.png")
-        photos.add("b.png")
-        sources = Sources(photos.path, metadata=lambda source: {"name": source.name})
-        looked(sources)
-        (photos.path / "a.png").unlink()
-        looked(sources)
-        assert len(looked.contents()["metadata"]) == 1
-
 
 class TestKnownAgain:
     SIDECARS = {"caption": (".txt", ".json:prompt"), "mask": "-mask.png"}  # noqa: RUF012
@@ -1444,16 +1359,12 @@ class TestArguments:
         with pytest.raises(ConfigError, match="repeats is a number"):
             Sources("photos", repeats=repeats)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("metadata", [5, "a", [1], {"a": object()}, {"a": {1, 2}}])
+    @pytest.mark.parametrize("metadata", [5, "a", [1], {"a": object()}, {"a": {1, 2}}, dict])
     def test_metadata_that_cannot_be_kept_is_refused(self, metadata: object) -> None:
         for make in MAKERS:
             with pytest.raises(ConfigError) as caught:
                 make(metadata=metadata)
             assert caught.value.hint
-
-    def test_a_function_of_rows_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="metadata is a dict"):
-            Sources.table([{}], metadata=lambda source: {})  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("row", [5, "a", ["a"], {1: "a"}])
     def test_what_is_no_row_is_refused(self, row: object) -> None:

@@ -239,19 +239,6 @@ class TestExport:
                 }  # fmt: skip
                 assert exported.listing.repeats.tolist() == [2.5] * 4
 
-    def test_metadata_that_a_function_said_is_kept(
-        self, world: World, cache: SmartCache, out: Path
-    ) -> None:
-        world.fill(3)
-        sources = Sources(world.photos, metadata=lambda source: {"weight": int(source.name[4])})
-        encoder = Encoder(lambda items: np.ones((len(items), 2)), reads="file", depends_on=1)
-        with cache.dataset("photos", sources, latent=encoder) as dataset:
-            dataset.build()
-            dataset.export(out)
-            with cache.open_dataset(out) as exported:
-                assert exported.batch([0, 1, 2])["weight"] == [0, 1, 2]
-                same(dataset, exported)
-
     def test_what_is_damaged_is_named_and_the_export_is_none(
         self, world: World, cache: SmartCache, out: Path
     ) -> None:
