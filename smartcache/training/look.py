@@ -73,9 +73,10 @@ _ORIENTATION: Final = 0x112
 """The number of the EXIF field that says how an image is to be shown."""
 _TURNED: Final = range(5, 9)
 """Its values for images on their side."""
-_MOST_CHUNKS: Final = 1 << 16
 _BY_PILLOW: Final = (".avif", ".heic", ".heif", ".jxl")
 """Images that imagesize does not always understand."""
+_SIGNS: Final = (b"eXIf", b"EXIF", b"Raw profile type ", b"XML:com.adobe.xmp", b"XMP ")
+"""What a PNG or a WebP has in it that may be shown on its side, which imagesize does not tell."""
 _UNKNOWN_FILE: Final = memo(NOTHING, NOTHING, (UNKNOWN, 0), PROBLEM)
 """The memo of a file that nobody has looked at."""
 _ZERO: Final = bytes(4)
@@ -1018,10 +1019,9 @@ def _image_size(folder: bytes, name: bytes, *, is_readable: bool) -> tuple[int, 
     path = os.path.join(folder, name)
     width, height = imagesize.get(path)
     try:
-        if (width <= 0 or height <= 0) and suffix in _BY_PILLOW:
+        is_unknown = width <= 0 or height <= 0
+        if (is_unknown and suffix in _BY_PILLOW) or (not is_unknown and _may_be_turned(path)):
             width, height = _size_by_pillow(path)
-        elif suffix in (".png", ".webp") and _turned(path):
-            width, height = height, width
     except Exception as error:  # noqa: BLE001 - whatever a damaged header does to who reads it
         _log.debug("no size of %s: %s", os.fsdecode(path), error)
         return UNKNOWN, 0
@@ -1029,7 +1029,7 @@ def _image_size(folder: bytes, name: bytes, *, is_readable: bool) -> tuple[int, 
 
 
 def _size_by_pillow(path: bytes) -> tuple[int, int]:
-    """Return the size of an image of which imagesize knows none, such as a turned AVIF."""
+    """Return the size of an image of which imagesize does not know it, such as a turned AVIF."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -1037,34 +1037,11 @@ def _size_by_pillow(path: bytes) -> tuple[int, int]:
         return image.size[::-1] if turned else image.size
 
 
-def _turned(path: bytes) -> bool:
-    """Say whether a PNG or a WebP is shown on its side, which imagesize does not tell."""
+def _may_be_turned(path: bytes) -> bool:
+    """Say whether Pillow has to look: it would decode a PNG that says nothing, to its end."""
     with open(path, "rb") as file:
         begins = file.read(12)
-        is_png = begins.startswith(b"\x89PNG")
-        if not is_png and not begins.startswith(b"RIFF"):
+        if not begins.startswith(b"\x89PNG") and begins[8:] != b"WEBP":
             return False
-        file.seek(8 if is_png else 12)
-        for _ in range(_MOST_CHUNKS):
-            data = file.read(8)
-            if len(data) < 8:  # noqa: PLR2004 - size and kind, or kind and size
-                break
-            size, kind = (
-                struct.unpack(">I4s", data) if is_png else struct.unpack("<4sI", data)[::-1]
-            )
-            if kind in (b"eXIf", b"EXIF"):
-                return _orientation(file.read(size)) in _TURNED
-            file.seek(size + (4 if is_png else size & 1), os.SEEK_CUR)  # checksum, or padding
-    return False
-
-
-def _orientation(exif: bytes) -> int:
-    exif = exif.removeprefix(b"Exif\0\0")
-    order = "<" if exif[:2] == b"II" else ">"
-    (start,) = struct.unpack_from(f"{order}I", exif, 4)
-    (count,) = struct.unpack_from(f"{order}H", exif, start)
-    for at in range(start + 2, start + 2 + 12 * count, 12):
-        tag, _, _, value = struct.unpack_from(f"{order}HHIH", exif, at)
-        if tag == _ORIENTATION:
-            return int(value)
-    return 1
+        data = file.read()
+    return any(sign in data for sign in _SIGNS)

@@ -1293,6 +1293,17 @@ class TestSizes:
             assert ImageOps.exif_transpose(image).size == (20, 40)
         assert looked(photos.path).size.tolist() == [[20, 40]]
 
+    def test_how_a_png_is_turned_may_stand_in_xmp_alone(
+        self, looked: Looker, photos: Photos
+    ) -> None:
+        """So photo editors write it."""
+        path, info = photos.path / "a.png", PngImagePlugin.PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="6"/>')
+        Image.new("RGB", (40, 20)).save(path, pnginfo=info)
+        with Image.open(path) as image:
+            assert ImageOps.exif_transpose(image).size == (20, 40)
+        assert looked(photos.path).size.tolist() == [[20, 40]]
+
     @pytest.mark.parametrize(
         "data",
         [
