@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import logging
 import os
 import sys
@@ -129,10 +128,9 @@ class Prefetcher(Generic[BatchT]):
     Of a `StepSource` up to `threads` batches are read at once. After a `break` the epoch goes on
     with the next batch; after an exception with the one that failed, which is read again.
 
-    Any other iterable is read by one thread, whatever `threads` says. After a `break` its epoch
-    goes on, too; for a new epoch, and after an exception, `iter(source)` is called again. Only with
-    `state_dict` and `load_state_dict` can it go back, after an exception or for `drain`. What is
-    itself an iterator is not asked for more at its end until it is iterated again.
+    Any other iterable is read by one thread, whatever `threads` says, and to the end of an epoch.
+    After a `break` its epoch goes on, too; for a new epoch, and after an exception, `iter(source)`
+    is called again. It cannot go back, and has no state here.
 
     For a device, tensors in dicts, lists and tuples are copied to it; for CUDA on a stream of its
     own, out of pinned memory that is used again. The batch can be used on the current stream at
@@ -170,11 +168,10 @@ class Prefetcher(Generic[BatchT]):
         for name, value in (("depth", depth), ("threads", threads)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
-        plan = source if isinstance(source, StepSource) else _Iterated(source)
-        is_plan = plan is source
+        self._is_plan = isinstance(source, StepSource)
+        plan = source if self._is_plan else _Iterated(cast("Iterable[BatchT]", source))
         self._source, self._plan = source, cast("StepSource[object, BatchT]", plan)
-        self._depth, self._count = depth, min(threads, depth) if is_plan else 1
-        self._reads_past_end = is_plan or not isinstance(source, Iterator)
+        self._depth, self._count = depth, min(threads, depth) if self._is_plan else 1
         self._mover: _Mover | None = None
         if device is not None and str(device).partition(":")[0] != "cpu":
             self._mover = _Mover(device, pin_memory, buffers=2 * self._count)
@@ -214,16 +211,13 @@ class Prefetcher(Generic[BatchT]):
     def drain(self) -> None:
         """Throw away what was read ahead; the next batch is read anew. Waits for nothing."""
         self._check_process()
-        if isinstance(self._plan, _Iterated) and not self._plan.goes_back:
-            raise SmartcacheError(
-                f"What was read ahead would be lost: {_name(self._source)} cannot go back",
-                hint="Give it state_dict and load_state_dict, or use Batches.",
-            )
+        self._check_goes_back()
         self._begin_again()
 
     def state_dict(self) -> dict[str, object]:
         """The state of the source just after the batch that was last handed out."""
         self._check_process()
+        self._check_goes_back()
         with self._changed:
             return self._plan.state_dict()
 
@@ -232,12 +226,13 @@ class Prefetcher(Generic[BatchT]):
 
         Waits for the reads under way.
         """
+        self._check_goes_back()
         if not hasattr(self._source, "load_state_dict"):
             raise SmartcacheError(f"{_name(self._source)} has no load_state_dict")
         with self.paused():
             self._is_between_epochs = self._owes_end = False
             self._begin_again()  # first: nothing of the old line may be handed out any more
-            cast("_Iterated[BatchT]", self._plan).load_state_dict(state)
+            self._source.load_state_dict(state)
 
     def stats(self) -> PrefetchStats:
         """Who waited for whom until now."""
@@ -389,6 +384,13 @@ class Prefetcher(Generic[BatchT]):
                 hint="Make a Prefetcher in each process, after the fork.",
             )
 
+    def _check_goes_back(self) -> None:
+        if not self._is_plan:
+            raise SmartcacheError(
+                f"{_name(self._source)} is only read ahead: it cannot go back, and has no state",
+                hint="Use Batches.",
+            )
+
     @staticmethod
     def _work(known: weakref.ref[Prefetcher[BatchT]], changed: threading.Condition) -> None:
         """What a reader does. It holds the prefetcher only while it reads: a lost one can end."""
@@ -422,7 +424,7 @@ class Prefetcher(Generic[BatchT]):
         with self._changed:
             self._is_claiming = False
             line.slots.append(slot)
-            line.is_held |= slot.is_end and not self._reads_past_end
+            line.is_held |= slot.is_end and not self._is_plan
             self._changed.notify_all()
         if slot.error is None and not slot.is_end:
             self._fill(slot)
@@ -442,7 +444,7 @@ class Prefetcher(Generic[BatchT]):
             while True:
                 if line.epoch is None:
                     begin = self._plan.next_epoch if line.is_begun else self._plan.steps
-                    mark = _unmarked if isinstance(self._plan, _Iterated) else _marked
+                    mark = _marked if self._is_plan else _unmarked
                     line.epoch = mark(iter(begin()))
                     line.is_begun = True
                 step, is_last = next(line.epoch, (_END, False))
@@ -516,53 +518,21 @@ def _unmarked(steps: Iterator[object]) -> Iterator[tuple[object, bool]]:
 
 
 class _Iterated(Generic[BatchT]):
-    """Any iterable as a plan: a step is the item itself, with the state of the source after it."""
+    """Any iterable as a plan that is only gone through: a step is the item itself."""
 
     def __init__(self, source: Iterable[BatchT]) -> None:
         self._source = source
-        self._take_state: Callable[[], object] | None = getattr(source, "state_dict", None)
-        self._load_state: Callable[[object], None] | None = getattr(source, "load_state_dict", None)
-        self._state: object = None
-        self._is_there = True  # the source is where `_state` says
 
-    @property
-    def goes_back(self) -> bool:
-        return self._take_state is not None and self._load_state is not None
+    def steps(self) -> Iterator[BatchT]:
+        return iter(self._source)
 
-    def steps(self) -> Iterator[object]:
-        if self._state is None:
-            self._state = self._state_now()
-        elif self._load_state is not None and not self._is_there:
-            self._load_state(copy.deepcopy(self._state))
-        self._is_there = False
-        return self.next_epoch()
+    next_epoch = steps
 
-    def next_epoch(self) -> Iterator[object]:
-        return map(self._with_state, self._source)
+    def read(self, step: BatchT) -> BatchT:
+        return step
 
-    def _with_state(self, item: BatchT) -> tuple[BatchT, object]:
-        return item, self._state_now()
-
-    def _state_now(self) -> object:
-        # A copy: the source may go on to change what it returned.
-        return None if self._take_state is None else copy.deepcopy(self._take_state())
-
-    def read(self, step: object) -> BatchT:
-        return cast("tuple[BatchT, object]", step)[0]
-
-    def advance(self, step: object) -> None:
-        self._state = cast("tuple[BatchT, object]", step)[1]
-
-    def state_dict(self) -> dict[str, object]:
-        if self._take_state is None:
-            raise SmartcacheError(f"{_name(self._source)} has no state_dict")
-        state = self._state_now() if self._state is None else copy.deepcopy(self._state)
-        return cast("dict[str, object]", state)
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        if self._load_state is not None:
-            self._load_state(state)
-        self._state, self._is_there = copy.deepcopy(state), True
+    def advance(self, step: BatchT) -> None:
+        pass
 
 
 class _Mover:

@@ -570,72 +570,51 @@ class TestState:
             assert list(prefetcher) == []
             assert list(prefetcher) == epoch_of(1)
 
-    def test_needs_a_source_that_has_one(self) -> None:
+    def test_an_iterable_that_is_no_plan_has_none(self) -> None:
         with Prefetcher([batch_of(0, 0)]) as prefetcher:
             list(prefetcher)
-            with pytest.raises(SmartcacheError, match="list has no state_dict"):
-                prefetcher.state_dict()
-            with pytest.raises(SmartcacheError, match="list has no load_state_dict"):
-                prefetcher.load_state_dict({})
-            with pytest.raises(SmartcacheError, match="list cannot go back"):
-                prefetcher.drain()
-
-
-class Loader:
-    """An iterable with a state, as data loaders have one: theirs is ahead of the consumer."""
-
-    def __init__(self, count: int = 4) -> None:
-        self.count = count
-        self.state: dict[str, object] = {"index": 0}
-        self.fails_at: int | None = None
-        self.threads: set[int] = set()
-
-    def __iter__(self) -> Iterator[int]:
-        while (index := self._index()) < self.count:
-            self.threads.add(threading.get_ident())
-            if index == self.fails_at:
-                self.fails_at = None
-                raise OSError("away")
-            self.state["index"] = index + 1
-            yield index
-        self.state["index"] = 0
-
-    def _index(self) -> int:
-        index = self.state["index"]
-        assert isinstance(index, int)
-        return index
-
-    def state_dict(self) -> dict[str, object]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.state = dict(state)
+            for act in (
+                prefetcher.state_dict,
+                lambda: prefetcher.load_state_dict({}),
+                prefetcher.drain,
+            ):
+                with pytest.raises(SmartcacheError, match="list is only read ahead"):
+                    act()
 
 
 class TestOtherIterables:
     def test_are_read_by_one_thread(self) -> None:
-        source = Loader(50)
-        assert not isinstance(source, StepSource)
-        with Prefetcher(source, depth=8, threads=8) as prefetcher:
+        threads: set[int] = set()
+
+        def source() -> Iterator[int]:
+            for number in range(50):
+                threads.add(threading.get_ident())
+                yield number
+
+        with Prefetcher(source(), depth=8, threads=8) as prefetcher:
             assert list(prefetcher) == list(range(50))
             assert len(readers()) == 1
-        assert len(source.threads) == 1
+        assert len(threads) == 1
 
-    def test_are_iterated_again_for_every_epoch_and_ahead_of_it(self) -> None:
-        began = threading.Semaphore(0)
+    def test_are_read_ahead_to_the_end_of_an_epoch(self) -> None:
+        ended = threading.Event()
 
         class Epochs:
             count = 0
 
             def __iter__(self) -> Iterator[Step]:
                 self.count += 1
-                began.release()
-                return iter([(self.count, index) for index in range(3)])
+                yield from [(self.count, index) for index in range(3)]
+                ended.set()
 
-        with Prefetcher(Epochs()) as prefetcher:
-            assert list(prefetcher) == [(1, 0), (1, 1), (1, 2)]
-            assert began.acquire(timeout=LONG)
-            assert began.acquire(timeout=LONG)
+        source = Epochs()
+        assert not isinstance(source, StepSource)
+        with Prefetcher(source, depth=3) as prefetcher:
+            assert list(itertools.islice(prefetcher, 1)) == [(1, 0)]
+            assert ended.wait(LONG)
+            assert list(prefetcher) == [(1, 1), (1, 2)]
+            with prefetcher.paused():
+                assert source.count == 1
             assert list(prefetcher) == [(2, 0), (2, 1), (2, 2)]
 
     def test_an_iterator_is_not_asked_beyond_its_end_before_the_next_epoch(self) -> None:
@@ -690,27 +669,6 @@ class TestOtherIterables:
     def test_what_cannot_be_iterated_says_so(self) -> None:
         with Prefetcher(5) as prefetcher, pytest.raises(TypeError):  # type: ignore[arg-type,var-annotated]
             list(prefetcher)
-
-    def test_their_state_is_that_of_the_item_last_handed_out(self) -> None:
-        """The source itself is ahead, and changes what it has returned."""
-        with Prefetcher(Loader(), depth=3) as prefetcher:
-            assert prefetcher.state_dict() == {"index": 0}
-            for item in prefetcher:
-                assert prefetcher.state_dict() == {"index": item + 1}
-
-    def test_with_a_state_they_go_back(self) -> None:
-        source = Loader()
-        with Prefetcher(source, depth=3) as prefetcher:
-            assert list(itertools.islice(prefetcher, 2)) == [0, 1]
-            prefetcher.drain()
-            assert list(itertools.islice(prefetcher, 1)) == [2]
-            prefetcher.load_state_dict({"index": 1})
-            source.fails_at = 2
-            assert list(itertools.islice(prefetcher, 1)) == [1]
-            with pytest.raises(OSError, match="away"):
-                list(prefetcher)
-            assert list(prefetcher) == [2, 3]
-            assert list(prefetcher) == [0, 1, 2, 3]
 
     def test_a_generator_is_closed_with_it(self) -> None:
         closed = threading.Event()
