@@ -344,7 +344,7 @@ class Batches:
 
     def read(self, step: Step) -> dict[str, Any]:
         """Read a micro-batch: outputs by name, stacked; names; metadata. From any thread."""
-        return read_entries(self.datasets, tuple(self.drop), step.entries)
+        return self.dataset.read(step.entries)
 
     def numbers_of(self, step: Step) -> dict[int, dict[str, list[int]]]:
         """Return what a step needs: by dataset and output, the numbers of items and variations."""
@@ -411,30 +411,25 @@ class Entries:
 
     def __getitem__(self, entry: int) -> dict[str, Any]:
         """Return a batch of one."""
-        return self.__getitems__([entry])
+        return self.read([entry])
 
-    def __getitems__(self, entries: Sequence[int]) -> dict[str, Any]:
+    def read(self, numbers: Sequence[int] | Column) -> dict[str, Any]:
         """Return the batch of some numbers, which must be of one dataset and bucket."""
-        return read_entries(self._datasets, self._drop, np.asarray(entries, np.int64))
+        entries = np.asarray(numbers, np.int64)
+        chosen = np.unique(entries >> _DATASET_AT)
+        if len(chosen) != 1:
+            raise DatasetError("Entries of several datasets cannot be one batch")
+        dataset = self._datasets[int(chosen[0])]
+        flags = (entries >> _DROP_AT) & ((1 << _DROP_BITS) - 1)
+        dropped = {
+            name: (flags >> at & 1).astype(bool)
+            for at, name in enumerate(self._drop)
+            if name in dataset.outputs and (flags >> at & 1).any()
+        }
+        variations = (entries >> _ITEM_BITS) & _VARIATION
+        return dataset.batch(entries & _ITEM, variations=variations, drop=dropped or None)
 
-
-def read_entries(
-    datasets: Sequence[Dataset], drop: tuple[str, ...], entries: Column
-) -> dict[str, Any]:
-    """Read the items that entries of a plan stand for."""
-    chosen = np.unique(entries >> _DATASET_AT)
-    if len(chosen) != 1:
-        raise DatasetError("Entries of several datasets cannot be one batch")
-    dataset = datasets[int(chosen[0])]
-    items = entries & _ITEM
-    variations = (entries >> _ITEM_BITS) & _VARIATION
-    flags = (entries >> _DROP_AT) & ((1 << _DROP_BITS) - 1)
-    dropped = {
-        name: (flags >> at & 1).astype(bool)
-        for at, name in enumerate(drop)
-        if name in dataset.outputs and (flags >> at & 1).any()
-    }
-    return dataset.batch(items, variations=variations, drop=dropped or None)
+    __getitems__ = read
 
 
 # making a plan

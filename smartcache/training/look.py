@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from blake3 import blake3
@@ -84,18 +84,6 @@ _STEP: Final = 1.0
 """Seconds of reading after which what is known is written down: a killed process loses no more."""
 
 
-class Known(Protocol):
-    """What a listing asks a table for."""
-
-    def file(self, folder: int, name: bytes) -> bytes:
-        """Return what is remembered of a file."""
-        ...
-
-    def text(self, digest: bytes) -> str | None:
-        """Return a text by its digest."""
-        ...
-
-
 @dataclass(slots=True)
 class Remembered:
     """What a table knows of a few sources, on its way to another process."""
@@ -116,7 +104,7 @@ class Remembered:
 class Listing:
     """All sources as columns, in the order of their items."""
 
-    table: Known
+    table: SourceTable | Remembered
     parts: tuple[Part, ...]
     folders: list[_Folder] = field(default_factory=list)
     folder: array[int] = field(default_factory=lambda: array("i"))
