@@ -22,9 +22,6 @@ if TYPE_CHECKING:
         Failure as Failure,
     )
     from smartcache.artifacts.artifactset import (
-        Retry as Retry,
-    )
-    from smartcache.artifacts.artifactset import (
         Selection as Selection,
     )
     from smartcache.artifacts.artifactset import (
@@ -87,7 +84,6 @@ _HOMES = {
         "Claim",
         "Computed",
         "Failure",
-        "Retry",
         "Selection",
         "SetInfo",
         "SetStats",

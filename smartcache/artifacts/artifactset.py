@@ -14,11 +14,10 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from inspect import iscoroutinefunction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
@@ -57,27 +56,6 @@ _TRIES = 20
 _PUTS = 1000
 """How often something is kept that others delete at once."""
 _LONGEST_REASON = 2000
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
-"""Seconds between two looks of a task at what somebody else computes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """When a computation that failed is tried again."""
-
-    after: float = math.inf
-    """Seconds; for ever: not before `forget_failure`."""
-    most: int | None = None
-    """How often it is tried at all; None: without end."""
-
-    @classmethod
-    def of(cls, remember: bool | float | Retry | None) -> Retry | None:  # noqa: FBT001
-        """Return the rule that an argument stands for: True: never again, a number: seconds."""
-        if remember is None or remember is False:
-            return None
-        if isinstance(remember, Retry):
-            return remember
-        return Retry() if remember is True else Retry(after=float(remember))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,12 +481,6 @@ class ArtifactSet:
             pinned=pinned, threads=self._threads if threads is None else threads, ragged=ragged,
         )  # fmt: skip
 
-    async def get_batch_async(self, keys: Sequence[str], **options: Any) -> dict[Any, Any]:  # noqa: ANN401 - those of `get_batch`
-        """Do what `get_batch` does, while other tasks of the event loop go on."""
-        import asyncio
-
-        return await asyncio.to_thread(self.get_batch, keys, **options)
-
     def select(self, keys: Sequence[str]) -> Selection:
         """Return artifacts by their position in a list of keys, for many random batches.
 
@@ -539,14 +511,14 @@ class ArtifactSet:
         metadata: object = None,
         validate: Callable[[Sample], object] | None = None,
         ttl: float | timedelta | None = None,
-        remember_failures: bool | float | Retry | None = None,
+        remember_failures: bool | float = False,
     ) -> Any:  # noqa: ANN401
         """Return the value of an artifact; if there is none, compute it, once for all who ask.
 
         `validate` is given the artifact (unread) every time; if it says no, it is computed again.
         A failure reaches the caller; with `remember_failures` (True: for good, a number: for so
-        many seconds, or a `Retry`) it is not tried again before, and RememberedFailureError says
-        why. Damage is a miss. What is returned is always what was kept.
+        many seconds) it is not tried again before, and RememberedFailureError says why. Damage
+        is a miss. What is returned is always what was kept.
         """
         if self._memory is not None and validate is None:
             kept = self._kept(key)
@@ -555,7 +527,7 @@ class ArtifactSet:
         found = self._look(key, validate)
         if found is not None:
             return found[0]
-        rule = Retry.of(remember_failures)
+        pause = _pause(remember_failures)
         self._engine.refuse_read_only()
         key_locks = self._engine.key_locks
         with ExitStack() as stack:
@@ -565,69 +537,22 @@ class ArtifactSet:
             found = self._look(key, validate)
             if found is not None:
                 return found[0]
-            with self._remembering(key, rule):
+            with self._remembering(key, pause):
                 made = compute()
             return self._keep_made(key, made, metadata, validate, ttl)
 
-    async def get_or_compute_async(
-        self,
-        key: str,
-        compute: Callable[[], object],
-        *,
-        metadata: object = None,
-        validate: Callable[[Sample], object] | None = None,
-        ttl: float | timedelta | None = None,
-        remember_failures: bool | float | Retry | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Do what `get_or_compute` does, while other tasks of the event loop go on.
-
-        `compute` is a coroutine function, or is called in a thread. Who waits for another task,
-        thread or process holds no thread meanwhile; a task that is cancelled lets go of the key.
-        """
-        import asyncio  # takes as long as all of this package
-
-        rule = Retry.of(remember_failures)
-        pause = _FIRST_PAUSE
-        while True:
-            if self._memory is not None and validate is None:
-                kept = self._kept(key)
-                if kept is not None:
-                    return kept.get()
-            found = await asyncio.to_thread(self._look, key, validate)
-            if found is not None:
-                return found[0]
-            self._engine.refuse_read_only()
-            with ExitStack() as stack:
-                if self._engine.key_locks.try_hold([key], stack, what="computing"):
-                    found = await asyncio.to_thread(self._look, key, validate)
-                    if found is not None:
-                        return found[0]
-                    with self._remembering(key, rule):
-                        made: object = (
-                            compute()
-                            if iscoroutinefunction(compute)
-                            else (await asyncio.to_thread(_in_thread, compute))
-                        )
-                        if isinstance(made, Awaitable):
-                            made = await made
-                    return await asyncio.to_thread(
-                        self._keep_made, key, made, metadata, validate, ttl
-                    )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
     @contextmanager
-    def _remembering(self, key: str, rule: Retry | None) -> Iterator[None]:
+    def _remembering(self, key: str, pause: float | None) -> Iterator[None]:
         """Refuse what failed before, and remember if it does now; None: nothing is remembered."""
         stored = check_key(key)
-        if rule is not None:
-            refusal = self._refusal(stored, rule)
+        if pause is not None:
+            refusal = self._refusal(stored, pause)
             if refusal is not None:
                 raise refusal
         try:
             yield
         except Exception as error:
-            if rule is not None:
+            if pause is not None:
                 self._remember(stored, error)
             raise
 
@@ -661,7 +586,7 @@ class ArtifactSet:
         batch: int = 32,
         wait: bool = True,
         ttl: float | timedelta | None = None,
-        remember_failures: bool | float | Retry | None = None,
+        remember_failures: bool | float = False,
     ) -> Computed:
         """See to it that there is an artifact for every key, each computed once for all who ask.
 
@@ -675,7 +600,7 @@ class ArtifactSet:
             raise ConfigError(f"batch must be at least 1, not {batch}")
         check_keys(keys)
         engine = self._engine
-        rule = Retry.of(remember_failures)
+        pause = _pause(remember_failures)
         result = Computed()
         left = list(dict.fromkeys(keys))
         is_first = True
@@ -686,12 +611,12 @@ class ArtifactSet:
             left = [key for key in left if key not in present]
             if left and is_first:
                 engine.refuse_read_only()
-            if rule is not None:
-                left = [key for key in left if not self._is_refused(key, rule, result)]
+            if pause is not None:
+                left = [key for key in left if not self._is_refused(key, pause, result)]
             busy: list[str] = []
             for start in range(0, len(left), batch):
                 busy += self._compute_some(
-                    left[start : start + batch], fn, ttl, rule, result, is_first=is_first
+                    left[start : start + batch], fn, ttl, pause, result, is_first=is_first
                 )
             left, is_first = busy, False
             if not wait:
@@ -739,7 +664,7 @@ class ArtifactSet:
         keys: list[str],
         fn: Callable[[list[str]], Iterable[object]],
         ttl: float | timedelta | None,
-        rule: Retry | None,
+        pause: float | None,
         result: Computed,
         *,
         is_first: bool,
@@ -753,7 +678,7 @@ class ArtifactSet:
                 for key, value in zip(mine, values, strict=True):
                     if isinstance(value, BaseException):
                         result.failed[key] = f"{type(value).__name__}: {value}"
-                        if rule is not None:
+                        if pause is not None:
                             self._remember(check_key(key), value)
                     else:
                         self.put(key, value, ttl=ttl)
@@ -763,20 +688,19 @@ class ArtifactSet:
                 )
         return claim.busy
 
-    def _is_refused(self, key: str, rule: Retry, result: Computed) -> bool:
-        reason = self._refusal(check_key(key), rule)
+    def _is_refused(self, key: str, pause: float, result: Computed) -> bool:
+        reason = self._refusal(check_key(key), pause)
         if reason is not None:
             result.failed[key] = reason.reason
         return reason is not None
 
-    def _refusal(self, key: bytes, rule: Retry) -> RememberedFailureError | None:
+    def _refusal(self, key: bytes, pause: float) -> RememberedFailureError | None:
         """Return why a computation that failed before is not tried again; None: it may be."""
         known = self._engine.index.failure(key)
         if known is None:
             return None
         reason, count, failed_at = known
-        is_spent = rule.most is not None and count >= rule.most
-        if not is_spent and self._engine.catalog.clock() >= failed_at + rule.after:
+        if self._engine.catalog.clock() >= failed_at + pause:
             return None
         times = "once" if count == 1 else f"{count} times"
         message = f"Artifact {key_text(key)} of {self.name} failed {times}: {reason}"
@@ -978,12 +902,11 @@ class Selection(read.Selection):
         return Selection, (self._set, self._keys)
 
 
-def _in_thread(compute: Callable[[], object]) -> object:
-    """Compute; a StopIteration cannot leave a thread: who waits for it would wait for ever."""
-    try:
-        return compute()
-    except StopIteration as error:
-        raise RuntimeError("the computation raised StopIteration") from error
+def _pause(remember_failures: bool | float) -> float | None:  # noqa: FBT001
+    """Return for how many seconds a failure stands; None: it is not remembered."""
+    if remember_failures is False:
+        return None
+    return math.inf if remember_failures is True else float(remember_failures)
 
 
 def _values_of(returned: object, keys: list[str]) -> list[object]:

@@ -86,6 +86,9 @@ def memoized(
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         hint = "Return a list, which can be kept."
         raise ConfigError(f"{title} is a generator: it has no result to keep", hint=hint)
+    if inspect.iscoroutinefunction(function):
+        hint = "Memoize a plain function, and call it with 'await asyncio.to_thread(...)'."
+        raise ConfigError(f"{title} is a coroutine function: it has no result to keep", hint=hint)
     signature = inspect.signature(function)
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     unknown = ignored - signature.parameters.keys()
@@ -123,12 +126,7 @@ def memoized(
         compute = functools.partial(function, *args, **kwargs)
         return artifacts().get_or_compute(key(*args, **kwargs), compute, ttl=ttl)
 
-    @functools.wraps(function)
-    async def call_async(*args: P.args, **kwargs: P.kwargs) -> object:
-        compute = functools.partial(function, *args, **kwargs)
-        return await artifacts().get_or_compute_async(key(*args, **kwargs), compute, ttl=ttl)
-
-    made: Any = call_async if inspect.iscoroutinefunction(function) else call
+    made: Any = call
     made.key, made.forget, made.forget_all, made.artifacts = key, forget, forget_all, artifacts
     return cast("Memoized[P, R_co]", made)
 
@@ -155,7 +153,7 @@ def _source(function: Callable[..., object], title: str) -> str:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         tree = None
-    if not isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if not isinstance(tree, ast.FunctionDef):
         hint = 'Say what its results depend on: memoize(fingerprint={"code": 1}).'
         raise ConfigError(f"The source of {title} cannot be read", hint=hint)
     tree.decorator_list = []

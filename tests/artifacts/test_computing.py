@@ -22,7 +22,6 @@ from tests.api import (
     Computed,
     ConfigError,
     RememberedFailureError,
-    Retry,
     Sample,
     SmartcacheError,
     UnsupportedValueError,
@@ -196,10 +195,10 @@ class TestRemembered:
 
     def test_it_is_tried_again_after_a_time(self, latents: ArtifactSet, pass_time: Advance) -> None:
         work = Work(ValueError("first"), ValueError("second"), 5)
-        rules: list[float | Retry] = [60, 60.0, Retry(after=60)]
+        pauses = [60, 60.0]
 
         def ask(number: int) -> object:
-            return latents.get_or_compute("key", work, remember_failures=rules[number % 3])
+            return latents.get_or_compute("key", work, remember_failures=pauses[number % 2])
 
         with pytest.raises(ValueError, match="first"):
             ask(0)
@@ -214,17 +213,6 @@ class TestRemembered:
             ask(2)
         pass_time(61)
         assert ask(2) == 5
-
-    def test_it_is_tried_so_often_and_no_more(
-        self, latents: ArtifactSet, pass_time: Advance
-    ) -> None:
-        work = Work(ValueError())
-        rule = Retry(after=10, most=2)
-        for _ in range(4):
-            with pytest.raises((ValueError, RememberedFailureError)):
-                latents.get_or_compute("key", work, remember_failures=rule)
-            pass_time(11)
-        assert work.count == 2
 
 
 class TestValidate:

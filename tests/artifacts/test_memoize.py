@@ -1,16 +1,12 @@
-"""Functions whose results are kept; and the async variants of computing and reading."""
+"""Functions whose results are kept."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +14,14 @@ import numpy as np
 import pytest
 
 from tests.api import (
-    ArtifactSet,
     ArtifactSets,
     BadKeyError,
     ConfigError,
-    RememberedFailureError,
     SmartCache,
     UnsupportedValueError,
     memoized,
 )
-from tests.artifacts.opening import array, open_set
+from tests.artifacts.opening import array
 from tests.artifacts.peer import Clock
 from tests.processes.children import Child
 
@@ -212,6 +206,11 @@ class TestMemoize:
         def many() -> Iterator[int]:
             yield 1
 
+        async def later(name: str) -> str:
+            return name
+
+        with pytest.raises(ConfigError, match="is a coroutine function"):
+            cache.memoize(name="later")(later)
         with pytest.raises(ConfigError, match="is a generator"):
             cache.memoize()(many)
         with pytest.raises(ConfigError, match="no parameter 'nope'") as caught:
@@ -310,171 +309,3 @@ class TestIdentity:
         decorator = "@cache.memoize(name='shared', fingerprint={'code': 1})"
         assert self.run(tmp_path / "one.py", "return 1", decorator) == "1"
         assert self.run(tmp_path / "two.py", "return 2", decorator) == "1"
-
-
-class TestAsync:
-    def run(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
-        return asyncio.run(asyncio.wait_for(work(), 30))
-
-    def test_many_tasks_compute_once_while_others_go_on(self, latents: ArtifactSet) -> None:
-        calls = []
-        ticks: list[int] = []
-
-        async def compute() -> int:
-            calls.append(1)
-            await asyncio.sleep(0.1)
-            return 5
-
-        async def tick() -> None:
-            while not ticks or ticks[-1] < 1000:
-                ticks.append(len(ticks))
-                await asyncio.sleep(0.005)
-
-        async def work() -> list[int]:
-            ticking = asyncio.ensure_future(tick())
-            found = await asyncio.gather(
-                *(latents.get_or_compute_async("key", compute) for _ in range(40))
-            )
-            ticking.cancel()
-            return found
-
-        assert self.run(work) == [5] * 40
-        assert calls == [1]
-        assert len(ticks) >= 5
-
-    def test_a_plain_function_runs_in_a_thread(self, latents: ArtifactSet) -> None:
-        async def work() -> list[object]:
-            threads = await asyncio.gather(
-                latents.get_or_compute_async("a", threading.get_ident),
-                latents.get_or_compute_async("b", lambda: asyncio.sleep(0, "made")),
-            )
-            return [*threads, threading.get_ident()]
-
-        thread, made, own = self.run(work)
-        assert thread != own
-        assert made == "made"
-
-    def test_tasks_threads_and_processes_compute_once(
-        self, sets: ArtifactSets, tmp_path: Path
-    ) -> None:
-        log = tmp_path / "log"
-
-        def compute() -> int:
-            with log.open("a") as file:
-                file.write("x")
-            time.sleep(0.2)
-            return 7
-
-        def ask() -> list[int]:
-            async def work() -> list[int]:
-                loop = asyncio.get_running_loop()
-                plain = [
-                    loop.run_in_executor(None, opened.get_or_compute, "key", compute)
-                    for _ in range(3)
-                ]
-                tasks = [opened.get_or_compute_async("key", compute) for _ in range(5)]
-                return list(await asyncio.gather(*plain, *tasks))
-
-            with open_set(sets) as opened:
-                return list(self.run(work))
-
-        children = [Child(ask) for _ in range(3)]
-        assert [child.result() for child in children] == [[7] * 8] * 3
-        assert log.read_text() == "x"
-
-    def test_more_waiting_tasks_than_threads_do_not_hang(self, latents: ArtifactSet) -> None:
-        """Who waits holds no thread of the pool in which the others compute."""
-
-        def number(key: str) -> int:
-            time.sleep(0.01)
-            return int(key[1:])
-
-        async def work() -> list[int]:
-            keys = [f"k{n % 10}" for n in range(200)]
-            jobs = (latents.get_or_compute_async(key, partial(number, key)) for key in keys)
-            return list(await asyncio.gather(*jobs))
-
-        assert self.run(work) == [n % 10 for n in range(200)]
-
-    def test_a_cancelled_task_lets_go_of_the_key(self, latents: ArtifactSet) -> None:
-        async def work() -> object:
-            begun = asyncio.Event()
-
-            async def never() -> int:
-                begun.set()
-                await asyncio.sleep(3600)
-                return 1
-
-            task = asyncio.ensure_future(latents.get_or_compute_async("key", never))
-            await begun.wait()
-            other = asyncio.ensure_future(latents.get_or_compute_async("key", lambda: 2))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            return await other
-
-        assert self.run(work) == 2
-
-    def test_failures_validation_and_memory_are_as_without_async(self, sets: ArtifactSets) -> None:
-        async def broken() -> int:
-            raise ValueError("no pixels")
-
-        async def work() -> None:
-            with pytest.raises(ValueError, match="no pixels"):
-                await opened.get_or_compute_async("bad", broken, remember_failures=True)
-            with pytest.raises(RememberedFailureError):
-                await opened.get_or_compute_async("bad", broken, remember_failures=True)
-            await opened.get_or_compute_async("key", lambda: 1, metadata=1)
-            assert await opened.get_or_compute_async("key", lambda: 2) == 1
-            found = await opened.get_or_compute_async(
-                "key", lambda: 2, metadata=2, validate=lambda sample: sample.metadata == 2
-            )
-            assert found == 2
-            assert opened.get_with_metadata("key") == (2, 2)
-
-        with open_set(sets, memory="1MB") as opened:
-            self.run(work)
-            assert opened.memory is not None
-            assert opened.memory.hits >= 2
-
-    def test_batches(self, latents: ArtifactSet) -> None:
-        latents.put_many({f"k{n}": {"x": array(n), "n": n} for n in range(8)})
-
-        async def work() -> Mapping[str, Any]:
-            out = latents.get_batch(["k0", "k1"])
-            return await latents.get_batch_async(["k3", "k2"], out=out)
-
-        batch = self.run(work)
-        assert batch["n"] == [3, 2]
-        assert np.array_equal(batch["x"][1], array(2))
-
-    def test_coroutine_functions_are_memoised_as_such(self, cache: SmartCache) -> None:
-        calls = []
-
-        @cache.memoize(ignore=["delay"])
-        async def fetch(name: str, delay: float = 0.0) -> str:
-            calls.append(name)
-            await asyncio.sleep(delay)
-            return name.upper()
-
-        async def work() -> list[str]:
-            return list(await asyncio.gather(*(fetch("a", 0.05) for _ in range(10)), fetch("b")))
-
-        assert self.run(work) == ["A"] * 10 + ["B"]
-        assert sorted(calls) == ["a", "b"]
-        assert inspect.iscoroutinefunction(fetch)
-        assert fetch.forget("a")
-
-
-def test_a_stop_iteration_in_a_thread_does_not_stop_the_event_loop(sets: ArtifactSets) -> None:
-    """No future can have it: who waited for the thread waited for ever, with the key held."""
-
-    async def ask(opened: ArtifactSet) -> object:
-        empty: Iterator[int] = iter(())
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await asyncio.wait_for(opened.get_or_compute_async("key", partial(next, empty)), 5)
-        return await opened.get_or_compute_async("key", lambda: 7)
-
-    with open_set(sets) as opened:
-        assert asyncio.run(ask(opened)) == 7
