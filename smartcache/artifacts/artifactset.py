@@ -42,8 +42,11 @@ from smartcache.errors import (
     ArtifactNotFoundError,
     ConfigError,
     DamagedArtifactError,
+    NoSpaceError,
     RememberedFailureError,
     SmartcacheError,
+    StoreError,
+    StoreUnwritableError,
 )
 from smartcache.progress import Progress, silent
 
@@ -53,8 +56,6 @@ _FOR_EVER = (1 << 32) - 1
 """Unix seconds, in 2106: what would end later does not end at all."""
 _TRIES = 20
 """How often keys are looked up again that compaction moves away."""
-_PUTS = 1000
-"""How often something is kept that others delete at once."""
 _LONGEST_REASON = 2000
 
 
@@ -81,6 +82,8 @@ class Computed:
     """Were computed by another thread or process meanwhile."""
     failed: dict[str, str] = field(default_factory=dict)
     """Could not be computed, and why."""
+    unstored: dict[str, Any] = field(default_factory=dict)
+    """Were computed, but could not be kept: their values."""
     busy: list[str] = field(default_factory=list)
     """Are being computed by others; only without `wait`."""
 
@@ -180,6 +183,8 @@ class ArtifactSet:
         """Bytes that are written before all sets together are measured again."""
         self._measured = self._engine.written_size
         self._memory = memory
+        self._warned: set[tuple[type[Exception], object]] = set()
+        """Why results were not kept."""
         self._where = str(folder.path)
         """By which a memory tells it from other sets."""
 
@@ -518,7 +523,8 @@ class ArtifactSet:
         `validate` is given the artifact (unread) every time; if it says no, it is computed again.
         A failure reaches the caller; with `remember_failures` (True: for good, a number: for so
         many seconds) it is not tried again before, and RememberedFailureError says why. Damage
-        is a miss. What is returned is always what was kept.
+        is a miss. What is returned is what was kept; what cannot be kept (of a type without a
+        codec, on a full disk) is returned as it was computed, with a warning in the log.
         """
         if self._memory is not None and validate is None:
             kept = self._kept(key)
@@ -528,12 +534,16 @@ class ArtifactSet:
         if found is not None:
             return found[0]
         pause = _pause(remember_failures)
+        self._expiry(ttl)  # refused before anything is computed
         self._engine.refuse_read_only()
         key_locks = self._engine.key_locks
         with ExitStack() as stack:
-            # A claim costs a tenth of `hold`; who finds the key taken waits for it with that.
-            if not key_locks.try_hold([key], stack, what="computing"):
-                stack.enter_context(key_locks.hold(key, what="computing"))
+            try:
+                # A claim costs a tenth of `hold`; who finds the key taken waits for it with that.
+                if not key_locks.try_hold([key], stack, what="computing"):
+                    stack.enter_context(key_locks.hold(key, what="computing"))
+            except (NoSpaceError, StoreUnwritableError) as error:
+                self._warn_unkept(key, error)
             found = self._look(key, validate)
             if found is not None:
                 return found[0]
@@ -564,19 +574,45 @@ class ArtifactSet:
         validate: Callable[[Sample], object] | None,
         ttl: float | timedelta | None,
     ) -> object:
-        """Keep what was computed, and return what was kept; under the lock it is not evicted."""
-        for _ in range(_PUTS):
-            self.put(key, made, metadata=metadata, ttl=ttl)
-            self._engine.index.drop_failures([check_key(key)])
-            # What has a short time to live may be past it by now, and was computed all the same.
-            found = self._look(key, validate) or self._look(key, validate, expired=True)
-            if found is not None:
-                return found[0]
-            if key in self:
-                break  # else somebody has deleted it at once: as well before it was put
+        """Keep what was computed, and return what was kept; under the lock it is not evicted.
+
+        What cannot be kept is returned as it was computed.
+        """
+        stored = check_key(key)
+        if self._try_put(key, made, metadata, ttl) is not None:
+            return made
+        with suppress(StoreError):
+            self._engine.index.drop_failures([stored])
+        # What has a short time to live may be past it by now, and was computed all the same.
+        found = self._look(key, validate) or self._look(key, validate, expired=True)
+        if found is not None:
+            return found[0]
+        if validate is None or self._engine.look(stored) is None:
+            return made  # somebody has deleted it at once, or it cannot be read
         self.delete(key)
         message = f"What was computed for {key} of {self.name} was refused by `validate`"
         raise ArtifactError(message, hint="Check `validate` and the computation.")
+
+    def _try_put(
+        self, key: str, value: object, metadata: object, ttl: float | timedelta | None
+    ) -> Exception | None:
+        """Keep what was computed; return why it could not be, which is a warning once per cause."""
+        try:
+            self.put(key, value, metadata=metadata, ttl=ttl)
+        except Exception as error:  # noqa: BLE001 - also those of a codec, or of a full device
+            self._warn_unkept(key, error)
+            return error
+        return None
+
+    def _warn_unkept(self, key: str, error: Exception) -> None:
+        cause = type(error), getattr(error, "path", None)
+        if cause not in self._warned:
+            self._warned.add(cause)
+            text = error.message if isinstance(error, SmartcacheError) else repr(error)
+            hint = f" Hint: {error.hint}" if isinstance(error, SmartcacheError) else ""
+            _log.warning(
+                "What was computed for %s of %s is not kept: %s%s", key, self.name, text, hint
+            )
 
     def compute_many(
         self,
@@ -592,15 +628,17 @@ class ArtifactSet:
 
         `fn` gets lists of at most `batch` keys and returns as many values. A value that is an
         exception is a failure of its key; what `fn` raises ends the call, and what was put before
-        stays. Keys that another thread or process computes are left to it; at the end this call
-        waits for them, and computes what is then still missing. It never waits while others could
-        wait for it.
+        stays. Values that cannot be kept are in `unstored`, with a warning in the log; if the disk
+        is at fault, nothing more is computed. Keys that another thread or process computes are left
+        to it; at the end this call waits for them, and computes what is then still missing. It
+        never waits while others could wait for it.
         """
         if batch < 1:
             raise ConfigError(f"batch must be at least 1, not {batch}")
         check_keys(keys)
         engine = self._engine
         pause = _pause(remember_failures)
+        self._expiry(ttl)
         result = Computed()
         left = list(dict.fromkeys(keys))
         is_first = True
@@ -615,9 +653,12 @@ class ArtifactSet:
                 left = [key for key in left if not self._is_refused(key, pause, result)]
             busy: list[str] = []
             for start in range(0, len(left), batch):
-                busy += self._compute_some(
-                    left[start : start + batch], fn, ttl, pause, result, is_first=is_first
-                )
+                some, rest = left[start : start + batch], left[start + batch :]
+                more, error = self._compute_some(some, fn, ttl, pause, result, is_first=is_first)
+                busy += more
+                if error is not None:  # nor would the rest be kept
+                    result.failed |= dict.fromkeys([*busy, *rest], f"not computed: {error}")
+                    return result
             left, is_first = busy, False
             if not wait:
                 result.busy = left
@@ -668,25 +709,28 @@ class ArtifactSet:
         result: Computed,
         *,
         is_first: bool,
-    ) -> list[str]:
-        """Compute those of some keys that are free; return the others."""
+    ) -> tuple[list[str], StoreError | None]:
+        """Compute those of some keys that are free; return the others, and what ails the disk."""
+        stuck: StoreError | None = None
         with self.claim(keys) as claim:
             (result.found if is_first else result.waited).extend(claim.present)
             mine = claim.keys
             if mine:
+                done = len(result.computed)
                 values = _values_of(fn(list(mine)), mine)
                 for key, value in zip(mine, values, strict=True):
                     if isinstance(value, BaseException):
                         result.failed[key] = f"{type(value).__name__}: {value}"
                         if pause is not None:
                             self._remember(check_key(key), value)
-                    else:
-                        self.put(key, value, ttl=ttl)
+                    elif (error := self._try_put(key, value, None, ttl)) is None:
                         result.computed.append(key)
-                self._engine.index.drop_failures(
-                    check_key(key) for key in mine if key not in result.failed
-                )
-        return claim.busy
+                    else:
+                        result.unstored[key] = value
+                        stuck = error if isinstance(error, StoreError) else stuck
+                with suppress(StoreError):
+                    self._engine.index.drop_failures(check_keys(result.computed[done:]))
+        return claim.busy, stuck
 
     def _is_refused(self, key: str, pause: float, result: Computed) -> bool:
         reason = self._refusal(check_key(key), pause)
@@ -696,7 +740,9 @@ class ArtifactSet:
 
     def _refusal(self, key: bytes, pause: float) -> RememberedFailureError | None:
         """Return why a computation that failed before is not tried again; None: it may be."""
-        known = self._engine.index.failure(key)
+        known = None
+        with suppress(StoreError):  # a full disk may have no room for the index
+            known = self._engine.index.failure(key)
         if known is None:
             return None
         reason, count, failed_at = known
@@ -707,7 +753,8 @@ class ArtifactSet:
         return RememberedFailureError(message, key=key_text(key), reason=reason, count=count)
 
     def _remember(self, key: bytes, error: BaseException) -> None:
-        self.remember_failure(key_text(key), f"{type(error).__name__}: {error}")
+        with suppress(StoreError):  # the failure itself is what the caller must see
+            self.remember_failure(key_text(key), f"{type(error).__name__}: {error}")
 
     def remember_failure(self, key: str, reason: str) -> None:
         """Remember that an artifact cannot be computed, and why."""

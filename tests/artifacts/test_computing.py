@@ -24,7 +24,6 @@ from tests.api import (
     RememberedFailureError,
     Sample,
     SmartcacheError,
-    UnsupportedValueError,
     check_key,
 )
 from tests.artifacts.opening import array, engine_of, open_set, packs_of
@@ -150,11 +149,6 @@ class TestFailure:
             found = list(pool.map(ask, range(5)))
         assert work.count == 3
         assert sorted(map(str, found)) == ["5", "5", "5", "failed", "failed"]
-
-    def test_a_value_that_cannot_be_kept_names_its_place(self, latents: ArtifactSet) -> None:
-        with pytest.raises(UnsupportedValueError):
-            latents.get_or_compute("key", lambda: {"x": object()})
-        assert latents.get_or_compute("key", lambda: 1) == 1
 
 
 class TestRemembered:

@@ -167,15 +167,6 @@ class TestMemoize:
         with pytest.raises(BadKeyError, match="thing"):
             look(object())
 
-    def test_results_that_cannot_be_kept_are_refused(self, cache: SmartCache) -> None:
-        @cache.memoize()
-        def make() -> object:
-            return {"thing": object()}
-
-        with pytest.raises(UnsupportedValueError) as caught:
-            make()
-        assert caught.value.path == "thing"
-
     def test_methods_work_if_the_object_is_ignored(self, cache: SmartCache) -> None:
         class Model:
             calls = 0
