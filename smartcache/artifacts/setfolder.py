@@ -23,8 +23,10 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -53,7 +55,7 @@ from smartcache.errors import (
     StoreUnwritableError,
     UnsupportedValueError,
 )
-from smartcache.system import atomically, lock
+from smartcache.system import atomically, claim, reached, sync_directory
 
 FORMAT = 2
 FILE = "set.json"
@@ -79,6 +81,8 @@ _UNITS: Final = {
     "ttl": "It is in seconds, or a timedelta.",
     "unused_for": "It is in seconds, or a timedelta.",
 }
+_PAUSE = 0.005
+"""Seconds between two looks at whether another process has made the set."""
 _TO_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -369,34 +373,52 @@ class SetFolder:
 
     @classmethod
     def make(cls, sets: Path, name: str, fingerprint: Fingerprint, options: Options) -> Self:
-        """Return the set of a name and a fingerprint, made if it is not there.
+        """Return the set of a name and a fingerprint; one that is not there is made with `options`.
 
-        `options` are written if they differ from those of the set.
+        It is made beside, and gets its name when it is whole.
         """
         path = sets / check_name(name) / fingerprint.id(name)
         try:
             if not (path / FILE).exists():
                 sets.parent.mkdir(parents=True, exist_ok=True)
-                for each in (sets, path.parent, path):
+                for each in (sets, path.parent):
                     _make_folder(each)
-                check_folder(path)
-                make_private(path / "lock")
-                make_private(path / "lock.turn")
-                _make_folder(path / "leases")
                 # Whoever comes first decides: with two instances, one would disown its packs.
-                with lock(path / "lock", exclusive=True):
+                while (holder := claim(path.with_name(f".{path.name}.lock"))) is None:
+                    time.sleep(_PAUSE)
+                try:
                     if not (path / FILE).exists():
-                        cls(
-                            path=path, name=name, id=path.name, instance=secrets.token_hex(8),
-                            fingerprint=fingerprint, options=options,
-                            created_at=datetime.now(UTC).replace(microsecond=0),
-                        ).write()  # fmt: skip
+                        cls._make(path, name, fingerprint, options)
+                finally:
+                    holder.release()
             found = cls.read(path)
             if found.fingerprint != fingerprint or found.name != name:
                 raise SetFormatError(f"{path} is not the set that its name says", path=path)
             return found
         except OSError as error:
             raise _unwritable(path, error) from error
+
+    @classmethod
+    def _make(cls, path: Path, name: str, fingerprint: Fingerprint, options: Options) -> None:
+        new = path.with_name(f".{path.name}.new")
+        shutil.rmtree(new, ignore_errors=True)  # of a killed process
+        place = path if path.exists() else new  # only set.json may be gone
+        _make_folder(place)
+        check_folder(place)
+        make_private(place / "lock")
+        make_private(place / "lock.turn")
+        _make_folder(place / "leases")
+        reached("set: begun")
+        cls(
+            path=place, name=name, id=path.name, instance=secrets.token_hex(8),
+            fingerprint=fingerprint, options=options,
+            created_at=datetime.now(UTC).replace(microsecond=0),
+        ).write()  # fmt: skip
+        reached("set: written")
+        if place == new:
+            new.rename(path)
+            sync_directory(path.parent)
+        reached("set: named")
 
     def with_options(self, options: Options) -> SetFolder:
         """Return the set with other options, written down."""
