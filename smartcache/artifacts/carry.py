@@ -1,35 +1,30 @@
-"""Sets carried elsewhere and back: as safetensors, as a folder, as a tar; and files of others.
+"""Sets carried elsewhere: as a folder, and back, as safetensors; and tensor files of others.
 
 Artifacts travel as they were encoded: nobody decodes them, so neither torch nor a codec is needed,
 and what arrives is equal to the bit. A plan says how much there is to do; `execute` does it. What
-is there and equal is not written again, so whatever was interrupted is gone on with by the next
+is in a folder and equal is not written again, so what was interrupted is gone on with by the next
 call.
 
-    safetensors   <name>-00001.safetensors, ..., index.json    see `shards`
     folder        <name>/<id>/                                 as a store has it in `sets/`
-    tar           index.json, <name>/<id>/...                  the same, without locks and index
+    safetensors   <name>-00001.safetensors, ..., index.json    for other programs: see `shards`
     files         .pt, .pth, .npz, .safetensors of others      see `files`; for import only
 
 Nothing that arrives is trusted: names, lengths and layouts are looked at before anything is put,
-and a file is never followed, unpickled or unpacked outside of its own folder.
+and a file is never followed or unpickled.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import re
-import shutil
 import stat
-import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Final, Literal, NamedTuple
+from typing import IO, Any, Final, Literal, NamedTuple
 
 from smartcache.artifacts.artifactset import ArtifactSet
 from smartcache.artifacts.engine import read, write
@@ -47,21 +42,17 @@ from smartcache.errors import (
     DestinationExistsError,
     LayoutError,
     SetFormatError,
-    SmartcacheError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.system import claim, create_own, make_own, need_room, reached, sync_directory
+from smartcache.system import claim, need_room, reached, sync_directory
 
 SHARD_SIZE: Final = 256_000_000
 """Bytes of tensors after which a shard is full."""
 INDEX: Final = "index.json"
-Form = Literal["safetensors", "folder", "tar"]
+Form = Literal["safetensors", "folder"]
 KeyRule = str | Callable[[Path], str]
-_FORMAT: Final = "smartcache folder 1"
-_PIECE: Final = 1 << 20
-_MEMBER: Final = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}/[0-9a-f]{32}/(set\.json|[0-9a-f]{16}\.pack)"
-)
+SHARDS_FORMAT: Final = "smartcache safetensors 2"
+_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +82,7 @@ class CarryPlan:
     size: int
     """Their bytes."""
     kept: int = 0
-    """There already. Those of a folder or a store are compared when the plan is executed."""
-    warnings: tuple[str, ...] = ()
-    beside: Path | None = None
-    """Where a tar is collected, to be gone on with after an interruption."""
+    """There already; they are compared when the plan is executed."""
     _execute: Callable[[Progress], Carried] = field(repr=False, compare=False)
 
     def execute(self, progress: Progress = silent) -> Carried:
@@ -134,7 +122,7 @@ def plan_export(
     form: Form = "safetensors",
     shard_size: int = SHARD_SIZE,
 ) -> CarryPlan:
-    """Plan to write a set to shards of safetensors in a folder, to a folder of sets, or to a tar.
+    """Plan to write a set to a folder of sets, or to shards of safetensors in a folder.
 
     What is past its time is left out. DestinationExistsError if something else is there.
     """
@@ -145,40 +133,11 @@ def plan_export(
         return plan_shards(opened, path, shard_size)
     options = opened.describe().options
     origin = Origin(opened.name, opened.fingerprint, options, partial(_arrivals, opened))
-    if form == "folder":
-        with suppress(FileNotFoundError):
-            if os.path.samefile(path / origin.full_name, opened.path):
-                message = f"{path} is where the set lies"
-                raise DestinationExistsError(message, hint="Choose another folder.", path=path)
-        return plan_copy(ArtifactSets(path), [origin], path)
-    if os.path.lexists(path):
-        hint = "Choose another name, or remove it."
-        raise DestinationExistsError(f"{path} is there already", hint=hint, path=path)
-    sets = ArtifactSets(path.with_name(f"{path.name}.partial"))
-    if others := [each for each in sets.folders() if each.name != opened.id]:
-        message = f"{sets.root} is of an export of another set, {others[0].parent.name}"
-        raise DestinationExistsError(message, hint="Remove it, or choose another name.", path=path)
-    plan = plan_copy(sets, [origin], path)
-
-    def execute(progress: Progress) -> Carried:
-        need_room(path, 2 * plan.size, "The export")  # the folder, and the tar of it
-        with alone(path.with_name(f".{path.name[:100]}.lock")):
-            done = plan.execute(progress)
-            with sets.open(opened.name, opened.fingerprint) as copied:
-                copied.delete_many(set(copied).difference(opened))  # gone since an interruption
-                copied.compact(force=True)
-                count = len(copied)
-            _write_tar(path, copied.path, count, progress)
-            shutil.rmtree(copied.path)
-            with suppress(OSError):  # somebody has put something beside it
-                copied.path.parent.rmdir()
-                sets.root.rmdir()
-        return done
-
-    return CarryPlan(
-        sets=plan.sets, path=path, artifacts=plan.artifacts, size=plan.size, kept=plan.kept,
-        beside=sets.root, _execute=execute,
-    )  # fmt: skip
+    with suppress(FileNotFoundError):
+        if os.path.samefile(path / origin.full_name, opened.path):
+            message = f"{path} is where the set lies"
+            raise DestinationExistsError(message, hint="Choose another folder.", path=path)
+    return _plan_copy(ArtifactSets(path), [origin], path)
 
 
 def plan_import(
@@ -196,33 +155,33 @@ def plan_import(
     "content", a text with {stem}, {name}, {path} and {parent}, or a function of the path within the
     folder. SetFormatError if an export is not what it says; nothing is imported then.
     """
-    from smartcache.artifacts import files, shards
+    from smartcache.artifacts import files
 
     path = Path(os.path.abspath(path))
-    plan: CarryPlan | None = None
     mode = os.stat(path).st_mode
-    if not stat.S_ISDIR(mode):
-        if not stat.S_ISREG(mode):
-            raise SetFormatError(f"{path} is neither a file nor a folder", hint="", path=path)
-        if path.suffix.lower() not in files.SUFFIXES:
-            plan = _plan_tar(sets, path)
-        elif (shard := shards.read_shard(path)) is not None:
-            plan = plan_copy(sets, [shards.shards_origin({path: set()}, shard.about)], path)
-    elif (index := shards.read_index(path)) is not None:
-        plan = plan_copy(sets, [shards.indexed_origin(path, index)], path)
-    elif folders := _set_folders(path):
-        plan = plan_copy(sets, list(map(_folder_origin, folders)), path)
-    elif abouts := {shard.path: shard.about for shard in shards.shards_in(path)}:
-        first, *_ = abouts.values()
-        origin = shards.shards_origin({each: set() for each in abouts}, first)
-        warning = f"{path} has no {INDEX}: the export was interrupted, and may lack artifacts"
-        plan = plan_copy(sets, [origin], path, (warning,))
-    if plan is None:
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise SetFormatError(f"{path} is neither a file nor a folder", hint="", path=path)
+    if index_of(path) is not None:
+        hint = "Export it again with --folder, which can be imported."
+        raise SetFormatError(f"{path} was exported for other programs", hint=hint, path=path)
+    folders = _set_folders(path) if stat.S_ISDIR(mode) else []
+    if not folders:
         return files.plan_files(sets, path, name, fingerprint, key)
+    plan = _plan_copy(sets, list(map(_folder_origin, folders)), path)
     if name is not None or fingerprint is not None:
         hint = "Leave out the name and the fingerprint (--set, --fingerprint)."
         raise ConfigError(f"{path} says itself which set it is: {', '.join(plan.sets)}", hint=hint)
     return plan
+
+
+def index_of(path: Path) -> dict[str, Any] | None:
+    """Read the index.json of an export as safetensors; None if there is none, or another one."""
+    try:
+        with open(os.open(path / INDEX, _TO_READ), "rb") as file:
+            index = json.load(file)
+        return index if index["format"] == SHARDS_FORMAT else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 # from set to set
@@ -258,14 +217,14 @@ def read_artifact(engine: Engine, key: bytes) -> Encoded | None:
     if found is None:
         return None
     encoded = read.read_encoded(engine, read.held(engine, key, *found))
-    check_encoded(encoded, [len(tensor) for tensor in encoded.tensors])
+    _check_encoded(encoded)
     return encoded
 
 
-def check_encoded(encoded: Encoded, sizes: list[int]) -> None:
+def _check_encoded(encoded: Encoded) -> None:
     """Refuse what no put can have made; LayoutError says what is wrong."""
     layout = known_layout(encoded.layout)
-    if [spec.nbytes for spec in layout.tensors] != sizes:
+    if [spec.nbytes for spec in layout.tensors] != [len(each) for each in encoded.tensors]:
         raise LayoutError("its tensors are not those of its layout")
     layout.opened(encoded.inline)
     about = encoded.metadata
@@ -279,9 +238,7 @@ def check_encoded(encoded: Encoded, sizes: list[int]) -> None:
         described.opened(about[end:])
 
 
-def plan_copy(
-    sets: ArtifactSets, origins: list[Origin], path: Path, warnings: tuple[str, ...] = ()
-) -> CarryPlan:
+def _plan_copy(sets: ArtifactSets, origins: list[Origin], path: Path) -> CarryPlan:
     """Plan to copy artifacts to other sets; what is malformed is refused before."""
     artifacts = size = kept = total = 0
     for origin in origins:
@@ -303,7 +260,7 @@ def plan_copy(
 
     return CarryPlan(
         sets=tuple(origin.full_name for origin in origins), path=path, artifacts=artifacts,
-        size=size, kept=kept, warnings=warnings, _execute=execute,
+        size=size, kept=kept, _execute=execute,
     )  # fmt: skip
 
 
@@ -395,7 +352,7 @@ def alone(path: Path) -> Iterator[None]:
         holder.release()
 
 
-# folders and tars
+# folders
 
 
 def _set_folders(path: Path) -> list[Path]:
@@ -427,104 +384,3 @@ def _folder_origin(path: Path) -> Origin:
             yield from _arrivals(opened)
 
     return Origin(folder.name, folder.fingerprint, folder.options, arrivals)
-
-
-def _write_tar(path: Path, folder: Path, count: int, progress: Progress) -> None:
-    """Write the folder of a set to a tar; its first member says how much there is."""
-    prefix = f"{folder.parent.name}/{folder.name}"
-    names = [each.name for each in below(folder) if _MEMBER.fullmatch(f"{prefix}/{each.name}")]
-    size = sum((folder / name).stat().st_size for name in names)
-    need_room(path, size, "The tar")
-    text = json.dumps({"format": _FORMAT, "artifacts": {prefix: count}}).encode()
-    with (
-        named_at_last(path) as file,
-        tarfile.open(fileobj=file, mode="w:", format=tarfile.GNU_FORMAT) as tar,
-        progress("Writing the tar", size, "bytes") as job,
-    ):
-        index = tarfile.TarInfo(INDEX)
-        index.size = len(text)
-        tar.addfile(index, io.BytesIO(text))
-        for name in names:
-            member = tar.gettarinfo(folder / name, f"{prefix}/{name}")
-            member.uid = member.gid = 0
-            member.uname = member.gname = ""
-            with open(folder / name, "rb") as source:
-                tar.addfile(member, source)
-            job.advance(member.size)
-
-
-@contextmanager
-def _opened_tar(path: Path) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo]]]:
-    """Open a tar of ours, all of its members looked at."""
-    hint = "What 'smartcache artifacts export' writes can be imported, and .pt, .npz ... files."
-    try:
-        with tarfile.open(path, "r:") as tar:
-            members = tar.getmembers()
-            names = set()
-            for each in members:
-                is_ours = each.name == INDEX or _MEMBER.fullmatch(each.name)
-                is_plain = each.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not each.issparse()
-                if not is_ours or not is_plain or each.name in names or each.size < 0:
-                    message = f"{path} is no export: it has {each.name!r:.120} in it"
-                    raise SetFormatError(message, hint=hint, path=path)
-                names.add(each.name)
-            if not any(name.endswith("/set.json") for name in names):
-                raise SetFormatError(f"{path} is no export: there is no set in it", hint=hint)
-            yield tar, members
-    except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
-        if isinstance(error, SmartcacheError):
-            raise
-        message = f"{path} cannot be imported: it is neither tensors nor a whole tar ({error})"
-        raise SetFormatError(message, hint=hint, path=path) from error
-
-
-def _plan_tar(sets: ArtifactSets, path: Path) -> CarryPlan:
-    """Plan to unpack a tar beside the sets, and to copy from there."""
-    with _opened_tar(path) as (tar, members):
-        size = sum(each.size for each in members if each.name != INDEX)
-        names = {each.name.rpartition("/")[0] for each in members} - {""}
-        artifacts = 0
-        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            about = json.loads(tar.extractfile(INDEX).read(_PIECE))  # type: ignore[union-attr]
-            artifacts = sum(int(about["artifacts"][name]) for name in names)
-
-    def execute(progress: Progress) -> Carried:
-        need_room(sets.root, 2 * size, "The import")
-        sets.root.parent.mkdir(parents=True, exist_ok=True)
-        make_own(sets.root)
-        place = sets.root / ".importing-tar"
-        with alone(sets.root / ".importing"):
-            shutil.rmtree(place, ignore_errors=True)  # what a killed import has left
-            try:
-                with _opened_tar(path) as (tar, members):
-                    _unpack(tar, members, place / "sets", size, progress)
-                origins = list(map(_folder_origin, _set_folders(place / "sets")))
-                return plan_copy(sets, origins, path).execute(progress)
-            finally:
-                shutil.rmtree(place, ignore_errors=True)
-
-    return CarryPlan(
-        sets=tuple(sorted(names)), path=path, artifacts=artifacts, size=size, _execute=execute
-    )
-
-
-def _unpack(
-    tar: tarfile.TarFile,
-    members: list[tarfile.TarInfo],
-    root: Path,
-    size: int,
-    progress: Progress,
-) -> None:
-    with progress("Unpacking", size, "bytes") as job:
-        for member in members:
-            if member.name == INDEX:
-                continue
-            target = root / member.name
-            for each in (root.parent, root, target.parent.parent, target.parent):
-                make_own(each)
-            source = tar.extractfile(member)
-            with open(create_own(target), "wb") as file:
-                while source is not None and (piece := source.read(_PIECE)):
-                    file.write(piece)
-                    job.advance(len(piece))
-            reached("carry: unpacked")

@@ -36,6 +36,7 @@ def plan_files(
 ) -> CarryPlan:
     """Plan to make one artifact of each file; those that are unchanged since are left out."""
     root, found = (path, list(_files(path))) if path.is_dir() else (path.parent, [path])
+    found = [each for each in found if each.name.lower().endswith(SUFFIXES)]
     if not found:
         hint = "Exports, and .pt, .pth, .npz and .safetensors files can be imported."
         raise SetFormatError(f"{path} holds nothing that can be imported", hint=hint, path=path)
@@ -99,11 +100,11 @@ def _keyed(
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Go through the files below a folder that can be imported; symlinks are not followed."""
+    """Go through the files below a folder; symlinks are not followed."""
     for entry in below(path):
         if entry.is_dir(follow_symlinks=False):
             yield from _files(Path(entry.path))
-        elif entry.name.lower().endswith(SUFFIXES) and entry.is_file(follow_symlinks=False):
+        elif entry.is_file(follow_symlinks=False):
             yield Path(entry.path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -34,8 +34,7 @@ _RULES = {
     examples=(
         ("smartcache artifacts export latents --safetensors out", "for any program"),
         ("smartcache artifacts export latents --folder /media/usb/sets", "as a store has it"),
-        ("smartcache artifacts export latents/29bec658 --tar latents.tar", "in one file"),
-        ("smartcache artifacts export latents --tar latents.tar --dry-run", "how much that is"),
+        ("smartcache artifacts export latents --folder sets --dry-run", "how much that is"),
     ),
 )
 @click.argument("set_", metavar="SET")
@@ -43,7 +42,6 @@ _RULES = {
     "--safetensors", type=FILE, metavar="DIR", help="Shards that any safetensors library reads."
 )
 @click.option("--folder", type=FILE, metavar="DIR", help="A folder that ArtifactSets opens.")
-@click.option("--tar", type=FILE, metavar="FILE", help="The same folder as one file.")
 @click.option(
     "--shard-size", metavar="SIZE", help="How large a shard may become.  [default: 256MB]"
 )
@@ -55,31 +53,30 @@ def export_command(
     set_: str,
     safetensors: Path | None,
     folder: Path | None,
-    tar: Path | None,
     shard_size: str | None,
     dry_run: bool,
 ) -> None:
-    """Write a set to safetensors, to a folder, or to a tar file.
+    """Write a set to safetensors, or to a folder.
 
     SET is a name, at least 4 characters of an id, or NAME/ID. 'smartcache artifacts import' brings
-    each form back exactly. In a shard, a tensor is called KEY/FIELD, with / and % in either written
-    as %2F and %25. What is past its time is left out. Run the same command again to continue after
-    an interruption, or to add what is new since.
+    a folder back exactly; safetensors are for other programs. In a shard, a tensor is called
+    KEY/FIELD, with / and % in either written as %2F and %25. What is past its time is left out. Run
+    the same command again after an interruption, or to add what is new since.
     """
     from smartcache.artifacts import plan_export
 
-    forms = {"safetensors": safetensors, "folder": folder, "tar": tar}
-    (form, path), *more = [each for each in forms.items() if each[1] is not None] or [("", None)]
-    if path is None or more:
-        message = "Say one of --safetensors DIR, --folder DIR and --tar FILE."
+    path = folder or safetensors
+    if path is None or (folder is not None and safetensors is not None):
+        message = "Say one of --safetensors DIR and --folder DIR."
         hint = f"For example: smartcache artifacts export {set_} --safetensors out"
         raise BadUsageError(message, hint=hint)
     options = {} if shard_size is None else {"shard_size": size(shard_size)}
-    if options and form != "safetensors":
+    if options and folder is not None:
         raise BadUsageError("--shard-size is for --safetensors.", hint="Leave it out.")
     session = ctx.ensure_object(Session)
     with all_sets(session) as sets, sets.open_id(one(sets, set_)) as opened:
-        plan = plan_export(opened, path, form=form, **options)  # type: ignore[arg-type]
+        form: Literal["safetensors", "folder"] = "safetensors" if folder is None else "folder"
+        plan = plan_export(opened, path, form=form, **options)
         result = _carry(session, plan, dry_run=dry_run)
     _show(plan, result, f"export {_labels(plan)} to {near(plan.path)}", [str(plan.path)])
     if result is not None and result.problems:
@@ -89,8 +86,8 @@ def export_command(
 @command(
     "import",
     examples=(
-        ("smartcache artifacts import out", "what 'artifacts export' has written"),
-        ("smartcache artifacts import latents.tar --dry-run", "what is new in it"),
+        ("smartcache artifacts import sets", "what 'artifacts export --folder' has written"),
+        ("smartcache artifacts import sets --dry-run", "what is new in it"),
         (
             """smartcache artifacts import dir --set latents --fingerprint '{"vae": "sdxl"}'""",
             ".pt, .npz ...",
@@ -119,10 +116,10 @@ def import_command(
 ) -> None:
     """Bring in an exported set, or tensor files of others.
 
-    PATH is what 'smartcache artifacts export' has written; or a file, or a folder, of .pt, .pth,
-    .npz and .safetensors files, each of which becomes one artifact. Nothing in a file is executed:
-    one that needs pickle is named and left out. What is there already is not written again. If it
-    is interrupted, run the same command again to continue.
+    PATH is a folder that 'smartcache artifacts export --folder' has written; or a file, or a
+    folder, of .pt, .pth, .npz and .safetensors files, each of which becomes one artifact. Nothing
+    in a file is executed: one that needs pickle is named and left out. What is there already is not
+    written again. If it is interrupted, run the same command again to continue.
     """
     from smartcache.artifacts import ArtifactSets, plan_import
     from smartcache.store import Layout
@@ -155,14 +152,9 @@ def _fingerprint(text: str) -> dict[str, object]:
 
 def _carry(session: Session, plan: CarryPlan, *, dry_run: bool) -> Carried | None:
     """Execute a plan, unless it is only to be shown."""
-    for text in plan.warnings:
-        out.warn(text)
     if dry_run:
         return None
-    kept = f" in {near(plan.beside)}" if plan.beside is not None else ""
-    session.how_far = lambda _: (
-        f"What was copied is kept{kept}; run the same command again to continue."
-    )
+    session.how_far = lambda _: "What was copied is kept; run the same command again to continue."
     result = plan.execute(bars)
     session.how_far = None
     for text in result.problems[:_MOST_SHOWN]:
@@ -201,7 +193,6 @@ def _show(
             "size": done.size,
             "kept": done.kept,
             "problems": problems,
-            "warnings": plan.warnings,
         },
         ids=lambda: ids,
     )

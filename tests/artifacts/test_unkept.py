@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ SIZE = 64 << 10
 class Unknown:
     """Of a type that has no codec."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 7) -> None:
         self.number = number
 
 
@@ -30,7 +31,7 @@ class TestUnstorableObjects:
         self, latents: ArtifactSet, caplog: pytest.LogCaptureFixture
     ) -> None:
         for number in range(3):
-            value = latents.get_or_compute("key", lambda n=number: {"x": [1, Unknown(n)]})
+            value = latents.get_or_compute("key", partial(box, number))
             assert value["x"][1].number == number
             assert "key" not in latents
         (record,) = caplog.records
@@ -66,9 +67,10 @@ class TestUnstorableObjects:
         assert len(caplog.records) == 1
 
     def test_let_those_who_wait_compute_in_their_turn(self, sets: ArtifactSets) -> None:
-        def ask(_: int = 0) -> int:
+        def ask() -> int:
             with open_set(sets) as opened:
-                return opened.get_or_compute("key", lambda: Unknown(7)).number
+                value: Unknown = opened.get_or_compute("key", Unknown)
+                return value.number
 
         children = [Child(ask) for _ in range(3)]
         assert [child.result() for child in children] == [7, 7, 7]
@@ -77,7 +79,8 @@ class TestUnstorableObjects:
 
             def ask_too(_: int) -> int:
                 start.wait()
-                return opened.get_or_compute("key", lambda: Unknown(7)).number
+                value: Unknown = opened.get_or_compute("key", Unknown)
+                return value.number
 
             assert list(pool.map(ask_too, range(4))) == [7] * 4
             assert engine_of(opened).key_locks.busy("key") is None
@@ -106,7 +109,7 @@ class TestDisks:
                 latents.put("k0", array(0, SIZE))
                 disk.fill()
                 for number in (1, 2, 3):
-                    found = latents.get_or_compute(f"k{number}", lambda n=number: array(n, SIZE))
+                    found = latents.get_or_compute(f"k{number}", partial(array, number, SIZE))
                     assert np.array_equal(found, array(number, SIZE))
                     assert np.array_equal(make(number), array(number, SIZE))
                 with pytest.raises(ValueError, match="no pixels"):
@@ -167,6 +170,10 @@ class TestDisks:
                 check(cache, disk)
 
         in_own_namespace(work)
+
+
+def box(number: int) -> object:
+    return {"x": [1, Unknown(number)]}
 
 
 def fail() -> None:

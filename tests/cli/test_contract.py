@@ -49,8 +49,8 @@ CHANGES = {
     "artifacts prune --unused-for 0s": "Remove ",
     "artifacts verify --rebuild": "Read ",
     "artifacts compact --force": "",
-    "artifacts export latents --tar out.tar": "",
-    "--home other artifacts import latents.tar": "",
+    "artifacts export latents --folder out": "",
+    "--home other artifacts import exported-latents": "",
     "datasets clean photos": "Remove 6 artifacts and free ",
     "datasets export photos out": "",
     "--home other datasets import exported": "",
@@ -105,7 +105,7 @@ REFUSED_WITHOUT_STORE = {
     "folders rm empty": "There is no store at",
     "artifacts show x": "There is no set 'x'",
     "artifacts rm x": "There is no set 'x'",
-    "artifacts export x --tar x": "no set 'x'",
+    "artifacts export x --folder x": "no set 'x'",
     "datasets show x": "There is no dataset 'x'",
     "datasets plan x": "There is no dataset 'x'",
     "datasets clean x": "There is no dataset 'x'",
@@ -156,7 +156,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.unlink()
         fill(root / "store", count=10)
         sc("artifacts", "rm", "latents", "key-8", "key-9", "-y")
-        sc("artifacts", "export", "latents", "--tar", "latents.tar")
+        sc("artifacts", "export", "latents", "--folder", "exported-latents")
         photos = Made(root / "store", root / "photos")
         photos.build()
         photos.build(version=1)

@@ -25,8 +25,7 @@ POINTS: dict[str, set[str]] = {
     "download wrong bytes": {"download: wrong", "download: hidden"},
     "answer": {"download: leased", "download: fetched", "download: named"},
     "carry out": {"carry: written", "carry: named"},
-    "carry in": {"carry: put"},
-    "carry in a tar": {"carry: unpacked"},
+    "carry in": {"set: begun", "set: written", "set: named", "carry: put"},
     "sets": {
         "pack: claimed", "pack: made", "pack: written", "pack: before footer",
         "pack: footer written", "pack: taken over", "set: pack left", "compact: copied",
