@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from smartcache.cli import _trainers
 from smartcache.cli._artifacts import MORE, all_sets, fields_of, sets_to_fill
 from smartcache.cli._command import FILE, asks, command, dry_run, group
 from smartcache.cli._failures import FAILED
@@ -541,22 +540,13 @@ def _show_victims(plan: CleanPlan, *, as_talk: bool) -> None:
     examples=(
         ("smartcache datasets export photos /media/usb/photos", "to a new folder"),
         ("smartcache datasets export photos --dry-run out", "how much that is"),
-        ("smartcache datasets export photos --to musubi out", "give back what was imported"),
     ),
 )
 @_named
 @click.argument("folder", metavar="FOLDER", type=FILE)
-@click.option(
-    "--to",
-    "trainer",
-    type=click.Choice(_trainers.TARGETS),
-    help="Write what was imported from this trainer as its own files again.",
-)
 @dry_run
 @click.pass_obj
-def export_command(
-    session: Session, *, name: str, folder: Path, trainer: str | None, dry_run: bool
-) -> None:
+def export_command(session: Session, *, name: str, folder: Path, dry_run: bool) -> None:
     """Write a dataset to a folder that can be used without the sources.
 
     All outputs, and the name, texts, sizes and metadata of every item. Programs open it where it
@@ -570,9 +560,6 @@ def export_command(
 
     path = Path(os.path.abspath(folder))
     with _opened(session, name) as (dataset, _):
-        if trainer is not None:
-            _trainers.export_files(dataset, trainer, path, dry_run=dry_run)
-            return
         if dataset_folders(path):
             message = f"{path} holds a dataset already"
             raise DestinationExistsError(message, hint="Choose another folder.", path=path)
@@ -591,37 +578,17 @@ def export_command(
     examples=(
         ("smartcache datasets import /media/usb/photos", "what 'datasets export' has written"),
         ("smartcache datasets import --dry-run out", "what is new in it"),
-        (
-            "smartcache datasets import --from sd-scripts photos --encoder vae.safetensors",
-            "latents beside the images",
-        ),
     ),
 )
 @click.argument("folder", metavar="FOLDER", type=FILE)
-@_trainers.options
 @dry_run
 @click.pass_obj
-def import_command(
-    session: Session,
-    /,
-    *,
-    folder: Path,
-    trainer: str | None,
-    dry_run: bool,
-    **options: Any,  # noqa: ANN401 - those of _trainers
-) -> None:
-    """Bring an exported dataset, or a trainer's files, into the store.
+def import_command(session: Session, *, folder: Path, dry_run: bool) -> None:
+    """Bring an exported dataset into the store.
 
     Programs then open it with cache.open_dataset("NAME"), without its sources. What the store has
     already is not copied again. If it is interrupted, run the same command again to continue.
-
-    With --from, FOLDER holds the files of a trainer. Each is matched with an image, or a caption,
-    as it is now; what speaks against a file is said, and it is skipped. They are only read.
     """
-    if trainer is not None:
-        _trainers.import_files(session, folder, trainer, dry_run=dry_run, **options)
-        return
-    _trainers.refuse_options(options)
     from smartcache.training import copy_dataset, dataset_folder, exported_dataset
 
     with exported_dataset(folder) as dataset, sets_to_fill(session, create=not dry_run) as sets:

@@ -22,9 +22,9 @@ import os
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
@@ -161,17 +161,6 @@ class ImportPlan:
     def __str__(self) -> str:
         words = [f"{len(keys):,} {name}" for name, keys in self.outputs.items()]
         return _summary("to take", words, self.present, self.skipped)
-
-    def without(self, known: Mapping[str, Container[str]]) -> ImportPlan:
-        """Return what is left if some of it is there already: sets, or keys, by output."""
-        outputs = self._dataset.outputs
-        left = tuple(
-            match
-            for match in self._matches
-            if outputs[match.output].key(match.number) not in known.get(match.output, ())
-        )
-        present = self.present + len(self._matches) - len(left)
-        return replace(self, _matches=left, present=present)
 
     def execute(self, progress: Progress = silent) -> Imported:
         """Take it over; what is interrupted goes on with the next plan."""
