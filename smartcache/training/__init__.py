@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from smartcache.training.dataset import dataset_folders as dataset_folders
     from smartcache.training.dataset import exported_dataset as exported_dataset
     from smartcache.training.dataset import open_dataset as open_dataset
-    from smartcache.training.dataset import read_document as read_document
     from smartcache.training.dataset import stored_dataset as stored_dataset
+    from smartcache.training.document import read_document as read_document
     from smartcache.training.encoder import Buckets as Buckets
     from smartcache.training.encoder import Encoder as Encoder
     from smartcache.training.encoder import Item as Item
@@ -54,9 +54,9 @@ _HOMES = {
         "dataset_folders",
         "exported_dataset",
         "open_dataset",
-        "read_document",
         "stored_dataset",
     ),
+    "document": ("read_document",),
     "encoder": ("Buckets", "Encoder", "Item"),
     "engines": ("Doing", "Engine", "Fault", "Lost", "ProcessEngine", "packed", "unpacked"),
     "prefetch": ("PrefetchStats", "Prefetcher"),

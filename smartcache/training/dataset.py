@@ -20,11 +20,9 @@ from 0. To another process it travels as its folder, and is opened there from th
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
@@ -36,7 +34,6 @@ from smartcache.artifacts import (
     ArtifactSet,
     ArtifactSets,
     Digests,
-    Fingerprint,
     Selection,
     check_name,
 )
@@ -49,11 +46,10 @@ from smartcache.errors import (
     DestinationExistsError,
     IndexDamagedError,
     OutputMissingError,
-    SmartcacheError,
     install_hint,
 )
 from smartcache.progress import Progress, bars, silent
-from smartcache.system import create_own, hash_file, is_network, lock, make_own, sync_directory
+from smartcache.system import hash_file, is_network, make_own
 from smartcache.training.build import (
     Build,
     BuildPlan,
@@ -63,6 +59,14 @@ from smartcache.training.build import (
     OnNan,
     missing,
     reasons_of,
+)
+from smartcache.training.document import FILE as DOCUMENT
+from smartcache.training.document import (
+    FORMAT,
+    changing,
+    read_document,
+    set_of,
+    write_document,
 )
 from smartcache.training.encoder import (
     SIDE,
@@ -81,12 +85,8 @@ from smartcache.training.sources import FILE, Sources
 from smartcache.training.table import SourceTable
 from smartcache.training.upkeep import CleanPlan, copy_dataset, plan_clean
 
-FORMAT: Final = 1
-_FILE: Final = "dataset.json"
 _TABLE: Final = "index.sqlite3"
 _FOLDER: Final = "dataset"
-_SPEC: Final = ("set", "id", "fingerprint", "reads", "buckets", "variations", "trim")
-"""What dataset.json says of each output."""
 _TAKEN: Final = frozenset(("name", "path"))
 _NAMED: Final = 3
 Validate = Literal["full", "trust"]
@@ -751,7 +751,7 @@ def dataset_folders(root: Path) -> list[Path]:
     """Return the folders of all datasets among sets."""
     with suppress(FileNotFoundError, NotADirectoryError):
         found = (root / name / _FOLDER for name in sorted(os.listdir(root)))
-        return [folder for folder in found if (folder / _FILE).is_file()]
+        return [folder for folder in found if (folder / DOCUMENT).is_file()]
     return []
 
 
@@ -789,65 +789,3 @@ def _need_imagesize() -> None:
         raise ConfigError(
             "Buckets need imagesize, to read the sizes of images", hint=hint
         ) from error
-
-
-def read_document(folder: Path, *, must_exist: bool = True) -> dict[str, Any]:
-    """Read dataset.json; DatasetError if it makes no sense."""
-    path = folder / _FILE
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        if not must_exist:
-            return {}
-        raise DatasetError(f"There is no dataset in {folder}", path=folder) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
-    return check_document(document, path)
-
-
-def check_document(document: Any, path: Path) -> dict[str, Any]:  # noqa: ANN401
-    """Return what a dataset.json says; DatasetError if it makes no sense."""
-    try:
-        if document["format"] != FORMAT:
-            message = f"{path} has format {document['format']!r}; this smartcache reads {FORMAT}"
-            raise DatasetError(message, hint="Update smartcache.", path=path)
-        for spec in document["outputs"].values():
-            found = {name: spec[name] for name in _SPEC}
-            Fingerprint.of(found["fingerprint"]), Keys.of_empty(found), check_name(found["set"])
-            if int(found["variations"]) < 1:
-                raise ValueError(found["variations"])
-        Sources.from_json(document["sources"])
-        check_name(document["name"])
-        return cast("dict[str, Any]", document)
-    except DatasetError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, SmartcacheError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: BaseException) -> DatasetError:
-    hint = "Remove the file and open the dataset again: nothing that was encoded is lost."
-    return DatasetError(f"{path} is damaged: {error!r}", hint=hint, path=path)
-
-
-def changing(folder: Path) -> AbstractContextManager[None]:
-    """Let nobody else change dataset.json for the length of a `with` block."""
-    path = folder / f"{_FILE}.lock"
-    return lock(path, exclusive=True, what="opening a dataset", name=f"the dataset {folder}")
-
-
-def set_of(spec: Mapping[str, Any]) -> str:
-    """Return the full name of the set of an output."""
-    return f"{spec['set']}/{spec['id']}"
-
-
-def write_document(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write dataset.json, in one step."""
-    temporary = folder / f".{_FILE}-{secrets.token_hex(4)}"
-    with open(create_own(temporary), "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / _FILE)
-    sync_directory(folder)

@@ -65,17 +65,35 @@ class Part:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return what `to_json` was given."""
-        return cls(
+    def from_json(cls, data: object) -> Self:
+        """Return what `to_json` was given; ConfigError, or another ValueError, if it was not."""
+        if not isinstance(data, Mapping) or type(data.get("is_list")) is not bool:
+            raise ConfigError("a source is not described")
+        for name in ("root", "pattern", "jsonl"):
+            text = data.get(name)
+            if not isinstance(text, str) or "\0" in text:
+                raise ConfigError(f"{name} of a source is not a path: {text!r:.80}")
+            os.fsencode(text)
+        _matcher(data["pattern"])
+        suffixes, sidecars = data.get("suffixes"), data.get("sidecars")
+        if not isinstance(suffixes, list) or not isinstance(sidecars, list):
+            raise ConfigError("suffixes and sidecars of a source are lists")
+        try:
+            named = {
+                str(name): [f"{ending}:{field_}" if field_ else ending for ending, field_ in found]
+                for name, found in sidecars
+            }
+        except (TypeError, ValueError) as error:
+            raise ConfigError("sidecars of a source are not described") from error
+        made = cls(
             root=data["root"], pattern=data["pattern"], jsonl=data["jsonl"],
-            is_list=data["is_list"], suffixes=tuple(data["suffixes"]),
-            sidecars=tuple(
-                (name, tuple((end, field_) for end, field_ in found))
-                for name, found in data["sidecars"]
-            ),
-            metadata=dict(data["metadata"]), repeats=data["repeats"],
+            is_list=data["is_list"],
+            suffixes=_checked_suffixes(suffixes) if suffixes else (),
+            sidecars=_checked_sidecars(named), metadata=_checked_metadata(data.get("metadata")),
+            repeats=_checked_repeats(data.get("repeats")),
         )  # fmt: skip
+        _ = made.relevant  # all names can be those of files
+        return made
 
     @property
     def label(self) -> str:
@@ -352,7 +370,7 @@ def _checked_sidecars(sidecars: object) -> tuple[Any, ...]:
         for text in given if several else (given,):
             ending, _, field_ = text.partition(":") if isinstance(text, str) else ("", "", "")
             suffix = os.path.splitext(f"x{ending}")[1]
-            if not suffix or os.sep in ending or (field_ and suffix.lower() != ".json"):
+            if not suffix or {os.sep, "\0"} & set(ending) or (field_ and suffix.lower() != ".json"):
                 raise ConfigError(f"{text!r} cannot be a sidecar", hint=hint)
             endings.append((ending, field_))
         found.append((name, tuple(endings)))
@@ -369,8 +387,12 @@ def _checked_metadata(metadata: object) -> dict[str, object]:
     return plain
 
 
-def _checked_repeats(repeats: float) -> float:
-    if type(repeats) not in (int, float) or not 0 <= repeats < _MOST_REPEATS:
+def _checked_repeats(repeats: object) -> float:
+    if (
+        not isinstance(repeats, (int, float))
+        or isinstance(repeats, bool)
+        or not 0 <= repeats < _MOST_REPEATS
+    ):
         raise ConfigError(f"repeats is a number from 0 on, not {repeats!r}")
     return float(repeats)
 

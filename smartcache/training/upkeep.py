@@ -30,8 +30,16 @@ from smartcache.errors import (
     SourcesVanishedError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.system import lock, make_own
+from smartcache.system import lock, make_own, reached
 from smartcache.training.build import missing
+from smartcache.training.document import (
+    FORMAT,
+    changing,
+    check_document,
+    read_document,
+    set_of,
+    write_document,
+)
 from smartcache.training.encoder import Keys
 from smartcache.training.look import Listing, look
 from smartcache.training.sources import Sources
@@ -48,7 +56,7 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
     is no dataset yet, and is gone on with by the next call. OutputMissingError if not everything
     was encoded.
     """
-    from smartcache.training.dataset import dataset_folder, write_document
+    from smartcache.training.dataset import dataset_folder
 
     target = dataset_folder(root, dataset.name)
     if (target / "dataset.json").exists():
@@ -69,6 +77,7 @@ def copy_dataset(dataset: Dataset, root: Path, progress: Progress = silent) -> i
                     if key not in new:
                         value, metadata = _read(dataset, output, key, item)
                         new.put(key, value, metadata=metadata)
+                        reached("dataset: copied")
                         count += 1
                     job.advance()
                 new.sync()
@@ -83,8 +92,6 @@ def pack_up(dataset: Dataset, target: Path) -> dict[str, Any]:
 
     OutputMissingError if something is not encoded.
     """
-    from smartcache.training.dataset import FORMAT, set_of
-
     _refuse_missing(dataset)
     _copy_table(dataset, target)
     outputs = {
@@ -102,13 +109,7 @@ def unpack(root: Path, document: dict[str, Any], table: bytes) -> None:
 
     `document["from"]` says where it comes from. One that was made here is never replaced.
     """
-    from smartcache.training.dataset import (
-        changing,
-        check_document,
-        dataset_folder,
-        read_document,
-        write_document,
-    )
+    from smartcache.training.dataset import dataset_folder
 
     check_document(document, Path("dataset.json"))
     target = dataset_folder(root, document["name"])
@@ -145,6 +146,7 @@ def _copy_table(dataset: Dataset, target: Path) -> None:
     with closing(sqlite3.connect(table)) as database:
         database.execute("VACUUM")
     table.chmod(0o600)
+    reached("dataset: table copied")
     table.replace(target / "index.sqlite3")
 
 
@@ -265,8 +267,6 @@ class CleanPlan:
 
 
 def _add_keys(found: dict[str, set[bytes]], spec: Mapping[str, Any], keys: Keys) -> None:
-    from smartcache.training.dataset import set_of
-
     data = keys.data
     some = (data[at : at + 32] for at in range(0, len(data), 32))
     found.setdefault(set_of(spec), set()).update(some)
@@ -368,8 +368,6 @@ class _Cleaning:
 
     def _used(self) -> set[str]:
         """Return the sets that the dataset has ever used."""
-        from smartcache.training.dataset import read_document
-
         known = read_document(self.dataset.path).get("sets", ())
         return {*known, *self.dataset.document.get("sets", ())}
 
@@ -407,7 +405,7 @@ class _Cleaning:
         Without a listing, tables are read, and nobody takes note of sources until the stack is
         left.
         """
-        from smartcache.training.dataset import dataset_folders, read_document, set_of
+        from smartcache.training.dataset import dataset_folders
 
         dataset, used = self.dataset, self._used()
         folders = dataset_folders(self.sets.root)
@@ -463,8 +461,6 @@ class _Cleaning:
 
     def _reasons(self, info: SetInfo, keys: list[str], listing: Listing) -> dict[str, str]:
         """Return which of some unwanted keys can go, and why."""
-        from smartcache.training.dataset import set_of
-
         output = next(
             (each for each in self.dataset.outputs.values() if set_of(each.spec) == info.full_name),
             None,
