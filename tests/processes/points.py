@@ -26,6 +26,10 @@ POINTS: dict[str, set[str]] = {
     "answer": {"download: leased", "download: fetched", "download: named"},
     "carry out": {"carry: written", "carry: named"},
     "carry in": {"set: begun", "set: written", "set: named", "carry: put"},
+    "carry a dataset": {
+        "set: begun", "set: written", "set: named", "dataset: copied", "dataset: table copied",
+        "dataset: described",
+    },
     "sets": {
         "pack: claimed", "pack: made", "pack: written", "pack: before footer",
         "pack: footer written", "pack: taken over", "set: pack left", "compact: copied",
