@@ -32,7 +32,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -83,13 +83,14 @@ _UNITS: Final = {
 }
 _PAUSE = 0.005
 """Seconds between two looks at whether another process has made the set."""
+_MOST: Final = 1 << 63
 _TO_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def check_name(name: object) -> str:
     """Return the name of a set; BadSetNameError if it cannot be that of a folder everywhere."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None or name.endswith("."):
-        raise BadSetNameError(f"{name!r} cannot be the name of a set", name=name)
+        raise BadSetNameError(f"{name!r:.120} cannot be the name of a set", name=name)
     return name
 
 
@@ -137,8 +138,9 @@ def check_folder(path: Path) -> None:
 def check_option(name: str, value: object) -> None:
     """Refuse a size, a count or a time to live that is not a number above 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and value > 0):  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number above 0, not {value!r}", hint=_UNITS.get(name))
+    if not (is_number and value > 0) or _MOST < value < inf:  # type: ignore[operator]
+        message = f"{name} must be a number above 0, not {value!r:.80}"
+        raise ConfigError(message, hint=_UNITS.get(name))
 
 
 def make_private(path: Path) -> None:
@@ -349,6 +351,8 @@ class Options:
         for name in _UNITS:
             if getattr(self, name) is not None:
                 check_option(name, getattr(self, name))
+        if type(self.evictable) is not bool or type(self.durable) is not bool:
+            raise ConfigError("evictable and durable are True or False")
         check_rule(self.compression)
 
     @classmethod
@@ -450,7 +454,9 @@ class SetFolder:
                     hint=hint.format(path.parent.name, path.name), path=path,
                 )  # fmt: skip
             if version != FORMAT:
-                message = f"{path} has format {version!r}; this smartcache reads format {FORMAT}"
+                message = (
+                    f"{path} has format {version!r:.80}; this smartcache reads format {FORMAT}"
+                )
                 raise SetFormatError(message, path=path)
             fingerprint = Fingerprint.from_json(document["fingerprint"])
             name = check_name(document["name"])
@@ -469,10 +475,17 @@ class SetFolder:
             raise SetFormatError(
                 f"{path} is not a set: it has no {FILE}", hint=hint, path=path
             ) from None
-        except (ArtifactError, ConfigError):
+        except ArtifactError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SetFormatError(f"{path / FILE} is damaged: {error!r}", path=path) from error
+        except (
+            ConfigError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise SetFormatError(f"{path / FILE} is damaged: {error!r:.200}", path=path) from error
 
     def write(self) -> None:
         """Write set.json, in one step."""

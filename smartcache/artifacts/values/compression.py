@@ -63,7 +63,7 @@ def check_rule(rule: object) -> None:
         if word not in _WORDS:
             known = ", ".join(_WORDS)
             hint = f'Choose one of {known}, or one for each field: {{"text": "auto"}}.'
-            raise ConfigError(f"compression cannot be {word!r}", hint=hint)
+            raise ConfigError(f"compression cannot be {word!r:.80}", hint=hint)
     if isinstance(rule, Mapping) and not all(isinstance(name, str) for name in rule):
         raise ConfigError("compression by field takes the names of fields, which are texts")
 
