@@ -351,7 +351,7 @@ class Options:
         for name in _UNITS:
             if getattr(self, name) is not None:
                 check_option(name, getattr(self, name))
-        if type(self.evictable) is not bool or type(self.durable) is not bool:
+        if {type(self.evictable), type(self.durable)} != {bool}:
             raise ConfigError("evictable and durable are True or False")
         check_rule(self.compression)
 

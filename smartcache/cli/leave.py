@@ -67,8 +67,6 @@ def eject_command(
         plans = [
             each.plan_eject(drop_pinned=drop_pinned, drop_sets=drop_artifacts) for each in volumes
         ]
-        for warning in dict.fromkeys(text for plan in plans for text in plan.warnings):
-            out.warn(warning)
         results: list[Undone] = []
         if not dry_run:
             _refuse_pinned(plans)
@@ -192,5 +190,4 @@ def _ejection(plan: EjectPlan) -> dict[str, object]:
         "artifact_sets": sets,
         "datasets": datasets,
         "artifact_sets_size": plan.sets_size,
-        "warnings": plan.warnings,
     }

@@ -184,6 +184,7 @@ def test_a_set_from_a_folder(sc: Here, home: Path, tmp_path: Path) -> None:
     path = tmp_path / "out/latents" / id_ / "set.json"
     good = path.read_text()
     documents = dict(TEXTS)
+    value: object
     for name in json.loads(good):
         for value in (None, [["x"]], {"x": []}, 10**400, "\0", -1, True, float("nan"), nested(900)):
             if (name, value) != ("options", {"x": []}):  # another release may have more of them

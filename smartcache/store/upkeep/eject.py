@@ -59,7 +59,6 @@ class EjectPlan:
     sets: tuple[Path, ...]
     """Folders of artifact sets: they go with the store, and nothing outside has them."""
     sets_size: int
-    warnings: tuple[str, ...]
     drop_pinned: bool
     drop_sets: bool
     _room: Room = field(repr=False, compare=False)
@@ -103,7 +102,7 @@ def plan_eject(volume: Volume, *, drop_pinned: bool = False, drop_sets: bool = F
         free_size=free_bytes(volume.root),
         freed_size=volume.index.totals().only_allocated + computed,
         pinned_only=() if drop_pinned else tuple(_pinned_only(volume)),
-        sets=tuple(volume.layout.set_folders()), sets_size=computed, warnings=(),
+        sets=tuple(volume.layout.set_folders()), sets_size=computed,
         drop_pinned=drop_pinned, drop_sets=drop_sets, _room=room,
         _execute=lambda plan, progress: _execute(volume, plan, progress),
     )  # fmt: skip
