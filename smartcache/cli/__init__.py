@@ -67,7 +67,6 @@ _SECTIONS = {
 """Command: its module and its short help, which must be the first sentence of its docstring."""
 
 _COMMANDS = {name: each for section in _SECTIONS.values() for name, each in section.items()}
-_ALIASES = {"gc": "prune"}
 
 
 class Program(click.Group):
@@ -79,13 +78,12 @@ class Program(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load a command by its name or alias."""
+        """Load a command by its name."""
         del ctx
-        name = _ALIASES.get(cmd_name, cmd_name)
-        if name not in _COMMANDS:
+        if cmd_name not in _COMMANDS:
             return None
-        module = import_module(f"smartcache.cli.{_COMMANDS[name][0]}")
-        command = getattr(module, f"{name}_command")
+        module = import_module(f"smartcache.cli.{_COMMANDS[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name}_command")
         assert isinstance(command, click.Command)  # noqa: S101 - for the type checker
         return command
 
@@ -98,7 +96,7 @@ class Program(click.Group):
             return args[0], command, args[1:]
         from smartcache.cli._command import no_such_command
 
-        raise no_such_command(ctx, args[0], [*_COMMANDS, *_ALIASES])
+        raise no_such_command(ctx, args[0], list(_COMMANDS))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without loading them."""

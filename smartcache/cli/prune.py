@@ -1,4 +1,4 @@
-"""Freeing room: `prune`, also known as `gc`."""
+"""Freeing room: `prune`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prune_command(
 
     Blobs without a pin, owner or hard link go. Of artifact sets, what is past its time and dead
     room go, never an artifact that is wanted: 'smartcache artifacts prune' evicts those;
-    'smartcache hub prune' frees more in HF caches. `smartcache gc` is the same command.
+    'smartcache hub prune' frees more in HF caches.
     """
     from smartcache.cache import sets_in
 

@@ -119,8 +119,8 @@ REFUSED_WITHOUT_STORE = {
 
 
 ABOUT_THE_STORE = {
-    "undo", "hub seed", "artifacts rm", "artifacts export", "datasets clean", "datasets export",
-    "link", "pin", "unpin", "rm", "publish", "mv", "eject",
+    "undo", "artifacts rm", "artifacts export", "datasets clean", "datasets export",
+    "link", "pin", "unpin", "rm", "eject",
 }  # fmt: skip
 """Changes that are refused where there is no store: they are about something in it."""
 

@@ -119,11 +119,6 @@ def test_every_example_can_be_typed() -> None:
                 command.make_context(command.name, rest, resilient_parsing=False, obj=None)
 
 
-def test_gc_is_another_name_of_prune(sc: Here) -> None:
-    assert main.get_command(CONTEXT, "gc") is main.get_command(CONTEXT, "prune")
-    assert "gc" not in NAMES
-
-
 def test_bad_usage_is_one_line_and_a_hint(sc: Here) -> None:
     for line, message, hint in (
         ("prun", "No such command 'prun'. Did you mean 'prune'?", "'smartcache -h' shows"),

@@ -27,9 +27,9 @@ def test_what_was_planned_goes_and_what_came_back_is_said(filled: Here, models: 
     done = filled("prune", "-n")
     assert LARGE[:12] in done.stdout
     assert "Would remove 2 blobs and free" in done.stdout
-    planned = filled("gc", "--dry-run", "--json").json
+    planned = filled("prune", "--dry-run", "--json").json
     assert (planned["removed"], planned["freed_size"]) == (0, 0)
-    document = filled("gc", "-y", "--json").json
+    document = filled("prune", "-y", "--json").json
     assert document["victims"] == planned["victims"]
     assert {each["digest"] for each in document["victims"]} == {LARGE, SMALL}
     assert (document["removed"], document["freed_size"]) == (2, freed)
