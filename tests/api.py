@@ -162,7 +162,7 @@ from smartcache.folders.scan import (
     survey,
 )
 from smartcache.folders.scan import scan_folders as scan
-from smartcache.folders.walk import MOST_NAMED, Problem, Walked, is_incomplete, walk
+from smartcache.folders.walk import MOST_NAMED, Problem, Walked, walk
 from smartcache.functions import answering, shared
 from smartcache.hub import RepoType, serving
 from smartcache.hub import layout as hub_layout
@@ -259,7 +259,7 @@ from smartcache.store.changes.replace import Replacement, give_back
 from smartcache.store.changes.separate import plan_separate
 from smartcache.store.changes.spot import Spot, beside
 from smartcache.store.changes.undo import Undone, UndoPlan
-from smartcache.store.changes.userfile import Allowance
+from smartcache.store.changes.userfile import Allowance, is_incomplete
 from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
 from smartcache.store.index import SCHEMA, VERSION, Index
 from smartcache.store.owners import link_liveness, liveness, pin

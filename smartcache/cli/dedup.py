@@ -305,7 +305,12 @@ def _say(
 
 
 def _say_result(plan: DedupPlan, result: DedupResult, again: str, *, verbose: bool) -> None:
+    from smartcache.folders import OTHER_BYTES
+
     _show_skipped(result.skipped, verbose=verbose, as_talk=True)
+    for each in result.skipped:
+        if each.reason == OTHER_BYTES:
+            out.warn(f"{each.path} {OTHER_BYTES}; if nobody wrote it, its disk may be failing.")
     at_most = "at most " if result.freed_at_most else ""
     freed = f"freed {at_most}{format_size(result.freed)}"
     out.line(f"Replaced {counted(result.replaced, 'duplicate file')}, {freed}.")

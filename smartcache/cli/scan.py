@@ -154,6 +154,8 @@ def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) ->
         out.line(f"{size} more are copies on other filesystems, which links cannot free.")
     if found.busy:
         out.line(f"{counted(len(found.busy), 'file')} left out: somebody is writing there.")
+    if found.unfinished:
+        out.line(f"{counted(found.unfinished, 'unfinished download')} left out.")
     # Not wrapped: it can be pasted.
     out.line(_conclusion(found, in_quotes(same_options("dedup", ctx, *FILES))))
     for text in left_words(found.left):
@@ -238,6 +240,7 @@ def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
         "is_quick": found.is_quick,
         "hashed": found.hashed,
         "busy": found.busy,
+        "unfinished": found.unfinished,
         "problems": found.problems,
         "warnings": [*warnings, *found.warnings],
     }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smartcache.folders.checks import Copy as Copy
     from smartcache.folders.checks import Option as Option
     from smartcache.folders.checks import Skip as Skip
+    from smartcache.folders.dedup import OTHER_BYTES as OTHER_BYTES
     from smartcache.folders.dedup import DedupPlan as DedupPlan
     from smartcache.folders.dedup import DedupResult as DedupResult
     from smartcache.folders.dedup import GroupPlan as GroupPlan
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checks": "Allow Copy Option Skip",
-    "dedup": "DedupPlan DedupResult GroupPlan plan_dedup",
+    "dedup": "OTHER_BYTES DedupPlan DedupResult GroupPlan plan_dedup",
     "discover": "discover_folders open_regular places read_small read_up_to",
     "groups": "Group Left",
     "programs": "PROGRAMS Ignored ModelFolder identify ignore ignored",

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from smartcache.errors import FileSkippedError, SmartcacheError, StoreError
+from smartcache.errors import DigestMismatchError, FileSkippedError, SmartcacheError, StoreError
 from smartcache.folders.checks import Allow, Checks, Kind, Skip, Verdict
 from smartcache.folders.groups import Group
 from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
 from smartcache.folders.scan import Scan
 from smartcache.progress import Job, Progress, silent
-from smartcache.store import Replacement, Store
+from smartcache.store import Read, Replacement, Store
 
+OTHER_BYTES = "does not have the bytes that were read there before"
+"""Why a file is left alone that has changed without a trace, as on a disk that fails."""
 _CHUNK_GROUPS = 256
 
 
@@ -125,7 +127,7 @@ def plan_dedup(
         permissions=Counter(word for _, verdict in verdicts for word in verdict.permissions),
         skipped=tuple(skip for _, verdict in verdicts for skip in verdict.skipped),
         warnings=tuple(_warnings(found, [verdict for _, verdict in verdicts])),
-        _execute=lambda plan, progress: _Run(store, plan, allow).run(folders, progress),
+        _execute=lambda plan, progress: _Run(store, plan, allow, found.read).run(folders, progress),
     )
 
 
@@ -168,8 +170,9 @@ def _warnings(found: Scan, verdicts: Iterable[Verdict]) -> Iterator[str]:
 class _Run:
     """One run over a plan, volume by volume."""
 
-    def __init__(self, store: Store, plan: DedupPlan, allow: Allow) -> None:
+    def __init__(self, store: Store, plan: DedupPlan, allow: Allow, read: Read) -> None:
         self._store = store
+        self._read = read
         self._plan = plan
         self._allow = allow
         self._skipped: list[Skip] = []
@@ -248,10 +251,13 @@ class _Run:
         tried: dict[str, int] = {}
         while waiting:
             again: dict[Path, GroupPlan] = {}
-            for adoption in store.adopt_many(list(waiting), follow=False):
+            digests = {path: plan.group.digest for path, plan in waiting.items()}
+            for adoption in store.adopt_many(
+                waiting, follow=False, digests=digests, read=self._read
+            ):
                 plan = waiting[adoption.path]
                 self._changes += adoption.outcome == "adopted"
-                if adoption.digest == plan.group.digest:
+                if adoption.error is None:
                     # Somebody else has stored these bytes meanwhile, or an interrupted run has.
                     late = [adoption.path] if adoption.outcome != "adopted" else []
                     pairs += [(path, adoption.digest) for path in (*late, *plan.replaced)]
@@ -263,7 +269,7 @@ class _Run:
                 else:
                     job.advance(plan.group.size * len(plan.replaced))
             waiting = again
-        results = store.replace_many(pairs, allow=self._allow, follow=False)
+        results = store.replace_many(pairs, allow=self._allow, follow=False, read=self._read)
         self._count(results, plans, job, is_undoable=True)
 
     def _count(
@@ -287,12 +293,13 @@ class _Run:
                 job.advance(sizes.get(result.digest, 0))
 
     def _note(self, path: Path, error: Exception | None) -> None:
-        reason = "changed since it was scanned" if error is None else _reason(error)
-        self._skipped.append(Skip(path=path, reason=reason))
+        self._skipped.append(Skip(path=path, reason=_reason(error) if error else "left alone"))
 
 
 def _reason(error: Exception) -> str:
     """Return why a file was left alone, as a short phrase."""
+    if isinstance(error, DigestMismatchError) or getattr(error, "reason", "") == "different":
+        return OTHER_BYTES
     if isinstance(error, FileSkippedError):
         return str(getattr(error, "reason", "") or error)
     if isinstance(error, SmartcacheError):

@@ -28,7 +28,7 @@ from smartcache.folders.groups import KEPT, Group, Grouping, Left, Tally
 from smartcache.folders.programs import ModelFolder, identify, ignored
 from smartcache.folders.walk import Problem, Walked, walk
 from smartcache.progress import Job, Progress, silent
-from smartcache.store import By, Candidate, FolderSums, Learned, MemoRow, Scope, Store, learn
+from smartcache.store import By, Candidate, FolderSums, Learned, MemoRow, Read, Scope, Store, learn
 from smartcache.system import StatKey
 
 MIN_SIZE: Final = 1 << 20
@@ -148,8 +148,12 @@ class Scan:
     is_quick: bool
     hashed: int
     """Bytes read and hashed by this scan; 0 when all was remembered."""
+    read: Read = field(repr=False)
+    """The files of which they are: `dedup` needs not read these again."""
     busy: tuple[Path, ...]
     """Files left out because somebody writes them."""
+    unfinished: int
+    """Downloads in progress, which are left out."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
     _largest: Callable[[int | None, Checks | None], Iterator[Group]] = field(
@@ -289,7 +293,9 @@ def find_duplicates(
         min_size=scope.min_size,
         is_quick=is_quick,
         hashed=learned.size,
+        read=learned.read,
         busy=tuple(Path(os.fsdecode(path)) for path in learned.busy),
+        unfinished=walked.unfinished,
         problems=(*walked.problems, *unread),
         _largest=largest,
     )
@@ -344,6 +350,7 @@ def compare(
             total.busy += samples.busy + digests.busy
             total.problems += samples.problems + digests.problems
             total.size += digests.size
+            total.read |= digests.read
             # What was remembered, or differs in its sample, needed no reading.
             whole = sum(size * count for size, count in chunk)
             job.advance(max(0, whole - digests.size))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from smartcache.folders.programs import ModelFolder, identify_names, ignored
 from smartcache.progress import Job
-from smartcache.store import INCOMPLETE_SUFFIXES, Layout, SeenRow, Store
+from smartcache.store import Layout, SeenRow, Store, is_incomplete
 from smartcache.system import LATEST_NS, effective_user, filesystem_id, signed
 
 MOST_NAMED = 1000
@@ -27,7 +27,6 @@ _MOST_LOST = 100_000
 """Files whose hashes are forgotten at once because they are gone: what is left over stays."""
 _LISTINGS = 100
 """Directories looked up in the index at once."""
-_INCOMPLETE = tuple(os.fsencode(suffix) for suffix in INCOMPLETE_SUFFIXES)
 _STORE_MARK = b"index.sqlite3"
 _Key = tuple[int, int]
 _Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], Collection[bytes]]
@@ -55,6 +54,8 @@ class Walked:
     files: int = 0
     changes: int = 0
     """Files that are new, changed or gone."""
+    unfinished: int = 0
+    """Downloads in progress, which are left out."""
     modes: dict[str, dict[int, tuple[int, int] | None]] = field(default_factory=dict)
     """By filesystem: group and permissions of inodes that have not those of the first file, as most
     have; None: of another user, or with a special mode."""
@@ -249,10 +250,12 @@ class _Run:
                 self._kept[number].add(directory)
             if before == listing.seen and (folder == number or not before):
                 continue
+            unfinished = {n for n in listing.seen.keys() - before.keys() if is_incomplete(n)}
+            self.walked.unfinished += sum(listing.seen[name][0] > 0 for name in unfinished)
             changed = [
                 (name, row)
                 for name, row in listing.seen.items()
-                if before.get(name) != row and (name in before or not is_incomplete(name))
+                if before.get(name) != row and name not in unfinished
             ]
             gone = before.keys() - listing.seen.keys()
             if not changed and not gone and folder == number:
@@ -303,9 +306,3 @@ def _is_in_store(directory: bytes) -> bool:
     """Say whether a directory is a store or lies in one."""
     path = Path(os.fsdecode(directory))
     return any(Layout(each).exists() for each in (path, *path.parents))
-
-
-def is_incomplete(name: bytes) -> bool:
-    """Say whether a file's name says that it is still being downloaded."""
-    lower = name.lower()
-    return lower.endswith(_INCOMPLETE) or b"-partial" in lower

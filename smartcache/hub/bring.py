@@ -34,7 +34,17 @@ from smartcache.errors import (
 from smartcache.hub.outcome import Watch
 from smartcache.hub.places import CachePlace, LocalPlace, Place, half_made
 from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Source
-from smartcache.store import Blob, Link, Offer, Store, Wanted, check_expected, checked, copy_hashed
+from smartcache.store import (
+    Blob,
+    Link,
+    Offer,
+    Read,
+    Store,
+    Wanted,
+    check_expected,
+    checked,
+    copy_hashed,
+)
 from smartcache.system import (
     Advance,
     Algorithm,
@@ -257,7 +267,8 @@ class Bringing:
         file, path, near = planned.file, candidate.path, self.near
         # It may change, go away, or have a broken disk.
         with _left_if_it_fails(f"{path} is not used for {file.path}"):
-            hashes = self.store.digest_of(path, ("blake3", file.algorithm))
+            read: Read = set()
+            hashes = self.store.digest_of(path, ("blake3", file.algorithm), read=read)
             if hashes.get(file.algorithm) != file.etag:
                 return False
             if _is_at(path, self.place.spot(file)):
@@ -266,17 +277,20 @@ class Bringing:
                 with open(path, "rb") as source:
                     self._write(planned, lambda to: _copy(source, to, "blake3", hashes.digest))
             else:
-                self._bring_in(near, candidate, hashes.digest)
+                self._bring_in(near, candidate, hashes.digest, read)
                 near.add_aliases(hashes.digest, {file.algorithm: file.etag})
                 self._place(planned, hashes.digest)
             return True
         return False
 
-    def _bring_in(self, near: Store, candidate: Candidate, digest: str) -> None:
-        """Make a file's bytes a blob: in place where the user lets us, else a copy."""
+    def _bring_in(self, near: Store, candidate: Candidate, digest: str, read: Read) -> None:
+        """Make a file's bytes a blob: in place where the user lets us, else a copy.
+
+        They are hashed, if not just now: what was remembered says where to look, no more.
+        """
         if candidate.may_link and not candidate.is_far:
             try:
-                near.adopt(candidate.path, expected={"blake3": digest})
+                near.adopt(candidate.path, expected={"blake3": digest}, read=read)
                 return
             except FileSkippedError as error:
                 _log.debug("%s is copied: %s", candidate.path, error)

@@ -32,7 +32,7 @@ from smartcache.hub.places import CachePlace, LocalPlace, Place
 from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Repo, Source, announced_by
 from smartcache.hub.remote import Access, Patterns
 from smartcache.progress import Progress, silent
-from smartcache.store import INCOMPLETE_SUFFIXES, Store, Wanted
+from smartcache.store import Store, Wanted, is_incomplete
 from smartcache.system import Algorithm, free_bytes, need_room, probe
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -418,7 +418,7 @@ class Sources:
             st = os.stat(path)
         except OSError:
             return None
-        is_whole = not path.name.endswith(INCOMPLETE_SUFFIXES) and os.path.isfile(path)
+        is_whole = not is_incomplete(os.fsencode(path.name)) and os.path.isfile(path)
         is_outside = not str(path).startswith(self._inside)
         return st if is_whole and is_outside and st.st_size == file.size else None
 

@@ -36,13 +36,14 @@ if TYPE_CHECKING:
     from smartcache.store.changes.spot import read_attributes as read_attributes
     from smartcache.store.changes.undo import Undone as Undone
     from smartcache.store.changes.undo import UndoPlan as UndoPlan
-    from smartcache.store.changes.userfile import INCOMPLETE_SUFFIXES as INCOMPLETE_SUFFIXES
     from smartcache.store.changes.userfile import OPEN_FLAGS as OPEN_FLAGS
     from smartcache.store.changes.userfile import Allowance as Allowance
+    from smartcache.store.changes.userfile import is_incomplete as is_incomplete
     from smartcache.store.changes.userfile import refuse_unshareable as refuse_unshareable
     from smartcache.store.changes.userfile import refuse_unsuitable as refuse_unsuitable
     from smartcache.store.changes.userfile import refuse_visible_change as refuse_visible_change
     from smartcache.store.hashes import Learned as Learned
+    from smartcache.store.hashes import Read as Read
     from smartcache.store.hashes import hash_all as hash_all
     from smartcache.store.hashes import hashes_of as hashes_of
     from smartcache.store.hashes import learn as learn
@@ -91,10 +92,10 @@ _HOMES = {
     "changes.spot": "beside read_attributes",
     "changes.undo": "UndoPlan Undone",
     "changes.userfile": (
-        "Allowance INCOMPLETE_SUFFIXES OPEN_FLAGS refuse_unshareable refuse_unsuitable "
+        "Allowance OPEN_FLAGS is_incomplete refuse_unshareable refuse_unsuitable "
         "refuse_visible_change"
     ),
-    "hashes": "Learned hash_all hashes_of learn",
+    "hashes": "Learned Read hash_all hashes_of learn",
     "owners": "link_liveness liveness",
     "records": (
         "Blob KnownFolder LINKED_SUFFIXES Link Owner RememberedFile Seen Sighting Trust sighting_of"

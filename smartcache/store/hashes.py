@@ -50,6 +50,11 @@ from smartcache.system import (
 Known = tuple[Hashes, StatKey]
 """Hashes and the stat key they belong to."""
 _Found = tuple[Path, os.stat_result]
+Read = set[tuple[str, int, StatKey]]
+"""Files (filesystem, inode) that one run has read in full, as they were then.
+
+What was learned earlier says what to try, never what to delete: a disk may have lost bytes since.
+"""
 
 
 def recall(
@@ -102,10 +107,11 @@ def hashes_of(
     algorithms: Iterable[Algorithm] = (),
     *,
     advance: Callable[[int], None] | None = None,
+    read: Read | None = None,
 ) -> Known:
     """Return the hashes of a file, remembered or computed now, and the stat key they belong to.
 
-    Its digest is always among them.
+    Its digest is always among them. If they were computed, it is added to `read`.
     """
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *algorithms)))
     st = os.stat(path)
@@ -118,6 +124,8 @@ def hashes_of(
     hashes, key = hash_file(path, wanted, advance=advance, threads=volume.settings.threads)
     if is_quiet:
         remember(volume, [(path, hashes, key)], started)
+    if read is not None:
+        read.add((filesystem_id(path, st), signed(st.st_ino), key))
     return hashes, key
 
 
@@ -230,6 +238,8 @@ class Learned:
     problems: list[tuple[bytes, str]] = field(default_factory=list)
     size: int = 0
     """Bytes read."""
+    read: Read = field(default_factory=set)
+    """Files whose digests were learned."""
 
 
 def learn(
@@ -410,6 +420,8 @@ class _Run:
             self._rows.append((file.filesystem, file.inode, *key, racy, *values))
             self.learned.values[file.filesystem, file.inode] = held.value
             self.learned.size += self._size_to_read(file)
+            if self._what == "blake3":
+                self.learned.read.add((file.filesystem, file.inode, key))
 
     def _leave_out(self, file: Candidate, error: OSError) -> None:
         self.learned.problems.append((file.path, error.strerror or str(error)))

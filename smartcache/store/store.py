@@ -230,12 +230,14 @@ class Store:
         algorithms: Iterable[Algorithm] = (),
         *,
         advance: Advance | None = None,
+        read: _hashes.Read | None = None,
     ) -> Hashes:
         """Return the hashes of any file, remembered while the file stays as it is.
 
-        `advance` is told of bytes that are read.
+        `advance` is told of bytes that are read; a file that was is added to `read`.
         """
-        return _hashes.hashes_of(self.volume, Path(path), algorithms, advance=advance)[0]
+        path = Path(path)
+        return _hashes.hashes_of(self.volume, path, algorithms, advance=advance, read=read)[0]
 
     def known_hashes(self, paths: Iterable[str | Path]) -> dict[Path, dict[Algorithm, str]]:
         """Return what is known of files' hashes without reading them, for those that are there."""
@@ -313,11 +315,12 @@ class Store:
         owner: Owner | None = None,
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
+        read: _hashes.Read | None = None,
     ) -> Blob:
         """Make a file a blob in place, unless its bytes are one already; raise if it cannot be."""
         store = self.volume_of(path)
         (adoption,) = store.adopt_many(
-            [path], owner=owner, expected=expected, algorithms=algorithms
+            [path], owner=owner, expected=expected, algorithms=algorithms, read=read
         )
         if adoption.error is not None:
             raise adoption.error
@@ -331,6 +334,8 @@ class Store:
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
         follow: bool = True,
+        digests: Mapping[Path, str] | None = None,
+        read: _hashes.Read | None = None,
         progress: Progress = silent,
     ) -> Iterator[Adoption]:
         """Adopt files of this filesystem; what cannot be adopted is yielded with its reason."""
@@ -339,7 +344,8 @@ class Store:
         with self.batch("add --adopt") as batch:
             yield from adopt_many(
                 self.volume, files, batch=batch, owner=owner_id, expected=expected,
-                algorithms=algorithms, follow=follow, progress=progress,
+                algorithms=algorithms, follow=follow, digests=digests, read=read,
+                progress=progress,
             )  # fmt: skip
 
     @property
@@ -419,14 +425,16 @@ class Store:
         owner: Owner | None = None,
         allow: frozenset[Allowance] = frozenset(),
         follow: bool = True,
+        read: _hashes.Read | None = None,
     ) -> Iterator[Replacement]:
         """Replace (path, digest) pairs; what cannot be replaced is yielded with its reason."""
         owner_id = None if owner is None else self.record_owner(owner)
         pairs = ((Path(path), check_hex("blake3", digest)) for path, digest in files)
         with self.batch("replace") as batch:
             yield from replace_many(
-                self.volume, pairs, batch=batch, owner=owner_id, allow=allow, follow=follow
-            )
+                self.volume, pairs, batch=batch, owner=owner_id, allow=allow, follow=follow,
+                read=read,
+            )  # fmt: skip
 
     def share_many(
         self, pairs: Iterable[tuple[str | Path, str | Path, str]], *, progress: Progress = silent

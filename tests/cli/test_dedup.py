@@ -4,6 +4,9 @@ import json
 import os
 import re
 import signal
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from tests.api import mount_of, numbers_in
 from tests.api import store_faults as faults
 from tests.cli.running import PATIENCE, Here, Smartcache, Terminal
 from tests.folders.trees import SIZE, Machine, content, write
-from tests.store.files import inode_of, mode_of, snapshot
+from tests.store.files import inode_of, link_count, mode_of, snapshot
 
 SMALL = ("--min-size", "4KiB")
 pytestmark = pytest.mark.usefixtures("own_places")
@@ -182,6 +185,102 @@ class TestLookingFirst:
         assert "nothing to replace in 0 files" in sc("dedup").stdout
 
 
+def rot(path: Path, store: Path) -> bytes:
+    """Let a disk lose 600 bytes of a file that was hashed, without a trace in its times.
+
+    Nobody can set a change time: so that of the remembered hash is set. Return the bytes.
+    """
+    st = path.stat()
+    data = path.read_bytes()[:-600] + bytes(600)
+    path.chmod(0o644)
+    path.write_bytes(data)
+    path.chmod(st.st_mode)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+    assert inode_of(path) == st.st_ino
+    with closing(sqlite3.connect(store / "index.sqlite3")) as index, index:
+        for table in ("memos", "blobs"):
+            words = f"UPDATE {table} SET ctime_ns = ? WHERE inode = ?"  # noqa: S608 - two tables
+            index.execute(words, (path.stat().st_ctime_ns, st.st_ino))
+        assert index.total_changes >= 1
+    return data
+
+
+@pytest.mark.usefixtures("hard_links")
+class TestRottenFiles:
+    """What was hashed on an earlier day says what to try, not what to delete."""
+
+    @pytest.fixture(autouse=True)
+    def _earlier(self, sc: Here, pair: Path, pass_time: Callable[[float], None]) -> None:
+        write(pair / "c.safetensors", content(1))
+        pass_time(10)
+        assert sc("scan", pair, *SMALL, "--json").json["hashed"] == 3 * SIZE
+
+    @pytest.mark.parametrize("rotten", ["a.safetensors", "b.safetensors"])
+    def test_the_last_good_copy_stays_whichever_has_rotted(
+        self, sc: Here, pair: Path, home: Path, rotten: str
+    ) -> None:
+        (pair / "c.safetensors").unlink()
+        found = rot(pair / rotten, home)
+        (good,) = (path for path in pair.iterdir() if path.name != rotten)
+        before = snapshot(pair)
+        done = sc("dedup", pair, *SMALL, "-y", code=1)
+        assert done.stdout == "Replaced 0 duplicate files, freed 0 B.\n"
+        assert f"{pair / rotten} does not have the bytes that were read there before" in done.stderr
+        assert (good.read_bytes(), (pair / rotten).read_bytes()) == (content(1), found)
+        assert not are_linked(pair)
+        if rotten == "b.safetensors":  # the good one was made a blob before that was seen
+            sc("undo", "--all", "-y")
+        assert snapshot(pair) == before
+        assert "No file is here twice" in sc("scan", pair, *SMALL).stdout
+
+    @pytest.mark.parametrize("rotten", ["a.safetensors", "b.safetensors", "c.safetensors"])
+    def test_the_good_ones_are_shared(self, sc: Here, pair: Path, home: Path, rotten: str) -> None:
+        found = rot(pair / rotten, home)
+        before = snapshot(pair)
+        document = sc("dedup", pair, *SMALL, "-y", "--json").json
+        assert document["replaced"] == 1
+        (skip,) = document["skipped"]
+        assert skip["path"] == str(pair / rotten)
+        one, other = (path for path in sorted(pair.iterdir()) if path.name != rotten)
+        assert inode_of(one) == inode_of(other)
+        assert (one.read_bytes(), (pair / rotten).read_bytes()) == (content(1), found)
+        assert (mode_of(pair / rotten), link_count(pair / rotten)) == (0o644, 1)
+        sc("undo", "--all", "-y")
+        assert snapshot(pair) == before
+
+    def test_a_rotten_blob_takes_no_good_copy_with_it(
+        self, sc: Here, pair: Path, home: Path, tmp_path: Path
+    ) -> None:
+        last = pair / "c.safetensors"
+        last.rename(tmp_path / "c")
+        sc("dedup", pair, *SMALL, "-y")
+        (tmp_path / "c").rename(last)
+        rot(pair / "a.safetensors", home)
+        document = sc("dedup", pair, *SMALL, "-y", "--json", code=1).json
+        assert (document["files"], document["replaced"]) == (1, 0)
+        assert "is damaged; it was moved to" in document["skipped"][0]["reason"]
+        assert (last.read_bytes(), mode_of(last), link_count(last)) == (content(1), 0o644, 1)
+
+    def test_each_file_is_read_once_by_the_command_that_replaces_it(
+        self, sc: Here, pair: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By its own scan, or, if an earlier one has read them, when they are replaced."""
+        preadv, counts = os.preadv, [0]
+
+        def counted(fd: int, buffers: Sequence[bytearray], offset: int) -> int:
+            count = preadv(fd, buffers, offset)
+            counts[0] += count
+            return count
+
+        monkeypatch.setattr(os, "preadv", counted)
+        sc("dedup", pair, *SMALL, "-y")
+        assert counts == [3 * SIZE]
+        for name in "xyz":
+            write(pair / f"{name}.safetensors", content(2))
+        sc("dedup", pair, *SMALL, "-y")
+        assert counts == [2 * 3 * SIZE]
+
+
 @pytest.mark.usefixtures("hard_links")
 class TestLeavingAlone:
     def test_a_file_that_somebody_writes(self, sc: Here, pair: Path) -> None:
@@ -281,3 +380,27 @@ def test_names_with_any_bytes_are_replaced_and_shown_escaped(sc: Here, pair: Pat
     assert r"b\n\xff.safetensors" in sc("dedup", pair, *SMALL, "-n").stdout
     document = sc("dedup", pair, *SMALL, "-y", "--json").json
     assert document["replaced"] == 1
+
+
+@pytest.mark.usefixtures("hard_links")
+def test_only_ollamas_own_names_with_partial_are_unfinished_downloads(
+    sc: Here, tmp_path: Path
+) -> None:
+    name, unfinished = "sd-partial-finetune.safetensors", f"sha256-{64 * 'a'}-partial"
+    for folder in ("one", "other"):
+        write(tmp_path / folder / name, content(1))
+        write(tmp_path / folder / unfinished, content(1))
+        write(tmp_path / folder / f"{unfinished}-12", content(1))
+        write(tmp_path / folder / "model.gguf.part", content(1))
+    folders = tmp_path / "one", tmp_path / "other"
+    done = sc("scan", *folders, *SMALL)
+    assert "6 unfinished downloads left out." in done.stdout
+    document = sc("scan", *folders, *SMALL, "--json").json
+    assert (document["total"]["files"], document["unfinished"]) == (2, 6)
+    assert document["freeable"] == SIZE
+    sc("dedup", *folders, *SMALL, "-y")
+    assert inode_of(folders[0] / name) == inode_of(folders[1] / name)
+    assert link_count(folders[0] / unfinished) == 1
+    third = write(tmp_path / "third" / f"x-{name}", content(3))
+    sc("add", "--adopt", third)
+    assert link_count(third) == 2

@@ -93,10 +93,13 @@ class TestFiles:
 
     def test_incomplete_files_are_left_out(self, store: Store, folder: Path) -> None:
         incomplete = (
-            "a.incomplete sha256-abc-partial sha256-abc-partial-12 a.tmp a.part a.crdownload"
-            " a.aria2 A.PART a.safetensors.Incomplete"
+            f"a.incomplete sha256-{64 * 'a'}-partial sha256-{64 * 'A'}-partial-12 a.tmp a.part"
+            " a.crdownload a.aria2 A.PART a.safetensors.Incomplete"
         )
-        whole = "partial.gguf a.parts tmp a.tmp.gguf part"
+        whole = (
+            "partial.gguf a.parts tmp a.tmp.gguf part sd-partial-finetune.safetensors a-partial"
+            f" sha256-abc-partial sha256-{64 * 'a'}-partial-x my-sha256-{64 * 'a'}-partial"
+        )
         for name in (*incomplete.split(), *whole.split()):
             write(folder / name, content(1))
             assert is_incomplete(os.fsencode(name)) == (name in incomplete.split()), name

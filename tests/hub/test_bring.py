@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import SmartCache
+from tests.api import SmartCache, StatKey, filesystem_id, signed
 from tests.hub.clients import (
     SIZE,
     Client,
@@ -507,6 +507,32 @@ def test_a_known_file_needs_no_second_reading_to_be_sure(
     assert plan.files[0].origin == found
     plan.execute()
     assert client.store.known_hashes([stranger]) == {stranger: {}}
+
+
+@pytest.mark.parametrize("folder", ["given", "found"])
+def test_a_known_file_that_has_rotted_since_is_not_handed_out(
+    client: Client, hub: Hub, tmp_path: Path, pass_time: Callable[[float], None], folder: str
+) -> None:
+    """Its hash was remembered; its size and times are as they were."""
+    found = write(tmp_path / folder / "x.bin", WANTED)
+    if folder == "given":
+        client.store.add_folder(found.parent)
+    else:
+        client.smart.scan(found.parent)
+    pass_time(10)
+    client.store.digest_of(found, ("blake3", "sha256"))
+    st = found.stat()
+    rotten = WANTED[:-100] + bytes(100)
+    found.write_bytes(rotten)
+    os.utime(found, ns=(st.st_atime_ns, st.st_mtime_ns))
+    catalog, place = client.store.catalog, (filesystem_id(found), signed(st.st_ino))
+    digest = catalog.memos(place[0], [st.st_ino])[place[1]].digest
+    catalog.learn([(*place, *StatKey.of(found.stat()), 0, bytes.fromhex(digest), None)])
+    hub.add("org/name", {NAME: WANTED})
+    path = client.snapshot()
+    assert (path / NAME).read_bytes() == WANTED
+    assert len(hub.gets(NAME)) == 1
+    assert (found.read_bytes(), mode_of(found), link_count(found)) == (rotten, 0o644, 1)
 
 
 def test_a_claim_leaves_nothing_behind_in_tmp(client: Client, hub: Hub, tmp_path: Path) -> None:

@@ -199,9 +199,9 @@ class TestRefused:
 
     def test_an_unfinished_download(self, store: Store, folder: Path) -> None:
         names = (
-            "abc.incomplete", "model.safetensors.INCOMPLETE", "sha256-abc-partial", "model.tmp",
-            "sha256-abc-partial-0", "model.safetensors.part", "model.gguf.crdownload",
-            "model.gguf.aria2", "model.download", "model.lock",
+            "abc.incomplete", "model.safetensors.INCOMPLETE", f"sha256-{64 * 'a'}-partial",
+            f"sha256-{64 * 'a'}-partial-0", "model.tmp", "model.safetensors.part",
+            "model.gguf.crdownload", "model.gguf.aria2", "model.download", "model.lock",
         )  # fmt: skip
         for name in names:
             with row(name):

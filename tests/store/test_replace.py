@@ -147,7 +147,7 @@ class TestRefused:
             write(folder / "bytes", WEIGHTS[:-1] + b"?"): "different",
             write(folder / "size", OTHER): "different",
             write(folder / "a.incomplete"): "incomplete download",
-            write(folder / "a-partial"): "incomplete download",
+            write(folder / "a.part"): "incomplete download",
             write(folder / "a.tmp"): "incomplete download",
             **{write(folder / oct(m), mode=m): "different permissions" for m in (0o600, 0o755)},
             folder / "link": "not a regular file",

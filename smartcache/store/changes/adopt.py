@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -37,11 +37,13 @@ from smartcache.store.changes.userfile import (
     give_own_copy,
     is_blob,
     is_our_link,
+    key_in,
     let_go,
     prove_all,
     remember_link,
     why_left,
 )
+from smartcache.store.hashes import Read, recall
 from smartcache.store.owners import keepers_of, link_liveness
 from smartcache.store.records import Trust
 from smartcache.store.volume import Volume
@@ -80,7 +82,7 @@ class Adoption:
 # do
 
 
-def adopt_many(
+def adopt_many(  # noqa: PLR0913 - what is known of the files, and what must be
     volume: Volume,
     paths: Iterable[Path],
     *,
@@ -89,12 +91,18 @@ def adopt_many(
     expected: Expected | None = None,
     owner: int | None = None,
     follow: bool = True,
+    digests: Mapping[Path, str] | None = None,
+    read: Read | None = None,
     progress: Progress = silent,
 ) -> Iterator[Adoption]:
     """Adopt files, a chunk at a time; what cannot be is returned with its reason, not raised.
 
-    `follow`: of a symlink, as in HF snapshots, the file behind it is adopted.
+    They are read in full, but those that this run has `read` before, and those that stay as they
+    are because their bytes are a blob already; what is adopted is added to `read`. `digests` are
+    those that some must have. `follow`: of a symlink, as in HF snapshots, the file behind it is
+    adopted.
     """
+    read = set() if read is None else read
     announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys((*announced, *algorithms)))
     remaining = iter(paths)
@@ -103,23 +111,54 @@ def adopt_many(
         try:
             found = [_open(volume, path, follow=follow) for path in chunk]
             files += [each for each in found if isinstance(each, UserFile)]
-            prove_all(volume, files, wanted, progress=progress)
+            told = _told(volume, files, read)
+            prove_all(volume, files, wanted, known=told, progress=progress)
             known = volume.index.known_digests(f.digest for f in files if f.error is None)
             works: list[_Work] = []
             for each in found:
                 result = each
                 if isinstance(each, UserFile):
-                    result = _present(volume, each, announced, known) or each
+                    digest = (digests or {}).get(each.path)
+                    must = announced if digest is None else {**announced, "blake3": digest}
+                    result = _present(volume, each, must, known) or each
+                    if result is each and each.path in told and key_in(volume, each.st) not in read:
+                        message = f"{each.path} changed while it was adopted"
+                        error = FileChangedError(message, path=each.path)
+                        result = Adoption(path=each.path, outcome="skipped", error=error)
                 if isinstance(result, Adoption):
                     _let_own(volume, result, owner)
                     yield result
                 else:
                     works.append(_Work(volume, result))
             results = _adopt_chunk(volume, works, batch, owner) if works else []
+            linked = [(work, os.fstat(work.file.fd)) for work in works if work.is_linked]
+            read.update(key_in(volume, st) for work, st in linked if work.proves(st))
         finally:
             for file in files:
                 file.release()
         yield from results
+
+
+def _told(
+    volume: Volume, files: Sequence[UserFile], read: Read
+) -> dict[Path, dict[Algorithm, str]]:
+    """Return what is known of files that this run has read, or whose bytes are a blob already."""
+    known = recall(volume, [(file.path, file.st) for file in files])
+    digests = volume.index.known_digests(each["blake3"] for each in known.values() if each)
+    whole = {digest for digest in digests if _is_whole(volume, digest)}
+    return {
+        file.path: known[file.path]
+        for file in files
+        if key_in(volume, file.st) in read or known[file.path].get("blake3") in whole
+    }
+
+
+def _is_whole(volume: Volume, digest: str) -> bool:
+    try:
+        checked(volume, digest)
+    except (BlobNotFoundError, DamagedBlobError):
+        return False
+    return True
 
 
 def _open(volume: Volume, path: Path, *, follow: bool) -> UserFile | Adoption:
@@ -192,6 +231,11 @@ class _Work:
     @property
     def is_linked(self) -> bool:
         return self.outcome in ("adopted", "present")
+
+    def proves(self, st: os.stat_result) -> bool:
+        """Say whether the file surely has, when it looks like `st`, the bytes that were read."""
+        is_same = (st.st_size, st.st_mtime_ns) == (self.file.st.st_size, self.file.st.st_mtime_ns)
+        return self.file.is_proven and is_same
 
 
 def _adopt_chunk(
@@ -270,11 +314,11 @@ def _write_rows(volume: Volume, works: list[_Work], owner: int | None) -> None:
     """
     linked = [work.file for work in works if work.is_linked]
     rows = []
-    for file in linked:
-        st = os.fstat(file.fd)
-        is_same = (st.st_size, st.st_mtime_ns) == (file.st.st_size, file.st.st_mtime_ns)
-        trust = Trust.VERIFIED if file.is_proven and is_same else Trust.UNPROVEN
-        rows.append((file.digest, st, trust, str(file.path)))
+    for work in works:
+        if work.is_linked:
+            st = os.fstat(work.file.fd)
+            trust = Trust.VERIFIED if work.proves(st) else Trust.UNPROVEN
+            rows.append((work.file.digest, st, trust, str(work.file.path)))
     with volume.index.write():
         volume.index.add_linked_blobs(
             rows, unsynced=volume.boot, filesystem=volume.filesystem, owner=owner

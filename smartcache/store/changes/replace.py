@@ -29,7 +29,15 @@ from smartcache.errors import (
     FileSkippedError,
     SmartcacheError,
 )
-from smartcache.store.blobs import checked, copy_hashed, explained, own_unlink, renew, unchanged
+from smartcache.store.blobs import (
+    checked,
+    copy_hashed,
+    explained,
+    own_unlink,
+    prove,
+    renew,
+    unchanged,
+)
 from smartcache.store.changes.adopt import CHUNK_FILES
 from smartcache.store.changes.journal import Batch, Change, State
 from smartcache.store.changes.spot import Spot, beside, read_attributes, write_attributes
@@ -40,12 +48,14 @@ from smartcache.store.changes.userfile import (
     UserFile,
     give_own_copy,
     is_our_link,
+    key_in,
     let_go,
     prove_all,
     refuse_visible_change,
     remember_link,
     why_left,
 )
+from smartcache.store.hashes import Read, recall
 from smartcache.store.records import Blob, judge
 from smartcache.store.volume import Volume
 from smartcache.system import (
@@ -95,11 +105,15 @@ def replace_many(
     owner: int | None = None,
     allow: frozenset[Allowance] = frozenset(),
     follow: bool = True,
+    read: Read | None = None,
 ) -> Iterator[Replacement]:
     """Replace (path, digest) pairs by hard links; what cannot be is returned with its reason.
 
-    Not `follow`: a file is left alone when a folder above it is a symlink.
+    Files and blobs are read in full, but those that this run has `read` before. Not `follow`: a
+    file is left alone when a folder above it is a symlink.
     """
+    read = set() if read is None else read
+    proven: set[str] = set()
     remaining = ((Path(os.path.abspath(path)), digest) for path, digest in files)
     postponed: list[tuple[Path, str]] = []
     while chunk := postponed + list(islice(remaining, CHUNK_FILES - len(postponed))):
@@ -109,6 +123,9 @@ def replace_many(
         try:
             for path, digest in chunk:
                 found = _open(volume, path, digest, blobs, allow, follow=follow)
+                if isinstance(found, UserFile) and digest not in proven:
+                    found = _prove_blob(volume, found, digest, read)
+                    proven.add(digest)
                 if isinstance(found, Replacement):
                     _let_own(volume, found, owner)
                     yield found
@@ -119,7 +136,8 @@ def replace_many(
                 else:
                     inodes.add(found.st.st_ino)
                     opened.append((found, digest))
-            prove_all(volume, [file for file, _ in opened])
+            told = [(f.path, f.st) for f, _ in opened if key_in(volume, f.st) in read]
+            prove_all(volume, [file for file, _ in opened], known=recall(volume, told))
             works: list[_Work] = []
             for file, digest in opened:
                 error = file.error or _wrong_bytes(file, digest)
@@ -172,6 +190,17 @@ def _open(
     except FileSkippedError as error:
         file.release()
         return Replacement(path=path, outcome="skipped", digest=digest, error=error)
+    return file
+
+
+def _prove_blob(volume: Volume, file: UserFile, digest: str, read: Read) -> UserFile | Replacement:
+    """Hash a blob that a file is going to be replaced by, unless this run has read it."""
+    try:
+        if key_in(volume, os.stat(volume.layout.blob(digest))) not in read:
+            prove(volume, digest)
+    except (SmartcacheError, OSError) as error:
+        file.release()
+        return Replacement(path=file.path, outcome="skipped", digest=digest, error=error)
     return file
 
 

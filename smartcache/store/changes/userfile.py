@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from smartcache.progress import SILENT, Job, Progress, silent
 from smartcache.store.blobs import copy_hashed, own_unlink
 from smartcache.store.changes.journal import Batch, Change, State
 from smartcache.store.changes.spot import Spot, beside, read_attributes, write_attributes
-from smartcache.store.hashes import hashes_of, recall, remember
+from smartcache.store.hashes import hashes_of, remember
 from smartcache.store.records import LinkKind
 from smartcache.store.volume import Volume
 from smartcache.system import (
@@ -57,9 +58,11 @@ Files of other users are never linked, not even by root: whoever owns an inode c
 that all its links show.
 """
 
-INCOMPLETE_SUFFIXES: tuple[str, ...] = (
-    ".incomplete", ".tmp", ".part", ".crdownload", ".aria2", ".download", ".lock", ".smartcache",
+_INCOMPLETE_SUFFIXES = (
+    b".incomplete", b".tmp", b".part", b".crdownload", b".aria2", b".download", b".lock",
+    b".smartcache",
 )  # fmt: skip
+_OLLAMAS = re.compile(rb"sha256[-:][0-9a-f]{64}-partial(-[0-9]+)?")
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -124,21 +127,26 @@ class UserFile:
             self.fd = -1
 
 
+def key_in(volume: Volume, st: os.stat_result) -> tuple[str, int, StatKey]:
+    """Return by what a file of the volume's filesystem is known to those who have read it."""
+    return volume.filesystem, signed(st.st_ino), StatKey.of(st)
+
+
 def prove_all(
     volume: Volume,
     files: Sequence[UserFile],
     algorithms: Iterable[Algorithm] = (),
     *,
+    known: Mapping[Path, Mapping[Algorithm, str]],
     progress: Progress = silent,
 ) -> None:
-    """Learn the bytes of files, remembered or hashed now, and hold each still, or say why not."""
+    """Learn the bytes of files, `known` or hashed now, and hold each still, or say why not."""
     wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *algorithms)))
     old = {file.fd: file for file in files if not StatKey.of(file.st).is_racy()}
-    known = recall(volume, [(file.path, file.st) for file in old.values()])
     started, keys = time.time_ns(), {}
     unread: dict[int, UserFile] = {}
     for fd, file in old.items():
-        values = known[file.path]
+        values = known.get(file.path, {})
         if all(name in values for name in wanted):
             file.hashes, file.digest = Hashes(size=file.st.st_size, values=values), values["blake3"]
             keys[fd] = StatKey.of(file.st)
@@ -205,10 +213,10 @@ def _sleep_ns(nanoseconds: int) -> None:
         time.sleep(nanoseconds / 1e9)
 
 
-def is_incomplete(path: Path) -> bool:
+def is_incomplete(name: bytes) -> bool:
     """Say whether a file's name says that it is still being downloaded."""
-    name = path.name.lower()
-    return name.endswith(INCOMPLETE_SUFFIXES) or "-partial" in name
+    lower = name.lower()
+    return lower.endswith(_INCOMPLETE_SUFFIXES) or _OLLAMAS.fullmatch(lower) is not None
 
 
 def refuse_unsuitable(path: Path, st: os.stat_result) -> None:
@@ -230,7 +238,7 @@ def refuse_unshareable(path: Path, st: os.stat_result) -> None:
         reason = "not a regular file"
     elif st.st_size == 0:
         reason = "empty"
-    elif is_incomplete(path):
+    elif is_incomplete(os.fsencode(path.name)):
         reason = "incomplete download"
     if reason:
         raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
