@@ -12,6 +12,7 @@ import ast
 import errno
 import itertools
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -30,6 +31,7 @@ from tests.processes.checks import (
     aftermath,
     as_done,
     bytes_lost,
+    undo_everything,
     uninterrupted,
 )  # fmt: skip
 from tests.processes.children import NOBODY, Child, folder_of
@@ -147,6 +149,59 @@ def test_a_kill_at_any_moment_loses_nothing(
         for moment in moments
         for problem in disturbed(operation, moment, die_at, judge, new_world, way)
     )
+
+
+EDIT = b"written after the kill"
+
+
+@pytest.mark.parametrize(
+    "operation", [each for each in OPERATIONS if each.takes or "undo" in each.name], ids=str
+)
+def test_what_is_written_after_a_kill_is_kept_by_the_next_run(
+    operation: Operation, new_world: NewWorld
+) -> None:
+    """By its user into a file that may be written; by a late writer into one without its name."""
+    moments, _ = learnt(operation, new_world)
+    fail_with(
+        f"{operation} at {moment}: {problem}"
+        for moment in moments
+        for problem in edited_after_a_kill(operation, moment, new_world)
+    )
+
+
+def edited_after_a_kill(operation: Operation, moment: Moment, new_world: NewWorld) -> Iterator[str]:
+    """Kill an operation, write into the user's files, recover, undo; yield the edits lost."""
+    with new_world() as world:
+        operation.begin(world)
+        names: dict[int, set[str]] = {}
+        for name in world.originals:
+            names.setdefault(world.at(name).stat().st_ino, set()).add(name)
+
+        def run() -> None:
+            act = operation.start(world)
+            die_at(moment)
+            act()
+
+        status = in_child(run)
+        assert was_killed(status), f"it ended with wait status {status}"
+        edited: list[tuple[set[str], bytes]] = []
+        for found in world.names():
+            path, st = world.at(found), world.at(found).lstat()
+            # What is neither, and no user's: a copy that is half made.
+            shown = {found} if found in world.originals else names.get(st.st_ino, set())
+            if not stat.S_ISREG(st.st_mode) or not st.st_mode & 0o200 or not shown:
+                continue
+            with path.open("r+b") as file:
+                file.write(EDIT)
+            edited.append((shown, path.read_bytes()))
+        for step in ("the next run", "undo"):
+            with world.open() as store:
+                if step == "undo":
+                    undo_everything(store)
+            for shown, data in edited:
+                if all(world.at(name).read_bytes() != data for name in shown):
+                    yield f"what was written into {shown} is lost after {step}"
+                    return
 
 
 @pytest.mark.parametrize("operation", OPENINGS, ids=str)
