@@ -1,10 +1,4 @@
-"""Break the product one line at a time, in a copy, and see that the tests notice.
-
-tests/mutants.toml lists lines whose loss a user would feel. `scripts/mutants` breaks each of them
-in a copy of the project and runs the tests that must fail then. A test that fails for another
-reason than the broken line (it cannot be collected, it hangs) does not count. Exit code 1 if a
-mutant survives, or its line is not there any more: then the tests, or the list, need mending.
-"""
+"""What scripts/mutants does; its --help says what that is."""
 
 from __future__ import annotations
 
@@ -115,19 +109,11 @@ class Copy:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="scripts/mutants", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="N|NAME",
-        help="only these; separated by commas, or given again",
-    )  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="show the list and end")
-    parser.add_argument(
-        "--check", action="store_true", help="first see that the tests pass when nothing is broken"
-    )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="so many at once (2)")
+    parser = argparse.ArgumentParser(prog="scripts/mutants", add_help=False)
+    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     wanted = {word for words in options.only for word in words.split(",") if word}
     numbered = [(str(number), each) for number, each in enumerate(mutants(), 1)]
@@ -142,8 +128,8 @@ def main() -> int:
     place = memory if os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="mutants-", dir=place) as name:
         rooms = queue.SimpleQueue[Copy]()
-        for number in range(options.jobs):
-            folder, room = Path(name, str(number), "project"), Path(name, str(number), "room")
+        for job in range(options.jobs):
+            folder, room = Path(name, str(job), "project"), Path(name, str(job), "room")
             room.mkdir(parents=True)
             rooms.put(Copy(folder, room))
 
@@ -161,7 +147,7 @@ def main() -> int:
             first = pool.map(lambda tests: run(f"unbroken: {tests}", None, tests), whole)
             bad = [title for title, verdict in first if verdict != "survived"]
             titled = [(f"{number:>3} {each.name}", each) for number, each in chosen]
-            ended = pool.map(lambda each: run(*each, each[1].tests), titled)
+            ended = pool.map(lambda each: run(each[0], each[1], each[1].tests), titled)
             bad += [title for title, verdict in ended if verdict != "killed"]
     print(f"{len(chosen)} mutants, {len(bad)} that did not die", *bad, sep="\n  ")
     return bool(bad)

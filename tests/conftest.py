@@ -38,7 +38,6 @@ WITH_TORCH = ("tests/artifacts/", "tests/integrations/", "tests/pretrained/", "t
 HEAVY = ("accelerate", "diffusers", "peft", "torch", "transformers")
 LOADED = pytest.StashKey[list[str]]()
 SOAK_FACTOR = 30
-RACE_FACTOR = 0.5
 SOAK_TIMEOUT = 3600.0
 
 # Real filesystems take their time: Hypothesis must not call that a failure. In CI the examples are
@@ -154,12 +153,6 @@ def soak(pytestconfig: pytest.Config) -> bool:
 def rounds(soak: bool) -> Callable[[int], int]:
     """`rounds(20)`: 20 repetitions, many more under `--soak`."""
     return lambda number: number * SOAK_FACTOR if soak else number
-
-
-@pytest.fixture(scope="session")
-def seconds(soak: bool) -> Callable[[float], float]:
-    """`seconds(3)`: how long to keep a race going, at most; minutes under `--soak`."""
-    return lambda number: number * (SOAK_FACTOR if soak else RACE_FACTOR)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,10 @@ import email
 import fnmatch
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -350,7 +352,7 @@ def make_copy_with_tests(root: Path) -> None:
 
 class TestScripts:
     def test_each_is_executable_and_parses(self) -> None:
-        for name in (".ci/run", "scripts/test", "scripts/check"):
+        for name in (".ci/run", "scripts/test", "scripts/check", "scripts/mutants"):
             assert os.access(ROOT / name, os.X_OK), name
             subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
 
@@ -384,11 +386,25 @@ class TestScripts:
         )
         assert done.returncode == 0, done.stdout
 
+    def test_each_mutant_still_breaks_a_line_of_the_product(self) -> None:
+        """`scripts/mutants` runs them; here, that its list fits the code."""
+        listed = tomllib.loads((ROOT / "tests/mutants.toml").read_text("utf-8"))["mutant"]
+        assert len({each["name"] for each in listed}) == len(listed) >= 40
+        for each in listed:
+            text = (ROOT / each["file"]).read_text("utf-8")
+            assert text.count(each["old"]) == 1, each["name"]
+            assert each["new"] != each["old"], each["name"]
+            compile(text.replace(each["old"], each["new"]), each["file"], "exec")
+            words = itertools.takewhile(lambda word: word != "-k", shlex.split(each["tests"]))
+            paths = [ROOT / word.partition("::")[0] for word in words]
+            assert paths, each["name"]
+            assert all(path.is_file() for path in paths), each["name"]
+
     def test_help_needs_no_environment(self, tmp_path: Path) -> None:
         """In a copy without .venv, which it must not make."""
         copy = tmp_path / "a copy"
         shutil.copytree(ROOT / "scripts", copy / "scripts")
-        for name in ("test", "check"):
+        for name in ("test", "check", "mutants"):
             command = [str(copy / "scripts" / name), "-h"]
             done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
             assert done.stdout.startswith(f"Usage: scripts/{name} ")

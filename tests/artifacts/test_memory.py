@@ -508,25 +508,22 @@ class TestBounds:
 
 class TestThreads:
     def test_many_read_and_write_at_once(
-        self, sets: ArtifactSets, seconds: Callable[[float], float]
+        self, sets: ArtifactSets, rounds: Callable[[int], int]
     ) -> None:
         """Nobody gets anything older than what was put before, nor a value of two puts."""
         with open_set(sets, memory=40_000, pack_bytes=100_000) as opened:
             said = dict.fromkeys("abcdef", 0)
             for key in said:
                 opened.put(key, {"n": [0] * 50, "x": np.zeros(300)})
-            until = time.monotonic() + seconds(1.5)
 
             def write(key: str) -> None:
-                n = 0
-                while time.monotonic() < until:
-                    n += 1
+                for n in range(1, rounds(150)):
                     opened.put(key, {"n": [n] * 50, "x": np.full(300, n)})
                     said[key] = n
 
             def read(seed: int) -> None:
                 rng = np.random.default_rng(seed)
-                while time.monotonic() < until:
+                while not all(job.done() for job in writing):
                     key = "abcdef"[rng.integers(6)]
                     before = said[key]
                     found = opened.get(key)
@@ -536,9 +533,9 @@ class TestThreads:
                     found["n"].clear()
 
             with ThreadPoolExecutor(8) as pool:
-                jobs = [pool.submit(write, key) for key in "abc"]
-                jobs += [pool.submit(read, seed) for seed in range(4)]
-                for job in jobs:
+                writing = [pool.submit(write, key) for key in "abc"]
+                reading = [pool.submit(read, seed) for seed in range(4)]
+                for job in (*writing, *reading):
                     job.result()
             memory = opened.memory
             assert memory is not None

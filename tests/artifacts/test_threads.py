@@ -17,22 +17,27 @@ from tests.artifacts.opening import array, check_whole, engine_of, open_set
 from tests.processes.children import Child
 
 
-def run_for(seconds: float, *works: Callable[[], None]) -> None:
-    """Do each thing again and again, in a thread of its own, until the time is up."""
-    until = time.monotonic() + seconds
+def run_together(least: int, *works: Callable[[], None]) -> None:
+    """Do each thing again and again, in a thread of its own, until each was done so often."""
+    left = dict.fromkeys(range(len(works)), least)
 
-    def repeat(work: Callable[[], None]) -> None:
-        while time.monotonic() < until:
-            work()
+    def repeat(number: int) -> None:
+        try:
+            while max(left.values()) > 0:
+                works[number]()
+                left[number] -= 1
+        except BaseException:
+            left.update(dict.fromkeys(left, 0))
+            raise
 
     with ThreadPoolExecutor(len(works)) as pool:
-        for job in [pool.submit(repeat, work) for work in works]:
+        for job in [pool.submit(repeat, number) for number in range(len(works))]:
             job.result()
 
 
 class TestReadYourWrites:
     def test_while_others_read_seal_and_compact(
-        self, sets: ArtifactSets, seconds: Callable[[float], float]
+        self, sets: ArtifactSets, rounds: Callable[[int], int]
     ) -> None:
         """Who has put a value must never again see an older one."""
         acknowledged = [0]
@@ -52,7 +57,7 @@ class TestReadYourWrites:
                 assert before == 0 or chosen.missing.tolist() == [1]
                 len(opened)
 
-            run_for(seconds(1.5), put, get, get_many, lambda: _compacted(opened))
+            run_together(rounds(10), put, get, get_many, lambda: _compacted(opened))
             assert opened.get("key") == acknowledged[0]
 
     def test_a_child_sees_what_its_parent_puts_after_the_fork(self, sets: ArtifactSets) -> None:
@@ -97,7 +102,7 @@ class TestManyThreads:
             check_whole(opened)
 
     def test_readers_find_everything_while_packs_are_compacted(
-        self, sets: ArtifactSets, seconds: Callable[[float], float]
+        self, sets: ArtifactSets, rounds: Callable[[int], int]
     ) -> None:
         with open_set(sets, pack_bytes=60_000) as opened:
             opened.put_many((f"k{n}", {"x": array(n), "n": n}) for n in range(20))
@@ -127,7 +132,7 @@ class TestManyThreads:
                 assert np.array_equal(opened.get("k3")["x"], expected[3])
                 assert np.array_equal(sample["x"], expected[7])  # type: ignore[arg-type]
 
-            run_for(seconds(1.5), churn, read_batch, read_one, select, select)
+            run_together(rounds(6), churn, read_batch, read_one, select, select)
             assert turn[0] > 1
             assert opened.stats().damaged == 0
             assert set(opened) == set(keys)

@@ -261,6 +261,13 @@ class TestRottenFiles:
         assert "is damaged; it was moved to" in document["skipped"][0]["reason"]
         assert (last.read_bytes(), mode_of(last), link_count(last)) == (content(1), 0o644, 1)
 
+    def test_undo_gives_no_rotten_bytes_out(self, sc: Here, pair: Path, home: Path) -> None:
+        """The files stay links, so that one good copy of the bytes mends them all."""
+        sc("dedup", pair, *SMALL, "-y")
+        rot(pair / "a.safetensors", home)
+        sc("undo", "--all", "-y", code=1)
+        assert are_linked(pair)
+
     def test_each_file_is_read_once_by_the_command_that_replaces_it(
         self, sc: Here, pair: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

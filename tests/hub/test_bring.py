@@ -433,6 +433,19 @@ def test_a_file_on_another_filesystem_is_copied(client: Client, hub: Hub, elsewh
     assert_sound(client)
 
 
+def test_a_file_of_a_cache_that_cannot_become_a_blob_is_hashed_all_the_same(
+    client: Client, hub: Hub, elsewhere: Path
+) -> None:
+    """There is no volume there, and its name says that it has the bytes."""
+    hub.add("org/name", {NAME: WANTED})
+    blob = Path(os.path.realpath(plain_snapshot(hub, elsewhere / "hub", "org/name") / NAME))
+    edit(blob)
+    hub.clear()
+    path = client.snapshot(cache_dir=elsewhere / "hub")
+    assert (path / NAME).read_bytes() == WANTED
+    assert len(hub.gets(NAME)) == 1
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_near_file_is_preferred_to_a_far_one(
     client: Client,

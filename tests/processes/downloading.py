@@ -73,8 +73,9 @@ class Job:
     write: tuple[str, str, str, int] | None = None
     """Let another process change a file: path, how, and at the n-th time of which point."""
     repeat: Sequence[str] = ()
-    """Words of a command line that is run again and again for `seconds`, instead of downloads."""
-    seconds: float = 0.0
+    """Words of a command line that is run again and again, instead of downloads."""
+    until: str = ""
+    """It is run until there is this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +273,20 @@ class World:
         """Start a process for a job."""
         return self._starter.start(job)
 
-    def repeat(self, *words: str | Path, seconds: float) -> Running:
-        """Begin to run a command line again and again."""
+    def repeat(self, *words: str | Path) -> Running:
+        """Begin to run a command line again and again, until `end_repeating`."""
+        self._until.unlink(missing_ok=True)
         told = [str(word) for word in words]
-        job = Job(environment=self.environment, repeat=told, seconds=seconds)
+        job = Job(environment=self.environment, repeat=told, until=str(self._until))
         return self._starter.start(job)
+
+    def end_repeating(self) -> None:
+        """Let what is repeated end, when it has been run once more at least."""
+        self._until.touch()
+
+    @property
+    def _until(self) -> Path:
+        return self.directory / "repeated enough"
 
     def download(self, *repos: str, **arguments: object) -> Ended:
         """Download and wait."""
@@ -429,7 +439,7 @@ def _work(job: Job) -> dict[str, object]:
     if job.look:
         _look(job.look)
     if job.repeat:
-        return {"codes": _repeat(job.repeat, job.seconds)}
+        return {"codes": _repeat(job.repeat, job.until)}
     points: list[str] = []
     writer = None if job.write is None else _Writer(*job.write)
     if job.die_at is not None:
@@ -577,14 +587,13 @@ def write(path: Path, how: str, held: int = -1) -> None:
             os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
-def _repeat(words: Sequence[str], seconds: float) -> list[int]:
+def _repeat(words: Sequence[str], until: str) -> list[int]:
     from click.testing import CliRunner
 
     from tests.api import main
 
-    codes = []
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    codes: list[int] = []
+    while not codes or not os.path.exists(until):
         done = CliRunner().invoke(main, list(words))
         codes.append(done.exit_code)
         if done.exit_code and "nothing to undo" not in done.output:

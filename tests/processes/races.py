@@ -247,15 +247,15 @@ def race(
     check: Callable[[Store, Sequence[File]], None],
     points: Sequence[str],
     wanted: Sequence[str] = (),
-    seconds: float,
+    least: int,
     most_rounds: int | None = None,
 ) -> Counter[str]:
-    """Run rounds until the time is up, in a process of its own.
+    """Run rounds, in a process of its own.
 
     The writer of a round starts at any of the `points` the store goes through, so that it comes at
-    the worst time too. On a slow machine the race goes on until everything `wanted` was seen,
-    within reason. The files are made anew for each round, unless `most_rounds` says for how many
-    they are there.
+    the worst time too. After the `least` rounds the race goes on until everything `wanted` was
+    seen, within reason. The files are made anew for each round, unless `most_rounds` says for how
+    many they are there.
     """
     counts: Counter[str] = Counter()
     breaks = Breaks()
@@ -266,7 +266,6 @@ def race(
             make(file.path, content(file.seed, 0))
     board = Board(len(rounds(0)))
     writer = Writer(how, rounds, board)
-    end = time.monotonic() + seconds
     with _looking(how, paths, board):
         for number in itertools.count():
             files = rounds(number)
@@ -288,7 +287,7 @@ def race(
             counts["rounds written in"] += any(map(board.writes, range(len(files))))
             is_seen = all(counts[name] for name in ("rounds written in", *wanted))
             is_seen |= counts["rounds"] > MOST_EXTRA_ROUNDS
-            if number + 1 == most_rounds or (time.monotonic() > end and is_seen):
+            if number + 1 == most_rounds or (number + 1 >= least and is_seen):
                 break
     counts["writes"] = writer.stop()
     return counts

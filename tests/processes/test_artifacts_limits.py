@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +48,7 @@ from tests.processes.children import Child
 from tests.processes.killing import in_child
 from tests.store.small_disks import CannotMountError, bind, enter_namespace
 
-Seconds = Callable[[float], float]
+Rounds = Callable[[int], int]
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(root: Path, soak: bool)
 
 def test_a_read_only_mount_is_read_while_others_write_and_compact(root: Path) -> None:
     """Nothing is written, nothing is missed, and what was put last is found at once."""
-    ready, stop = root.parent / "ready", root.parent / "stop"
+    ready, stop, enough = (root.parent / name for name in ("ready", "stop", "enough"))
     keys = [f"k{number}" for number in range(12)]
 
     def read() -> int:
@@ -206,8 +207,11 @@ def test_a_read_only_mount_is_read_while_others_write_and_compact(root: Path) ->
                     assert set(opened) >= set(keys)
                     opened.stats()
                     rounds += 1
+                    if rounds > 3:
+                        enough.touch()
                 assert number_in("last", opened.get("last")) == 77
         ready.touch()
+        enough.touch()
         return rounds
 
     with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
@@ -215,12 +219,11 @@ def test_a_read_only_mount_is_read_while_others_write_and_compact(root: Path) ->
             change(opened, key, 1)
         with Child(read) as reader:
             wait_for(ready)
-            until = time.monotonic() + 0.7
             for number in itertools.count(2):
                 change(opened, keys[number % 12], number)
                 if number % 20 == 0:
                     opened.compact(force=True)
-                if time.monotonic() > until:
+                if number > 100 and enough.exists():
                     break
             change(opened, "last", 77)
             stop.touch()
@@ -414,7 +417,7 @@ def test_a_set_that_was_interrupted_while_it_was_read_is_complete(
 
 
 def test_threads_share_a_set_in_every_way_at_once(  # noqa: C901, PLR0915 - one for each way
-    tmp_path: Path, seconds: Seconds
+    tmp_path: Path, rounds: Rounds
 ) -> None:
     root = tmp_path / "sets"
     problems: list[str] = []
@@ -423,6 +426,7 @@ def test_threads_share_a_set_in_every_way_at_once(  # noqa: C901, PLR0915 - one 
         for number, key in enumerate(keys):
             opened.put(key, value_of(key, number + 1))
         stop = threading.Event()
+        done: Counter[object] = Counter()
 
         def repeat(act: Callable[[random.Random], object]) -> Callable[[], None]:
             def run() -> None:
@@ -430,6 +434,7 @@ def test_threads_share_a_set_in_every_way_at_once(  # noqa: C901, PLR0915 - one 
                 try:
                     while not stop.is_set():
                         act(chance)
+                        done[act] += 1
                 except BaseException as error:  # noqa: BLE001 - told to the test
                     problems.append(repr(error))
                     stop.set()
@@ -474,7 +479,8 @@ def test_threads_share_a_set_in_every_way_at_once(  # noqa: C901, PLR0915 - one 
         threads = [threading.Thread(target=repeat(act)) for act in acts]
         for thread in threads:
             thread.start()
-        stop.wait(seconds(2))
+        while not stop.is_set() and min(done[act] for act in acts) < rounds(25):
+            time.sleep(0.01)
         stop.set()
         for thread in threads:
             thread.join(60)

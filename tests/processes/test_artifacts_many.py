@@ -45,7 +45,7 @@ from tests.processes.artifact_writers import (
 from tests.processes.children import Child
 from tests.processes.killing import Moment, die_at, in_child, was_killed
 
-Seconds = Callable[[float], float]
+Rounds = Callable[[int], int]
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def root(tmp_path: Path) -> Path:
 # all at once
 
 
-def read_and_write(root: Path, number: int, deadline: float) -> Counter[str]:
+def read_and_write(root: Path, number: int, count: int) -> Counter[str]:
     """Write keys of one's own, knowing what they are; read those of others, which only grow."""
     chance = random.Random(number)
     counts: Counter[str] = Counter()
     own: dict[str, int] = {}
     newest: dict[str, int] = {}
     with open_set(ArtifactSets(root), pack_bytes=SMALL_PACK) as opened:
-        while time.monotonic() < deadline:
+        for _ in range(count):
             key = key_of(number, chance.randrange(KEYS))
             act = chance.random()
             if act < 0.35:
@@ -121,11 +121,10 @@ def _look_after(opened: ArtifactSet, chance: random.Random, counts: Counter[str]
         counts["rebuilt"] += 1
 
 
-def test_four_processes_write_and_read_one_set(root: Path, seconds: Seconds) -> None:
-    deadline = time.monotonic() + seconds(5)
+def test_four_processes_write_and_read_one_set(root: Path, rounds: Rounds) -> None:
     with ExitStack() as stack:
         children = [
-            stack.enter_context(Child(partial(read_and_write, root, number, deadline)))
+            stack.enter_context(Child(partial(read_and_write, root, number, rounds(250))))
             for number in range(4)
         ]
         counts: Counter[str] = Counter()
@@ -269,16 +268,15 @@ def test_what_a_killed_process_computed_is_not_computed_again(root: Path) -> Non
 # the order of what happens
 
 
-def test_a_value_that_was_just_replaced_is_never_read_again(root: Path, seconds: Seconds) -> None:
+def test_a_value_that_was_just_replaced_is_never_read_again(root: Path, rounds: Rounds) -> None:
     """Whatever moment a row is written in, between what is pending and what is remembered."""
-    deadline = time.monotonic() + seconds(1.5)
-    acknowledged = [0]
+    acknowledged, is_over = [0], threading.Event()
     failures: list[str] = []
     with open_set(ArtifactSets(root)) as opened:
         opened.put("k", {"n": 0})
 
         def read() -> None:
-            while time.monotonic() < deadline and not failures:
+            while not is_over.is_set() and not failures:
                 before = acknowledged[0]
                 found = opened.get("k")["n"]
                 if found < before:
@@ -287,13 +285,12 @@ def test_a_value_that_was_just_replaced_is_never_read_again(root: Path, seconds:
         threads = [threading.Thread(target=read) for _ in range(3)]
         for thread in threads:
             thread.start()
-        number = 0
-        while time.monotonic() < deadline:
-            number += 1
+        for number in range(1, rounds(1000)):
             opened.put("k", {"n": number})
             acknowledged[0] = number
             if number % 3 == 0:
                 opened.flush()
+        is_over.set()
         for thread in threads:
             thread.join()
     assert not failures

@@ -315,14 +315,14 @@ def test_processes_killed_at_random_leave_nothing_wrong_for_the_others(
 # beside other commands
 
 
-def downloads(world: World, others: list[Running], seconds: float) -> Iterator[Ended]:
+def downloads(world: World, others: list[Running], count: int) -> Iterator[Ended]:
     """Download both repos again and again, cache removed in between, while others work."""
-    end = time.monotonic() + seconds
-    for number in itertools.count():
+    for number in range(count):
         yield world.download(*REPOS)
-        if time.monotonic() > end:
+        if number + 1 == count:
             break
         shutil.rmtree(world.folder("org/one") if number % 2 else world.folder("org/two"))
+    world.end_repeating()
     for other in others:
         assert set(other.wait().codes) == {0}
 
@@ -339,19 +339,18 @@ COMMANDS = [
 
 @pytest.mark.parametrize("commands", COMMANDS)
 def test_a_download_beside_other_commands_is_right(
-    commands: list[list[str]], world: World, seconds: Callable[[float], float]
+    commands: list[list[str]], world: World, rounds: Callable[[int], int]
 ) -> None:
     models = world.directory / "models"
     models.mkdir()
     (models / "a.safetensors").write_bytes(SHARED[ENCODER])
     (models / "b.safetensors").write_bytes(SHARED[ENCODER])
     world.cache.mkdir()
-    length = seconds(1.5)
     others = [
-        world.repeat(*(w.format(cache=world.cache, models=models) for w in words), seconds=length)
+        world.repeat(*(w.format(cache=world.cache, models=models) for w in words))
         for words in commands
     ]
-    for ended in downloads(world, others, length):
+    for ended in downloads(world, others, rounds(5)):
         assert ended.errors == []
         assert all(map(world.is_right, REPOS))
     assert world.problems() == []
@@ -360,12 +359,11 @@ def test_a_download_beside_other_commands_is_right(
 
 
 def test_a_download_beside_undo_never_gives_a_wrong_file(
-    world: World, seconds: Callable[[float], float]
+    world: World, rounds: Callable[[int], int]
 ) -> None:
     """Undo takes links away that a download has just made: files may be missing, not wrong."""
-    length = seconds(2)
-    other = world.repeat("undo", "--all", "-y", seconds=length)
-    for ended in downloads(world, [], length):
+    other = world.repeat("undo", "--all", "-y")
+    for ended in downloads(world, [], rounds(6)):
         others = [each for each in ended.errors if "Missing after the download" not in each]
         assert others == []
         found = world.problems_of_cache()
@@ -385,7 +383,7 @@ def test_a_download_beside_hf_cache_rm_and_prune_keeps_what_it_shares(
     environment = {**os.environ, **world.environment}
     for _ in range(rounds(2)):
         assert world.download("org/two").path == world.snapshot("org/two")
-        other = world.repeat("prune", "-y", seconds=1.5)
+        other = world.repeat("prune", "-y")
         with subprocess.Popen(
             [hf, "cache", "rm", "model/org/two", "-y"], cwd=ROOT, env=environment,
             stdout=subprocess.DEVNULL,
@@ -397,6 +395,7 @@ def test_a_download_beside_hf_cache_rm_and_prune_keeps_what_it_shares(
         assert removing.returncode == 0
         assert not world.folder("org/two").exists()
         assert world.download("org/one").path == world.snapshot("org/one")
+        world.end_repeating()
         assert set(other.wait().codes) == {0}
         assert world.is_right("org/one")
         assert world.problems() == []

@@ -396,7 +396,7 @@ def run_together(others: list[Other]) -> list[str]:
 
 
 def test_eight_processes_count_under_one_key_and_lose_nothing(
-    start: Start, tmp_path: Path, key_locks: KeyLocks, seconds: Callable[[float], float]
+    start: Start, tmp_path: Path, key_locks: KeyLocks, rounds: Callable[[int], int]
 ) -> None:
     """The lease file is removed at every release: two holders at once would lose an increment."""
     counter = tmp_path / "counter"
@@ -404,16 +404,13 @@ def test_eight_processes_count_under_one_key_and_lose_nothing(
 
     def count(me: Other) -> None:
         me.ready()
-        done = 0
-        end = time.monotonic() + seconds(1)
-        while time.monotonic() < end:
+        for done in range(rounds(60)):
             with key_locks.hold("key"):
                 value = int(counter.read_text())
                 if done % 3 == 0:
                     time.sleep(0)
                 counter.write_text(str(value + 1))
-            done += 1
-        me.say(done)
+        me.say(rounds(60))
 
     counts = run_together([start(count) for _ in range(8)])
     assert int(counter.read_text()) == sum(map(int, counts))
@@ -477,16 +474,14 @@ def test_a_stream_of_sharers_does_not_keep_a_writer_out(start: Start, path: Path
 
 
 def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
-    start: Start, tmp_path: Path, seconds: Callable[[float], float]
+    start: Start, tmp_path: Path, rounds: Callable[[int], int]
 ) -> None:
     folder = tmp_path / "tmp"
     folder.mkdir()
 
     def create(me: Other) -> None:
         me.ready()
-        end = time.monotonic() + seconds(1)
-        number = 0
-        while time.monotonic() < end:
+        for number in range(rounds(300)):
             mine = claim(folder / f"{os.getpid()}-{number}")
             assert mine is not None
             os.write(mine.fd, b"data")
@@ -495,14 +490,14 @@ def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
                 time.sleep(0)
             assert mine.path.read_bytes() == b"data"
             mine.release(remove=number % 2 == 0)
-            number += 1
-        me.say(number)
+        (tmp_path / f"{os.getpid()} is over").touch()
+        me.say(rounds(300))
 
     def clean(me: Other) -> None:
         me.ready()
-        end = time.monotonic() + seconds(1)
-        swept = 0
-        while time.monotonic() < end:
+        swept, is_over = 0, False
+        while not is_over:
+            is_over = len(list(tmp_path.glob("* is over"))) == 3  # then once more
             for name in os.listdir(folder):
                 if is_free(folder / name) and (left := claim(folder / name)) is not None:
                     swept += os.fstat(left.fd).st_size > 0

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -33,13 +34,16 @@ from tests.api import store_proof as proof
 from tests.api import store_replace as replace
 from tests.processes.children import Child
 
-Seconds = Callable[[float], float]
+Rounds = Callable[[int], int]
+IsOver = Callable[[], bool]
 
 WORKERS = 8
 SHARED = [random.Random(size).randbytes(size) for size in (1, 700, 70_000, 300_000, 2_000_000)]
 DIGESTS = [blake3(data).hexdigest() for data in SHARED]
 KINDS: tuple[Kind, ...] = ("auto", "hardlink", "copy")
 MOST_LINKS = 20
+MOST_EXTRA = 50
+"""So many times the least number of jobs are done at most, until others have done theirs."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +64,12 @@ class Worker:
         self.chance = random.Random(self.number)
         self.folder.mkdir()
 
-    def work(self, deadline: float) -> None:
+    def work(self, least: int, is_enough: IsOver = lambda: True) -> None:
+        """Do `least` jobs, and more until the others have done theirs, within reason."""
         jobs = (self.put, self.place, self.place, self.read, self.keep, self.adopt, self.replace)
-        while time.monotonic() < deadline:
+        for number in range(MOST_EXTRA * least):
+            if number >= least and is_enough():
+                break
             job = self.chance.choice(jobs)
             try:
                 job()
@@ -137,28 +144,32 @@ class Worker:
         return self.folder / f"{self.chance.getrandbits(64):x}.safetensors"
 
 
-def prune(store: Store, deadline: float) -> Counter[str]:
+def prune(
+    store: Store, is_over: IsOver, when_done: Callable[[], object] = lambda: None
+) -> Counter[str]:
     counts: Counter[str] = Counter()
-    while time.monotonic() < deadline:
+    while not is_over():
         counts["pruned"] += store.plan_prune().execute().removed
         counts["prunes"] += 1
+        if counts["pruned"]:
+            when_done()
         time.sleep(0.02)
     return counts
 
 
-def verify(store: Store, deadline: float) -> Counter[str]:
+def verify(store: Store, is_over: IsOver) -> Counter[str]:
     counts: Counter[str] = Counter()
-    while time.monotonic() < deadline:
+    while not is_over():
         report = store.verify(full=counts["verified"] % 4 == 3)
         assert (report.damaged, report.missing, report.stray) == ([], [], [])
         counts["verified"] += 1
     return counts
 
 
-def work_in_process(root: Path, folder: Path, number: int, deadline: float) -> Worker:
+def work_in_process(root: Path, folder: Path, number: int, least: int, is_enough: IsOver) -> Worker:
     with Store(root) as store:
         worker = Worker(store, folder, number)
-        worker.work(deadline)
+        worker.work(least, is_enough)
         del worker.store
     return worker
 
@@ -179,24 +190,30 @@ def check_everything(root: Path, workers: list[Worker]) -> None:
 
 
 def test_processes_put_and_place_while_others_prune_and_verify(
-    tmp_path: Path, seconds: Seconds
+    tmp_path: Path, rounds: Rounds
 ) -> None:
     root = tmp_path / "store"
     Store(root).close()
-    deadline = time.monotonic() + seconds(5)
+    is_over, has_pruned = tmp_path / "over", tmp_path / "pruned"
 
-    def in_own_store(job: Callable[[Store, float], Counter[str]]) -> Counter[str]:
+    def in_own_store(job: Callable[[Store], Counter[str]]) -> Counter[str]:
         with Store(root) as store:
-            return job(store, deadline)
+            return job(store)
 
     def start(number: int) -> Child[Worker]:
-        return Child(lambda: work_in_process(root, tmp_path / str(number), number, deadline))
+        place = tmp_path / str(number)
+        return Child(lambda: work_in_process(root, place, number, rounds(40), has_pruned.exists))
 
     with ExitStack() as stack:
-        pruner = stack.enter_context(Child(lambda: in_own_store(prune)))
-        verifier = stack.enter_context(Child(lambda: in_own_store(verify)))
+        pruner = stack.enter_context(
+            Child(lambda: in_own_store(lambda s: prune(s, is_over.exists, has_pruned.touch)))
+        )
+        verifier = stack.enter_context(
+            Child(lambda: in_own_store(lambda store: verify(store, is_over.exists)))
+        )
         children = [stack.enter_context(start(number)) for number in range(WORKERS)]
         workers = [child.result() for child in children]
+        is_over.touch()
         counts = pruner.result() + verifier.result()
     _log.info("%s", dict(sum((worker.counts for worker in workers), counts)))
     check_everything(root, workers)
@@ -205,10 +222,9 @@ def test_processes_put_and_place_while_others_prune_and_verify(
 
 
 def test_threads_put_and_place_while_others_prune_and_verify(
-    tmp_path: Path, seconds: Seconds
+    tmp_path: Path, rounds: Rounds
 ) -> None:
     root = tmp_path / "store"
-    deadline = time.monotonic() + seconds(2)
     failures: list[Exception] = []
 
     def guarded(job: Callable[[], object]) -> Callable[[], None]:
@@ -222,15 +238,20 @@ def test_threads_put_and_place_while_others_prune_and_verify(
 
     with Store(root) as store:
         workers = [Worker(store, tmp_path / str(number), number) for number in range(WORKERS)]
-        jobs: list[Callable[[], object]] = [
-            lambda: prune(store, deadline),
-            lambda: verify(store, deadline),
-            *(lambda worker=worker: worker.work(deadline) for worker in workers),
+        working = [
+            threading.Thread(target=guarded(partial(worker.work, rounds(20)))) for worker in workers
         ]
-        threads = [threading.Thread(target=guarded(job)) for job in jobs]
-        for thread in threads:
+
+        def is_over() -> bool:
+            return not any(thread.is_alive() for thread in working)
+
+        beside = [
+            threading.Thread(target=guarded(lambda: prune(store, is_over))),
+            threading.Thread(target=guarded(lambda: verify(store, is_over))),
+        ]
+        for thread in (*working, *beside):
             thread.start()
-        for thread in threads:
+        for thread in (*working, *beside):
             thread.join()
     if failures:
         raise ExceptionGroup("in threads", failures) from failures[0]
@@ -394,9 +415,8 @@ def test_a_child_goes_on_after_its_parent_closed_the_store(tmp_path: Path) -> No
         assert store.verify(full=True).unindexed == []
 
 
-def test_replace_and_adopt_do_not_disturb_each_other(tmp_path: Path, seconds: Seconds) -> None:
+def test_replace_and_adopt_do_not_disturb_each_other(tmp_path: Path, rounds: Rounds) -> None:
     """One process makes a file the blob while another makes it a link of that blob."""
-    deadline = time.monotonic() + seconds(1)
     paths = [tmp_path / f"{number}.safetensors" for number in range(6)]
 
     def adopt(data: bytes) -> None:
@@ -412,9 +432,7 @@ def test_replace_and_adopt_do_not_disturb_each_other(tmp_path: Path, seconds: Se
                     result.error, (type(None), FileSkippedError, BlobNotFoundError)
                 ), result.error
 
-    number = 0
-    while time.monotonic() < deadline:
-        number += 1
+    for number in range(rounds(4)):
         data = random.Random(number).randbytes(10_000)
         for path in paths:
             path.unlink(missing_ok=True)
@@ -439,7 +457,7 @@ def test_processes_that_make_a_store_at_the_same_moment_find_it_whole(
     tmp_path: Path, rounds: Callable[[int], int]
 ) -> None:
     """None takes it for a lost index or a foreign folder, and prune is not refused."""
-    for number in range(rounds(6)):
+    for number in range(rounds(4)):
         root = tmp_path / str(number)
 
         def work(root: Path = root) -> bool:

@@ -70,7 +70,7 @@ from tests.store.reflink_disks import DISKS, reflink_disk
 
 _log = logging.getLogger(__name__)
 
-Seconds = Callable[[float], float]
+Repeat = Callable[[int], int]
 
 FILES = 3
 OLD_ENOUGH = 2.1
@@ -141,7 +141,7 @@ def check_replaced(store: Store, files: Sequence[File], digests: dict[int, str])
             store.put_stream([content(seed, 0)])
 
 
-def replace_race(folder: Path, how: How, seconds: float, *, aged: int = 0) -> Counter[str]:
+def replace_race(folder: Path, how: How, least: int, *, aged: int = 0) -> Counter[str]:
     """Each file has a blob of its own: through one link root would write to all."""
     digests = {}
     with Store(folder / "store") as store:
@@ -155,12 +155,12 @@ def replace_race(folder: Path, how: How, seconds: float, *, aged: int = 0) -> Co
             check=functools.partial(check_replaced, digests=digests),
             points=("replace: journaled", "replace: temporary linked", "replace: exchanged"),
             wanted=() if aged else SEEN["replace"][how],
-            seconds=seconds,
+            least=least,
             most_rounds=aged or None,
         )
 
 
-def adopt_race(folder: Path, how: How, seconds: float) -> Counter[str]:
+def adopt_race(folder: Path, how: How, least: int) -> Counter[str]:
     adopted: dict[Path, str] = {}
 
     def adopt(store: Store, files: Sequence[File]) -> Counter[str]:
@@ -187,7 +187,7 @@ def adopt_race(folder: Path, how: How, seconds: float) -> Counter[str]:
             check=check,
             wanted=("adopted",),
             points=("adopt: journaled", "adopt: read-only", "adopt: linked", "adopt: rows written"),
-            seconds=seconds,
+            least=least,
         )
 
 
@@ -226,13 +226,13 @@ def check_twins(store: Store, files: Sequence[File]) -> None:
             assert twin.read_bytes() == content(file.seed, 0), "nobody has written to it"
 
 
-def dedup_race(folder: Path, how: How, seconds: float) -> Counter[str]:
+def dedup_race(folder: Path, how: How, least: int) -> Counter[str]:
     for name in ("written", "still"):
         (folder / name).mkdir()
     with open_store(folder / "store") as store:
         return race(
             store, how, files_in(folder / "written", anew=True), act=deduplicate,
-            check=check_twins, points=DEDUP_POINTS, wanted=SEEN["dedup"][how], seconds=seconds,
+            check=check_twins, points=DEDUP_POINTS, wanted=SEEN["dedup"][how], least=least,
         )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ DEDUP_POINTS = (
     "adopt: journaled", "adopt: read-only", "adopt: linked", "replace: journaled",
     "replace: temporary linked", "replace: exchanged", "replace: old removed",
 )  # fmt: skip
-RACES: dict[str, Callable[[Path, How, float], Counter[str]]] = {
+RACES: dict[str, Callable[[Path, How, int], Counter[str]]] = {
     "replace": replace_race,
     "adopt": adopt_race,
     "dedup": dedup_race,
@@ -263,9 +263,9 @@ SEEN: dict[str, dict[How, tuple[str, ...]]] = {
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("what", RACES)
 def test_no_write_is_lost_and_no_wrong_bytes_are_handed_out(
-    what: str, how: How, folder: Path, user: int | None, seconds: Seconds
+    what: str, how: How, folder: Path, user: int | None, rounds: Repeat
 ) -> None:
-    with Child(lambda: RACES[what](folder, how, seconds(0.5)), user=user) as racer:
+    with Child(lambda: RACES[what](folder, how, rounds(8)), user=user) as racer:
         counts = racer.result()
     told(counts)
     assert counts["writes"] > 0
@@ -273,7 +273,7 @@ def test_no_write_is_lost_and_no_wrong_bytes_are_handed_out(
 
 
 def test_replace_loses_no_write_to_files_that_were_left_alone_for_long(
-    seconds: Seconds, rounds: Callable[[int], int], pass_time: Callable[[float], None]
+    rounds: Repeat, pass_time: Callable[[float], None]
 ) -> None:
     """These are hashed without a lease, which comes afterwards."""
 
@@ -284,7 +284,7 @@ def test_replace_loses_no_write_to_files_that_were_left_alone_for_long(
         pass_time(OLD_ENOUGH)
         counts: Counter[str] = Counter()
         for how in HOWS:
-            counts += replace_race(folder, how, seconds(0.8), aged=aged)
+            counts += replace_race(folder, how, aged, aged=aged)
         return counts
 
     with (
@@ -603,13 +603,13 @@ def add_and_remove(folder: Path, is_over: Path) -> int:
 def scan_all_the_time(folder: Path, home: Path, is_over: Path) -> int:
     scans = 0
     with open_store(home) as store:
-        while not is_over.exists():
+        while not scans or not is_over.exists():
             scanned(store, folder)
             scans += 1
     return scans
 
 
-def test_others_may_scan_add_delete_and_rename_meanwhile(tmp_path: Path, seconds: Seconds) -> None:
+def test_others_may_scan_add_delete_and_rename_meanwhile(tmp_path: Path, rounds: Repeat) -> None:
     folder, home, is_over = tmp_path / "models", tmp_path / "store", tmp_path / "over"
     for place in "abc":
         for seed in range(6):
@@ -622,8 +622,7 @@ def test_others_may_scan_add_delete_and_rename_meanwhile(tmp_path: Path, seconds
         Child(lambda: add_and_remove(folder, is_over)) as other,
         Child(lambda: scan_all_the_time(folder, home, is_over)) as scanner,
     ):
-        deadline = time.monotonic() + seconds(2)
-        while time.monotonic() < deadline:
+        while counts["rounds"] < rounds(10) or not counts["replaced"]:
             plan = planned(store, folder)
             result = plan.execute()
             counts["rounds"] += 1
@@ -675,7 +674,7 @@ def source_of(file: File) -> Path:
     return file.path.with_name(f"source-{file.seed}.bin")
 
 
-def share_race(folder: Path, how: How, seconds: float) -> Counter[str]:
+def share_race(folder: Path, how: How, least: int) -> Counter[str]:
     files = [File(folder / f"{seed}.safetensors", seed) for seed in range(FILES)]
     for file in files:
         make(source_of(file), content(file.seed, 0))
@@ -700,18 +699,16 @@ def share_race(folder: Path, how: How, seconds: float) -> Counter[str]:
     with Store(folder / "store") as store:
         return race(
             store, how, lambda _: files, act=act, check=check,
-            points=SHARE_POINTS, wanted=("replaced", "different"), seconds=seconds,
+            points=SHARE_POINTS, wanted=("replaced", "different"), least=least,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_sharing_loses_no_write(
-    how: How, disk: Path, tmp_path: Path, seconds: Callable[[float], float]
-) -> None:
+def test_sharing_loses_no_write(how: How, disk: Path, tmp_path: Path, rounds: Repeat) -> None:
     folder = disk / tmp_path.name
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
-    with Child(lambda: share_race(folder, how, seconds(0.25)), user=NOBODY) as racer:
+    with Child(lambda: share_race(folder, how, rounds(4)), user=NOBODY) as racer:
         counts = racer.result()
     told(counts)
     assert counts["writes"] > 0

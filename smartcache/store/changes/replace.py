@@ -196,7 +196,8 @@ def _open(
 def _prove_blob(volume: Volume, file: UserFile, digest: str, read: Read) -> UserFile | Replacement:
     """Hash a blob that a file is going to be replaced by, unless this run has read it."""
     try:
-        if key_in(volume, os.stat(volume.layout.blob(digest))) not in read:
+        st = _stat(volume.layout.blob(digest))
+        if st is None or key_in(volume, st) not in read:
             prove(volume, digest)
     except (SmartcacheError, OSError) as error:
         file.release()
