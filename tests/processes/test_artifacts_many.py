@@ -124,7 +124,7 @@ def _look_after(opened: ArtifactSet, chance: random.Random, counts: Counter[str]
 def test_four_processes_write_and_read_one_set(root: Path, rounds: Rounds) -> None:
     with ExitStack() as stack:
         children = [
-            stack.enter_context(Child(partial(read_and_write, root, number, rounds(250))))
+            stack.enter_context(Child(partial(read_and_write, root, number, rounds(150))))
             for number in range(4)
         ]
         counts: Counter[str] = Counter()

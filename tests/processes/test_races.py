@@ -284,7 +284,7 @@ def test_replace_loses_no_write_to_files_that_were_left_alone_for_long(
         pass_time(OLD_ENOUGH)
         counts: Counter[str] = Counter()
         for how in HOWS:
-            counts += replace_race(folder, how, aged, aged=aged)
+            counts += replace_race(folder, how, aged // 3, aged=aged)
         return counts
 
     with (
