@@ -131,7 +131,6 @@ def test_bad_usage_is_one_line_and_a_hint(sc: Here) -> None:
         ("dedup --allow all", "Invalid value for '--allow'", "'smartcache dedup -h'"),
         ("scan -n", "No such option", "'smartcache scan -h' shows"),
         ("scan --groups", "requires an argument", "'smartcache scan -h' shows"),
-        ("datasets import x --scale 1", "--scale needs --from", "'smartcache datasets import -h'"),
         ("ls word", "Got unexpected extra argument", "'smartcache ls -h' shows"),
         ("add", "Missing argument 'FILE...'", "'smartcache add -h' shows"),
         ("ls --json -q", "--json excludes --quiet and --null", "'smartcache ls -h'"),

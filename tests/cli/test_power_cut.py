@@ -129,6 +129,7 @@ def test_a_small_file_is_on_the_disk_before_it_has_its_name_and_then_the_name(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
     path = make(tmp_path)
-    (number,) = (n for n, step in enumerate(steps) if step[1] == str(path))
-    assert ("fsync", steps[number][0]) in steps[:number]
-    assert ("fsync", str(path.parent)) in steps[number:]
+    (number,) = (n for n, (_, target) in enumerate(steps) if Path(target).name == path.name)
+    source, target = steps[number]
+    assert ("fsync", source) in steps[:number]
+    assert ("fsync", str(Path(target).parent)) in steps[number:]
