@@ -61,11 +61,9 @@ CREATE INDEX blobs_inode ON blobs (inode);
 CREATE TABLE contents (
     digest   BLOB PRIMARY KEY,    -- of a blob or of a file outside
     sha256   BLOB,
-    xet      BLOB,
     git_sha1 BLOB
 ) WITHOUT ROWID;
 CREATE INDEX contents_sha256 ON contents (sha256) WHERE sha256 IS NOT NULL;
-CREATE INDEX contents_xet ON contents (xet) WHERE xet IS NOT NULL;
 CREATE INDEX contents_git_sha1 ON contents (git_sha1) WHERE git_sha1 IS NOT NULL;
 
 CREATE TABLE owners (
