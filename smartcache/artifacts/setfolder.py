@@ -83,7 +83,7 @@ _UNITS: Final = {
 }
 _PAUSE = 0.005
 """Seconds between two looks at whether another process has made the set."""
-_MOST: Final = 1 << 63
+_MOST: Final = sys.float_info.max
 _TO_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
