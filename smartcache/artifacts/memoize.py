@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import logging
 import os
 import re
 import textwrap
@@ -27,13 +28,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 from smartcache.artifacts.keys import compute_key
 from smartcache.artifacts.setfolder import Fingerprint, check_name
-from smartcache.errors import ConfigError
+from smartcache.errors import ConfigError, NoSpaceError, StoreUnwritableError
 
 if TYPE_CHECKING:
     from smartcache.artifacts.artifactset import ArtifactSet
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
+_log = logging.getLogger(__name__)
 _LONGEST = 100
 """Characters of the name of a set."""
 
@@ -83,12 +85,7 @@ def memoized(
     a file or a name, one without a source and a fingerprint, parameters that it does not have.
     """
     title = getattr(function, "__qualname__", repr(function))
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        hint = "Return a list, which can be kept."
-        raise ConfigError(f"{title} is a generator: it has no result to keep", hint=hint)
-    if inspect.iscoroutinefunction(function):
-        hint = "Memoize a plain function, and call it with 'await asyncio.to_thread(...)'."
-        raise ConfigError(f"{title} is a coroutine function: it has no result to keep", hint=hint)
+    _refuse_without_result(function, title)
     signature = inspect.signature(function)
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     unknown = ignored - signature.parameters.keys()
@@ -110,6 +107,10 @@ def memoized(
     def artifacts() -> ArtifactSet:
         return open_set(set_name, identity)
 
+    @functools.cache
+    def warn(text: str) -> None:
+        _log.warning("Results of %s are not kept: %s", title, text)
+
     def key(*args: P.args, **kwargs: P.kwargs) -> str:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -124,11 +125,25 @@ def memoized(
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> object:
         compute = functools.partial(function, *args, **kwargs)
-        return artifacts().get_or_compute(key(*args, **kwargs), compute, ttl=ttl)
+        try:
+            opened = artifacts()
+        except (NoSpaceError, StoreUnwritableError) as error:
+            warn(f"{error.message}. Hint: {error.hint}")
+            return compute()
+        return opened.get_or_compute(key(*args, **kwargs), compute, ttl=ttl)
 
     made: Any = call
     made.key, made.forget, made.forget_all, made.artifacts = key, forget, forget_all, artifacts
     return cast("Memoized[P, R_co]", made)
+
+
+def _refuse_without_result(function: Callable[..., object], title: str) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        hint = "Return a list, which can be kept."
+        raise ConfigError(f"{title} is a generator: it has no result to keep", hint=hint)
+    if inspect.iscoroutinefunction(function):
+        hint = "Memoize a plain function, and call it with 'await asyncio.to_thread(...)'."
+        raise ConfigError(f"{title} is a coroutine function: it has no result to keep", hint=hint)
 
 
 def _where(function: Callable[..., object], title: str) -> str:

@@ -11,7 +11,7 @@ _COMMANDS = {
     "prune": ("artifacts_prune", "Evict old artifacts, and free what is expired or dead."),
     "verify": ("artifacts_verify", "Read everything again and compare it with its checksums."),
     "compact": ("artifacts_prune", "Free the space of artifacts that are gone."),
-    "export": ("artifacts_carry", "Write a set to safetensors, to a folder, or to a tar file."),
+    "export": ("artifacts_carry", "Write a set to safetensors, or to a folder."),
     "import": ("artifacts_carry", "Bring in an exported set, or tensor files of others."),
 }
 """Command: its module and its short help, which must be the first sentence of its docstring."""

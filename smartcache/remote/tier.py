@@ -61,6 +61,7 @@ _MOST_DOCUMENT: Final = 1 << 28
 MOST_NAME: Final = 4096
 _TRIES: Final = 20
 _MARK: Final = "smartcache.json"
+_MARKED: Final = json.dumps({"format": FORMAT})
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DOCUMENT: Final = re.compile(
@@ -538,7 +539,8 @@ class Tier:
     def documents(self, kind: str | None = None) -> Iterator[tuple[str, str]]:
         """Go through kind and name of all documents.
 
-        DamagedObjectError if a folder of theirs is none: nobody knows then what is needed.
+        What is no folder at the place of one is a document that cannot be read. DamagedObjectError
+        if that of a whole kind is none: nobody knows then what is needed.
         """
         prefix = "documents" if kind is None else f"documents/{kind}"
         seen: set[tuple[str, str]] = set()
@@ -548,7 +550,11 @@ class Tier:
                 seen.add((match[1], match[2]))
                 yield match[1], match[2]
             elif not each.is_file and is_place_of_folder(each.path):
-                raise odd(self.folder or Path(), each.path, "folder")
+                _, *found = each.path.split("/")
+                if len(found) == len(("kind", "name")):
+                    yield found[0], found[1]
+                else:
+                    raise odd(self.folder or Path(), each.path, "folder")
 
     def remove_document(self, kind: str, name: str) -> None:
         """Remove a document; what only it needed goes with the next `gc`."""
@@ -620,7 +626,7 @@ class Tier:
             self._opened,
         )  # fmt: skip
         with self._asking(_MARK):
-            self._put(_MARK, json.dumps({"format": FORMAT}).encode())
+            self._put(_MARK, _MARKED.encode())
         return made
 
     def _refuse_full(self, files: Files) -> None:
@@ -649,14 +655,18 @@ class Tier:
         except MissingObjectError as error:
             if not must_exist:
                 return False
-            hint = f"Run 'smartcache remote add {self.name} {self.url}', or mount its drive."
+            hint = (
+                f"Mount its drive. New: 'smartcache remote add {self.name or 'NAME'} {self.url}'."
+                f" If only its {_MARK} was lost, write it again: {_MARKED}"
+            )
             message = f"{self.url} is not the place of a tier"
             raise TierError(message, hint=hint, tier=self.name) from error
         try:
             version = json.loads(raw)["format"]
         except (ValueError, TypeError, LookupError, RecursionError) as error:
-            message = f"{_MARK} of the tier {self.name} is damaged"
-            raise DamagedObjectError(message, tier=self.name) from error
+            message = f"{_MARK} of {self.url} is damaged"
+            hint = f"If that is a remote of smartcache, write the file again: {_MARKED}"
+            raise DamagedObjectError(message, hint=hint, tier=self.name) from error
         if version != FORMAT:
             message = f"The tier {self.name} has format {version!r}; this smartcache reads {FORMAT}"
             raise TierError(message, hint="Update smartcache.", tier=self.name)

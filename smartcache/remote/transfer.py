@@ -11,6 +11,7 @@ revision), a blob if it is a digest or the beginning of one, else a set or a dat
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -50,6 +51,7 @@ from smartcache.system import Algorithm, reached
 from smartcache.training import dataset_folder
 
 Kind = Literal["repo", "blob", "set", "dataset"]
+_log = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{4,64}")
 _ALIASES: tuple[Algorithm, ...] = ("sha256", "git-sha1")
@@ -530,7 +532,11 @@ def pullable(tier: Tier) -> Iterator[tuple[Kind, str, Document]]:
     found = sorted(tier.documents())
 
     def read(each: tuple[str, str]) -> tuple[tuple[str, str], Document | None]:
-        return each, tier.document(*each)
+        try:
+            return each, tier.document(*each)
+        except DamagedObjectError as error:
+            _log.warning("%s", error)
+            return each, None
 
     documents = dict(in_parallel(read, found))
     for each in found:

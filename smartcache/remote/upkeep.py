@@ -166,7 +166,10 @@ def remove_damaged(tier: Tier, findings: Iterable[Finding]) -> int:
     removed = 0
     for each in findings:
         if each.document is not None:
-            tier.remove_document(*each.document)
+            try:
+                tier.remove_document(*each.document)
+            except DamagedObjectError:  # it is not even in a folder: not ours to remove
+                continue
         elif each.kind == "damaged":
             tier.remove([f"objects/{each.digest[:2]}/{each.digest}"])
         else:

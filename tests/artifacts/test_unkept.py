@@ -104,6 +104,10 @@ class TestDisks:
             def make(number: int) -> np.ndarray:
                 return array(number, SIZE)
 
+            @cache.memoize(name="first")
+            def make_first(number: int) -> np.ndarray:
+                return array(number, SIZE)
+
             make(0)
             with cache.artifacts("latents", fingerprint={}) as latents:
                 latents.put("k0", array(0, SIZE))
@@ -112,10 +116,13 @@ class TestDisks:
                     found = latents.get_or_compute(f"k{number}", partial(array, number, SIZE))
                     assert np.array_equal(found, array(number, SIZE))
                     assert np.array_equal(make(number), array(number, SIZE))
+                    assert np.array_equal(make_first(number), array(number, SIZE))
                 with pytest.raises(ValueError, match="no pixels"):
                     latents.get_or_compute("bad", fail, remember_failures=True)
                 disk.clear()
                 assert "k1" not in latents
+                make_first(1)
+                assert list(make_first.artifacts()) == [make_first.key(1)]
                 assert np.array_equal(latents.get_or_compute("k1", lambda: array(9)), array(9))
                 assert np.array_equal(latents.get("k1"), array(9))
 

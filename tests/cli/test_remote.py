@@ -276,7 +276,9 @@ class TestWhatIsNotOurs:
             "push": ("org/first", "--cache-dir", cache),
             "pull": ("org/first", "--cache-dir", there),
         }  # fmt: skip
-        unread = {"smartcache.json": (), "object": ("add", "ls", "gc")}.get(what, ("add",))
+        unread = {
+            "smartcache.json": (), "object": ("add", "ls", "gc"), "document": ("add", "ls"),
+        }.get(what, ("add",))  # fmt: skip
         before = snapshot(share)
         for word, rest in commands.items():
             is_found = word == "verify" and what in ("object", "document")
@@ -284,6 +286,27 @@ class TestWhatIsNotOurs:
             done = sc("remote", word, "nas", *rest, code=code)
             if code:
                 assert f"{path} is not a" in (done.stdout if is_found else done.error)
+        assert snapshot(share) == before
+
+    def test_one_document_that_cannot_be_read_stops_nothing_else(
+        self, sc: Here, share: Path, cache: Path, there: Path
+    ) -> None:
+        sc("remote", "push", "nas", "org/first", "--cache-dir", cache)
+        (share / "documents/datasets").mkdir()
+        (share / "documents/datasets/etc").symlink_to("/etc")
+        (share / "documents/sets/a.b").mkdir(parents=True)
+        (share / "documents/sets/a.b/00000001.json").write_text("[[[[")
+        before = snapshot(share)
+        done = sc("remote", "ls", "nas")
+        assert "org/first" in done.stdout
+        assert f"Warning: {share}/documents/datasets/etc is not a folder" in done.stderr
+        sc("remote", "pull", "nas", "org/first", "--cache-dir", there)
+        for more in ((), ("--repair", "-y")):
+            assert "datasets/etc" in sc("remote", "verify", "nas", *more, code=3).stdout
+        assert (share / "documents/datasets/etc").is_symlink()
+        (share / "documents/sets/a.b/00000001.json").write_text("[[[[")
+        done = sc("remote", "gc", "nas", "-y", "--older-than", "0s", code=1)
+        assert "nothing is removed" in done.error
         assert snapshot(share) == before
 
     def test_a_folder_of_others_does_not_become_a_remote(self, sc: Here, tmp_path: Path) -> None:
