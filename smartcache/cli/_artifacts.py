@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.errors import BadSetNameError
 from smartcache.sizes import format_size
@@ -28,20 +27,8 @@ if TYPE_CHECKING:
 
 MORE = "More is freed once more of a pack is dead: 'artifacts compact --force' does not wait."
 _MOST_NAMED = 5
-_USAGE = (
-    Column(title="SET", gives_way=True),
-    Column(title="ARTIFACTS", right=True),
-    Column(title="LIVE", right=True),
-    Column(title="ON DISK", right=True),
-    Column(title="CAN BE FREED", right=True),
-    Column(title="USED", right=True),
-)
-_VICTIMS = (
-    Column(title="SET", gives_way=True),
-    Column(title="ARTIFACTS", right=True),
-    Column(title="FREES", right=True),
-    Column(title="WHY"),
-)
+_USAGE = ("SET~", "ARTIFACTS>", "LIVE>", "ON DISK>", "CAN BE FREED>", "USED>")
+_VICTIMS = ("SET~", "ARTIFACTS>", "FREES>", "WHY")
 _REASONS = {
     "removed": "the whole set",
     "deleted": "asked for",

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from smartcache.cli._output import out, terminal_width
-from smartcache.cli._tables import Column, shortened
+from smartcache.cli._tables import shortened
 from smartcache.cli._words import counted, short
 from smartcache.errors import NoSpaceError
 from smartcache.sizes import format_size
@@ -21,18 +21,8 @@ if TYPE_CHECKING:
 MOST_SHOWN = 12
 """Files of a plan that are shown without -v: the largest. So few, and they fit on a screen."""
 _MOST_FOR_ORIGIN = 24
-_TABLE = (
-    Column(title="SOURCE"),
-    Column(title="SIZE", right=True),
-    Column(title="FILE"),
-    Column(title="FROM", gives_way=True),
-)
-_SUMS = (
-    Column(title=""),
-    Column(title="", right=True),
-    Column(title="", right=True),
-    Column(title="", gives_way=True),
-)
+_TABLE = ("SOURCE", "SIZE>", "FILE", "FROM~")
+_SUMS = ("", ">", ">", "~")
 _MEANING: dict[Source, str] = {
     "present": "there already",
     "link": "in the store: linked, no time and no space",

@@ -11,7 +11,7 @@ import click
 from smartcache.cli._command import FILE, size
 from smartcache.cli._failures import BadValueError
 from smartcache.cli._output import out
-from smartcache.cli._tables import Column, text_width
+from smartcache.cli._tables import text_width
 from smartcache.cli._words import counted
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
@@ -28,7 +28,7 @@ MIN_SIZE = "1MiB"
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NAMED = 5
 _MOST_PATHS = 10
-_COPIES = (Column(title="", is_state=True), Column(title=""), Column(title="", gives_way=True))
+_COPIES = ("!", "", "~")
 """Role, program (left out if none has one), path."""
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import TextIO
 
-    from smartcache.cli._tables import Column
-
 Mode = Literal["human", "json", "quiet"]
 Colour = Literal["auto", "always", "never"]
 COLOURS: tuple[Colour, ...] = ("auto", "always", "never")
@@ -119,19 +117,25 @@ class Output:
         sys.stdout.buffer.flush()
 
     def table(
-        self, columns: Sequence[Column], rows: Iterable[Iterable[str]], *, as_talk: bool = False
+        self, titles: Sequence[str], rows: Iterable[Iterable[str]], *, as_talk: bool = False
     ) -> None:
-        """Print a table for people, fitted to the terminal; `as_talk`: shown before a question."""
-        from smartcache.cli._tables import render
+        """Print a table for people, fitted to the terminal; `as_talk`: shown before a question.
+
+        What a column holds is said behind its title: > numbers, ~ paths, which give way, ! states.
+        """
+        from smartcache.cli._tables import Column, render
 
         stream = sys.stderr if as_talk else sys.stdout
         width = terminal_width(stream) if stream.isatty() else None
+        columns = [
+            Column(each.rstrip(">~!"), *(each.endswith(mark) for mark in ">~!")) for each in titles
+        ]
         clean = ([printable(cell) for cell in row] for row in rows)
 
         def paint(text: str, colour: str) -> str:
             return self._styled(text, stream, colour=colour)
 
-        for number, text in enumerate(render(list(columns), clean, width, paint)):
+        for number, text in enumerate(render(columns, clean, width, paint)):
             is_heading = number == 0 and any(column.title for column in columns)
             self._write(stream, f"{self._styled(text, stream, bold=is_heading)}\n", flush=False)
         stream.flush()

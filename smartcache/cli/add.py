@@ -17,7 +17,6 @@ from smartcache.cli._files import Chosen, chosen_files
 from smartcache.cli._output import out
 from smartcache.cli._progress import Share, bars
 from smartcache.cli._session import Session, one_entry
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, named, near, short
 from smartcache.errors import (
     FileSkippedError,
@@ -234,12 +233,7 @@ def _show(results: list[Added], *, dry_run: bool) -> None:
 
 
 def _show_table(taken: list[Added], *, dry_run: bool) -> None:
-    columns = [
-        Column(title="DIGEST"),
-        Column(title="SIZE", right=True),
-        Column(title="OUTCOME"),
-        Column(title="FILE", gives_way=True),
-    ]
+    columns = ("DIGEST", "SIZE>", "OUTCOME", "FILE~")
     if taken:
         rows = (
             [short(each.digest or "-"), format_size(each.size), each.outcome, near(each.path)]

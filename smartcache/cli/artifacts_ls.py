@@ -14,7 +14,6 @@ from smartcache.cli._command import command
 from smartcache.cli._filters import Field, Fields
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
@@ -33,14 +32,7 @@ _FIELDS: Fields[SetInfo] = Fields(
     },
     "Write size>1GB, live>1GB, artifacts<100, used>30d, created<1w or name=NAME.",
 )
-_COLUMNS = (
-    Column(title="SET", gives_way=True),
-    Column(title="ID"),
-    Column(title="ARTIFACTS", right=True),
-    Column(title="LIVE", right=True),
-    Column(title="ON DISK", right=True),
-    Column(title="USED", right=True),
-)
+_COLUMNS = ("SET~", "ID", "ARTIFACTS>", "LIVE>", "ON DISK>", "USED>")
 _LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 

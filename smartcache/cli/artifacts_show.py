@@ -21,7 +21,6 @@ from smartcache.cli._artifacts import (
 from smartcache.cli._command import command
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, clock, counted
 from smartcache.sizes import format_age, format_size
 
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 
 _MOST_SHAPES = 4
 _MOST_FAILURES = 10
-_FIGURES = (Column(title=""), Column(title="", right=True), Column(title="", gives_way=True))
-_VALUES = (Column(title=""), Column(title="", gives_way=True))
+_FIGURES = ("", ">", "~")
+_VALUES = ("", "~")
 
 
 @command(

@@ -11,7 +11,6 @@ from smartcache.cli._command import FILE, asks, command, dry_run
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session, holders, one_entry
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
 from smartcache.errors import (
     BlobInUseError,
@@ -228,11 +227,7 @@ def _refuse_held(store: Store, blob: Blob) -> None:
 
 
 def _show_victims(found: list[tuple[Store, Blob]], *, as_talk: bool) -> None:
-    columns = [
-        Column(title="DIGEST"),
-        Column(title="SIZE", right=True),
-        Column(title="LINKS", right=True),
-    ]
+    columns = ("DIGEST", "SIZE>", "LINKS>")
     rows = ([short(b.digest), format_size(b.size), str(b.links - 1)] for _, b in found)
     out.table(columns, rows, as_talk=as_talk)
 

@@ -8,13 +8,12 @@ import click
 
 from smartcache.cli._command import command
 from smartcache.cli._output import out
-from smartcache.cli._tables import Column
 
 if TYPE_CHECKING:
     from smartcache.cli._session import Session
     from smartcache.config import Resolved
 
-_COLUMNS = (Column(title="SETTING"), Column(title="VALUE", gives_way=True), Column(title="FROM"))
+_COLUMNS = ("SETTING", "VALUE~", "FROM")
 
 
 @command(

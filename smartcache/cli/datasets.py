@@ -20,7 +20,6 @@ from smartcache.cli._failures import FAILED
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, clock, counted, near, short
 from smartcache.errors import (
     DatasetError,
@@ -42,33 +41,11 @@ _MOST_LEFT_OUT = 10
 _MOST_NAMED = 3
 _SINGLE, _SIDE = '[""]', '[".side"]'
 """Fields of an output: that of one which is a single tensor; and where it was trimmed."""
-_ROWS = (
-    Column(title="NAME"),
-    Column(title="ITEMS", right=True),
-    Column(title="READY", right=True),
-    Column(title="OUTPUTS", gives_way=True),
-    Column(title="ON DISK", right=True),
-    Column(title="SOURCES", gives_way=True),
-)
-_SOURCES = (
-    Column(title="  SOURCES", gives_way=True),
-    Column(title="ITEMS", right=True),
-    Column(title="REPEATS", right=True),
-    Column(title="SIDECARS", gives_way=True),
-)
-_PLAN = (
-    Column(title="OUTPUT"),
-    Column(title="READY", right=True),
-    Column(title="TO ENCODE", right=True),
-    Column(title="WHY", gives_way=True),
-)
-_VICTIMS = (
-    Column(title="SET", gives_way=True),
-    Column(title="ARTIFACTS", right=True),
-    Column(title="FREES", right=True),
-    Column(title="WHY", gives_way=True),
-)
-_VALUES = (Column(title=""), Column(title="", gives_way=True))
+_ROWS = ("NAME", "ITEMS>", "READY>", "OUTPUTS~", "ON DISK>", "SOURCES~")
+_SOURCES = ("  SOURCES~", "ITEMS>", "REPEATS>", "SIDECARS~")
+_PLAN = ("OUTPUT", "READY>", "TO ENCODE>", "WHY~")
+_VICTIMS = ("SET~", "ARTIFACTS>", "FREES>", "WHY~")
+_VALUES = ("", "~")
 
 
 @group(

@@ -24,7 +24,6 @@ from smartcache.cli._folders import (
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
 from smartcache.sizes import format_size
 
@@ -38,13 +37,8 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
 _LEAVE = "Leave one out."
-_CHOICE = (
-    Column(title="NO", right=True),
-    Column(title="FREES", right=True),
-    Column(title="FILES", right=True),
-    Column(title="WHAT", gives_way=True),
-)
-_SKIPPED = (Column(title=""), Column(title="", gives_way=True))
+_CHOICE = ("NO>", "FREES>", "FILES>", "WHAT~")
+_SKIPPED = ("", "~")
 
 
 @command(

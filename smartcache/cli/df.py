@@ -11,7 +11,6 @@ from smartcache.cli._command import command
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
@@ -21,19 +20,8 @@ if TYPE_CHECKING:
     SetUsage = list[tuple[SetInfo, int]]
     """Sets, and what can be freed of each."""
 
-_FIGURES = (
-    Column(title=""),
-    Column(title="", right=True),
-    Column(title="", gives_way=True),
-)
-_OWNERS = (
-    Column(title="OWNER", gives_way=True),
-    Column(title="BLOBS", right=True),
-    Column(title="SIZE", right=True),
-    Column(title="ON DISK", right=True),
-    Column(title="ALONE", right=True),
-    Column(title="STATE"),
-)
+_FIGURES = ("", ">", "~")
+_OWNERS = ("OWNER~", "BLOBS>", "SIZE>", "ON DISK>", "ALONE>", "STATE")
 
 
 @command(

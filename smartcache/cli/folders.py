@@ -12,7 +12,6 @@ from smartcache.cli._folders import existing, warn_of
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
@@ -26,14 +25,7 @@ if TYPE_CHECKING:
 _FOR_DOWNLOADS = "for downloads"
 _GIVEN = "given"
 _IGNORED = "ignored"
-_COLUMNS = (
-    Column(title="PROGRAM"),
-    Column(title="HOW"),
-    Column(title="FILES", right=True),
-    Column(title="SIZE", right=True),
-    Column(title="WALKED", right=True),
-    Column(title="FOLDER", gives_way=True),
-)
+_COLUMNS = ("PROGRAM", "HOW", "FILES>", "SIZE>", "WALKED>", "FOLDER~")
 
 
 @group(

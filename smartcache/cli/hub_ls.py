@@ -15,7 +15,6 @@ from smartcache.cli._filters import Field, Fields
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.cli.prune import prunable, say_prunable
 from smartcache.sizes import format_size
@@ -141,16 +140,8 @@ def _show(census: Census, rows: list[Row], held: int, *, revisions: bool) -> Non
         say_prunable(held)
         return
     several = len({row.repo.cache_dir for row in rows}) > 1
-    columns = [
-        Column(title="REPO", gives_way=True),
-        *([Column(title="REVISION")] if revisions else []),
-        Column(title="SIZE", right=True),
-        Column(title="OWN", right=True),
-        Column(title="SHARED", right=True),
-        Column(title="ACCESSED", right=True),
-        Column(title="REFS"),
-        *([Column(title="CACHE")] if several else []),
-    ]
+    columns = ["REPO~", *["REVISION"] * revisions, "SIZE>", "OWN>", "SHARED>", "ACCESSED>", "REFS"]
+    columns += ["CACHE"] * several
     out.table(columns, (_cells(row, several=several) for row in rows))
     _say_totals(census, rows)
     say_prunable(held)

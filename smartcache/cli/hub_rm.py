@@ -13,7 +13,6 @@ from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, stores_if_
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
 from smartcache.sizes import format_size
 
@@ -23,12 +22,7 @@ if TYPE_CHECKING:
     from smartcache.hub import Removal, RemovalPlan, RemovalResult
 
 _MOST_SHOWN = 20
-_COLUMNS = (
-    Column(title="REPO"),
-    Column(title="WHAT"),
-    Column(title="SIZE", right=True),
-    Column(title="FOLDER", gives_way=True),
-)
+_COLUMNS = ("REPO", "WHAT", "SIZE>", "FOLDER~")
 
 
 @command(

@@ -12,7 +12,6 @@ from smartcache.cli._command import command
 from smartcache.cli._output import out
 from smartcache.cli._selection import condition, order, select
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
@@ -70,16 +69,7 @@ def _show(found: Iterator[Found], *, several: bool, verbose: bool) -> None:
         for store, blob in found:
             _show_one(store, blob)
         return
-    columns = [
-        Column(title="DIGEST"),
-        Column(title="SIZE", right=True),
-        Column(title="LINKS", right=True),
-        Column(title="USED", right=True),
-        Column(title="HELD BY", gives_way=True),
-        Column(title="FILE", gives_way=True),
-    ]
-    if several:
-        columns.insert(5, Column(title="VOLUME", gives_way=True))
+    columns = ("DIGEST", "SIZE>", "LINKS>", "USED>", "HELD BY~", *["VOLUME~"] * several, "FILE~")
     count = size = 0
 
     def rows() -> Iterator[list[str]]:

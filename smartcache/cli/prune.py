@@ -13,7 +13,6 @@ from smartcache.cli._command import age, asks, command, size
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
@@ -22,13 +21,7 @@ if TYPE_CHECKING:
     from smartcache.store import PrunePlan, PruneResult, Store, Victim
 
 _MOST_SHOWN = 20
-_COLUMNS = (
-    Column(title="DIGEST"),
-    Column(title="SIZE", right=True),
-    Column(title="FREES", right=True),
-    Column(title="USED", right=True),
-    Column(title="WHY"),
-)
+_COLUMNS = ("DIGEST", "SIZE>", "FREES>", "USED>", "WHY")
 
 
 @command(

@@ -12,7 +12,6 @@ from smartcache.cli._hub import cache_dirs_option, hf_caches
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted, short
 from smartcache.sizes import format_age, format_size
 
@@ -24,24 +23,9 @@ if TYPE_CHECKING:
     from smartcache.remote import GcPlan, GcResult, Remote, Sent, Step, Tier, TierReport
 
 _MOST_SHOWN = 20
-_REMOTES = (
-    Column(title="NAME"),
-    Column(title="CHANGES"),
-    Column(title="PARTS"),
-    Column(title="URL", gives_way=True),
-)
-_CONTENTS = (
-    Column(title="KIND"),
-    Column(title="OBJECTS", right=True),
-    Column(title="SIZE", right=True),
-    Column(title="NAME", gives_way=True),
-)
-_STEPS = (
-    Column(title="KIND"),
-    Column(title="TO MOVE", right=True),
-    Column(title="THERE", right=True),
-    Column(title="NAME", gives_way=True),
-)
+_REMOTES = ("NAME", "CHANGES", "PARTS", "URL~")
+_CONTENTS = ("KIND", "OBJECTS>", "SIZE>", "NAME~")
+_STEPS = ("KIND", "TO MOVE>", "THERE>", "NAME~")
 
 
 @group(

@@ -23,7 +23,6 @@ from smartcache.cli._folders import (
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -144,8 +143,8 @@ def _show_section(section: Section, *, commands: Sequence[str]) -> None:
     out.heading(section.title)
     if section.rows:
         *numbers, label = section.columns
-        columns = [Column(title=title, right=True) for title in numbers]
-        out.table([*columns, Column(title=label, gives_way=True)], section.rows)
+        titles = [*(f"{title}>" for title in numbers), f"{label}~"]
+        out.table(titles, section.rows)
     for note in section.notes:
         # Not wrapped: it can be pasted.
         is_command = any(command in note for command in filter(None, commands))

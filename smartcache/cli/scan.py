@@ -27,7 +27,6 @@ from smartcache.cli._folders import (
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
 from smartcache.cli.prune import prunable, say_prunable
 from smartcache.sizes import format_age, format_size
@@ -38,15 +37,7 @@ if TYPE_CHECKING:
     from smartcache.folders import Figures, Group, Scan
 
 _GROUPS = 10
-_FOLDERS = (
-    Column(title="PROGRAM"),
-    Column(title="FILES", right=True),
-    Column(title="SIZE", right=True),
-    Column(title="ON DISK", right=True),
-    Column(title="SHARED", right=True),
-    Column(title="DUPLICATE", right=True),
-    Column(title="FOLDER", gives_way=True),
-)
+_FOLDERS = ("PROGRAM", "FILES>", "SIZE>", "ON DISK>", "SHARED>", "DUPLICATE>", "FOLDER~")
 
 
 @command(
@@ -124,7 +115,7 @@ def _show_places(only: tuple[str, ...]) -> None:
     whose = f"of {', '.join(only)} " if only else ""
     out.line(f"No model folder {whose}was found. Looked at:")
     rows = [[f"  {name}", from_home(path)] for name, path in places() if not only or name in only]
-    out.table((Column(title=""), Column(title="", gives_way=True)), rows)
+    out.table(("", "~"), rows)
     out.line("Name a folder to scan it: smartcache scan FOLDER")
 
 

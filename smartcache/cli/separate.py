@@ -14,7 +14,6 @@ from smartcache.cli._hub import stores_if_any
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
 from smartcache.cli.prune import prunable, say_prunable
 from smartcache.errors import StoreError
@@ -26,11 +25,7 @@ if TYPE_CHECKING:
     from smartcache.store import Separated, SeparatePlan, Store
 
 _MOST_SHOWN = 20
-_COLUMNS = (
-    Column(title="WHAT"),
-    Column(title="SIZE", right=True),
-    Column(title="FILE", gives_way=True),
-)
+_COLUMNS = ("WHAT", "SIZE>", "FILE~")
 _WORDS = {"copy": "give own bytes", "mode": "make writable"}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smartcache.cli._output import out
-from smartcache.cli._tables import Column
 from smartcache.cli._words import counted
 from smartcache.sizes import format_size
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from smartcache.cli._session import Session
     from smartcache.store import Store
 
-_COLUMNS = (Column(title=""), Column(title="", gives_way=True))
+_COLUMNS = ("", "~")
 
 
 def show_status(session: Session) -> None:

@@ -13,7 +13,6 @@ from smartcache.cli._failures import FAILED, BadUsageError, BadValueError
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
-from smartcache.cli._tables import Column
 from smartcache.cli._words import clock, counted
 from smartcache.errors import NothingToUndoError
 from smartcache.sizes import format_size
@@ -118,15 +117,7 @@ def _show_history(history: list[Entry], *, several: bool) -> None:
     if not history:
         out.line("There is nothing to undo.")
         return
-    columns = [
-        Column(title="ID"),
-        Column(title="WHEN"),
-        Column(title="FILES", right=True),
-        Column(title="SIZE", right=True),
-        Column(title="WHAT", gives_way=True),
-    ]
-    if several:
-        columns.append(Column(title="VOLUME", gives_way=True))
+    columns = ("ID", "WHEN", "FILES>", "SIZE>", "WHAT~", *["VOLUME~"] * several)
     rows = (
         [
             each.id,
@@ -189,11 +180,7 @@ def _summary(plans: list[tuple[Store, UndoPlan]]) -> str:
 def _show_plan(plans: list[tuple[Store, UndoPlan]], *, verbose: bool, as_talk: bool) -> None:
     changes = _changes(plans)
     shown = changes if verbose else changes[:_MOST_SHOWN]
-    columns = [
-        Column(title="WHAT"),
-        Column(title="SIZE", right=True),
-        Column(title="FILE", gives_way=True),
-    ]
+    columns = ("WHAT", "SIZE>", "FILE~")
     rows = ([_word(c), format_size(c.size), str(c.path)] for c in shown)
     out.table(columns, rows, as_talk=as_talk)
     if len(changes) > len(shown):
