@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._words import ago, counted, short
@@ -105,15 +106,7 @@ def label(info: SetInfo | SetVerifyReport) -> str:
 def entry(info: SetInfo) -> dict[str, object]:
     """Return a set for programs."""
     return {
-        "name": info.name,
-        "id": info.id,
-        "path": info.path,
-        "created_at": info.created_at,
-        "used_at": info.used_at,
-        "artifacts": info.artifacts,
-        "live": info.live,
-        "on_disk": info.on_disk,
-        "options": info.options,
+        **picked(info, "name id path created_at used_at artifacts live on_disk options"),
         "fingerprint": None if info.fingerprint is None else info.fingerprint.to_json(),
         "problem": info.problem,
     }
@@ -226,9 +219,7 @@ def usage_documents(usage: Iterable[tuple[SetInfo, int]]) -> list[dict[str, obje
     return [
         {
             "name": info.full_name,
-            "artifacts": info.artifacts,
-            "live": info.live,
-            "on_disk": info.on_disk,
+            **picked(info, "artifacts live on_disk"),
             "reclaimable": freeable,
             "used_at": info.used_at,
             "problem": info.problem,
@@ -266,10 +257,7 @@ def report_documents(reports: Iterable[SetVerifyReport]) -> list[dict[str, objec
         {
             "name": f"{report.name}/{report.id}",
             "items": report.artifacts,
-            "read_size": report.read_size,
-            "damage": report.damage,
-            "damaged": report.damaged,
-            "cure": report.cure,
+            **picked(report, "read_size damage damaged cure"),
         }
         for report in reports
     ]
@@ -316,10 +304,4 @@ def plan_document(plan: SetPlan, result: SetResult | None) -> dict[str, object]:
 
 
 def _victim(victim: SetVictim) -> dict[str, object]:
-    return {
-        "set": victim.info.full_name,
-        "reason": victim.reason,
-        "artifacts": victim.artifacts,
-        "size": victim.size,
-        "keys": victim.keys,
-    }
+    return {"set": victim.info.full_name, **picked(victim, "reason artifacts size keys")}

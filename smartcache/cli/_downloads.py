@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from smartcache.cli._json import picked
 from smartcache.cli._output import out, terminal_width
 from smartcache.cli._tables import shortened
 from smartcache.cli._words import counted, short
@@ -174,28 +174,18 @@ def plan_document(plan: DownloadPlan, result: DownloadResult | None) -> dict[str
     from smartcache.hub import DownloadResult
 
     known = {} if result is None else _digests(plan)
-    done = fields_of(DownloadResult(path="") if result is None else result)
+    done = picked(DownloadResult(path="") if result is None else result)
     return {
         "repo": plan.repo.id,
         "type": plan.repo.type,
         "revision": plan.revision,
         "commit": plan.commit,
         "files": [_file_document(each, known) for each in plan.files],
-        "present_size": plan.present_size,
-        "saved_size": plan.saved_size,
-        "tier_size": plan.tier_size,
-        "fetch_size": plan.fetch_size,
-        "needed_size": plan.needed_size,
-        "unproven_size": plan.unproven_size,
+        **picked(plan, "present_size saved_size tier_size fetch_size needed_size unproven_size"),
         "dry_run": result is None,
         **done,
         "path": done["path"] or None,
     }
-
-
-def fields_of(result: FileChanges) -> dict[str, object]:
-    """Return what was done to files, by name."""
-    return {field.name: getattr(result, field.name) for field in fields(result)}
 
 
 def _file_document(each: PlannedFile, known: dict[str, str]) -> dict[str, object]:

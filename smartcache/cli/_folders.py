@@ -10,6 +10,7 @@ import click
 
 from smartcache.cli._command import FILE, size
 from smartcache.cli._failures import BadValueError
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._tables import text_width
 from smartcache.cli._words import counted
@@ -19,7 +20,7 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders import Copy, Group, ModelFolder, Problem
+    from smartcache.folders import Copy, Group, Problem
     from smartcache.report.naming import Naming
     from smartcache.report.roles import Role
 
@@ -173,9 +174,7 @@ def group_document(group: Group, naming: Naming, *, is_likely: bool = False) -> 
         "digest": None if is_likely else group.digest,
         "name": known.name,
         "title": known.title,
-        "size": group.size,
-        "freeable": group.freeable,
-        "elsewhere": group.elsewhere,
+        **picked(group, "size freeable elsewhere"),
         "copies": [_copy_document(group, copy, role) for copy, role in roles(group)],
     }
 
@@ -185,26 +184,11 @@ def _copy_document(group: Group, copy: Copy, role: Role) -> dict[str, object]:
     return {
         "role": role,
         "reason": next((each.reason for each in skips), None),
-        "filesystem": copy.filesystem,
-        "inode": copy.inode,
-        "links": copy.links,
-        "outside_names": copy.outside_names,
-        "allocated": copy.allocated,
-        "mtime_ns": copy.mtime_ns,
-        "is_blob": copy.is_blob,
-        "shares_with": copy.shares_with,
+        **picked(
+            copy, "filesystem inode links outside_names allocated mtime_ns is_blob shares_with"
+        ),
         "names": [
             {"path": name.path, "folder": name.folder.path, "program": name.folder.program}
             for name in copy.names
         ],
-    }
-
-
-def folder_document(folder: ModelFolder) -> dict[str, object]:
-    """Return a folder for programs."""
-    return {
-        "path": folder.path,
-        "program": folder.program,
-        "found_by": folder.found_by,
-        "is_given": folder.is_given,
     }

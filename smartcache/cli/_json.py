@@ -36,6 +36,12 @@ def plain(value: object) -> object:
     return value
 
 
+def picked(value: object, names: str = "") -> dict[str, object]:
+    """Return attributes of a value, by their names; without names, the fields of a dataclass."""
+    wanted = names.split() or [field.name for field in fields(value)]  # type: ignore[arg-type]
+    return {name: getattr(value, name) for name in wanted}
+
+
 _FORMS: dict[type, Callable[[Any], object]] = {
     Enum: lambda value: value.name.lower(),
     datetime: lambda value: value.isoformat(timespec="seconds").replace("+00:00", "Z"),

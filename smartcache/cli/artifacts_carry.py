@@ -9,6 +9,7 @@ import click
 from smartcache.cli._artifacts import all_sets, one, sets_to_fill
 from smartcache.cli._command import FILE, command, dry_run, size
 from smartcache.cli._failures import FAILED, BadUsageError, BadValueError
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -189,9 +190,7 @@ def _show(
             "dry_run": result is None,
             "sets": plan.sets,
             "path": plan.path,
-            "artifacts": done.artifacts,
-            "size": done.size,
-            "kept": done.kept,
+            **picked(done, "artifacts size kept"),
             "problems": problems,
         },
         ids=lambda: ids,

@@ -19,6 +19,7 @@ from smartcache.cli._artifacts import (
     shape_of,
 )
 from smartcache.cli._command import command
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._words import ago, clock, counted
@@ -74,18 +75,11 @@ def _show_set(sets: ArtifactSets, info: SetInfo) -> None:
             human=lambda: _say_set(info, stats, kinds, failures),
             document=lambda: {
                 **entry(info),
-                "dead": stats.dead,
-                "packs": stats.packs,
-                "saved": stats.saved,
-                "pinned": stats.pinned,
+                **picked(stats, "dead packs saved pinned"),
                 "structures": [[_part(part) for part in parts] for parts in kinds],
                 "failures": [
-                    {
-                        "key": each.key,
-                        "reason": each.reason,
-                        "count": each.count,
-                        "failed_at": datetime.fromtimestamp(each.failed_at, UTC),
-                    }
+                    picked(each, "key reason count")
+                    | {"failed_at": datetime.fromtimestamp(each.failed_at, UTC)}
                     for each in failures
                 ],
             },
@@ -167,12 +161,7 @@ def _show_artifact(info: SetInfo, found: ArtifactInfo) -> None:
         human=lambda: _say_artifact(info, found),
         document=lambda: {
             "set": info.full_name,
-            "key": found.key,
-            "created_at": found.created_at,
-            "used_at": found.used_at,
-            "expires_at": found.expires_at,
-            "is_pinned": found.is_pinned,
-            "size": found.size,
+            **picked(found, "key created_at used_at expires_at is_pinned size"),
             "parts": [_part(part) for part in found.parts],
             "metadata": readable(found.metadata.value),
         },
@@ -219,13 +208,6 @@ def _text(part: Shown) -> str:
 
 
 def _part(part: Shown) -> dict[str, object]:
-    spec = part.tensor
-    if spec is None:
+    if part.tensor is None:
         return {"name": part.name, "value": readable(part.value), "problem": part.problem}
-    return {
-        "name": part.name,
-        "kind": spec.kind,
-        "dtype": spec.dtype,
-        "shape": spec.shape,
-        "nbytes": spec.nbytes,
-    }
+    return {"name": part.name, **picked(part.tensor, "kind dtype shape nbytes")}

@@ -21,6 +21,7 @@ from smartcache.cli._folders import (
     show_blocks,
     warn_of,
 )
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -332,10 +333,7 @@ def _document(
         "groups": [_group_document(each, naming) for each in plan.groups],
         "files": plan.files,
         "planned_size": plan.freed_size,
-        "kinds": plan.kinds,
-        "new_volumes": plan.new_volumes,
-        "read_only": plan.read_only,
-        "permissions": plan.permissions,
+        **picked(plan, "kinds new_volumes read_only permissions"),
         "skipped": skipped,
         "busy": found.busy,
         "problems": found.problems,
@@ -350,11 +348,5 @@ def _document(
 
 
 def _group_document(each: GroupPlan, naming: Naming) -> dict[str, object]:
-    return {
-        **group_document(each.group, naming),
-        "kind": each.kind,
-        "survivor": each.survivor,
-        "replaced": each.replaced,
-        "skipped": each.skipped,
-        "freed_size": each.freed_size,
-    }
+    document = picked(each, "kind survivor replaced skipped freed_size")
+    return {**group_document(each.group, naming), **document}

@@ -8,6 +8,7 @@ import click
 
 from smartcache.cli._artifacts import show_usage, usage_documents, usage_rows, warn_of_problems
 from smartcache.cli._command import command
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -112,20 +113,8 @@ def _owner_rows(usage: StoreUsage) -> list[list[str]]:
 
 def _store_document(usage: StoreUsage, sets: SetUsage) -> dict[str, object]:
     return {
-        "root": usage.root,
-        "blobs": usage.blobs,
-        "logical": usage.logical,
-        "physical": usage.physical,
-        "shared": usage.shared,
-        "only_smartcache": usage.only_smartcache,
+        **picked(usage, "root blobs logical physical shared only_smartcache reclaimable saved"),
+        **picked(usage, "bad tmp sets index total is_rebuilt owners"),
         "reclaimable": _reclaimable(usage, sets),
-        "saved": usage.saved,
-        "bad": usage.bad,
-        "tmp": usage.tmp,
-        "sets": usage.sets,
-        "index": usage.index,
-        "total": usage.total,
-        "is_rebuilt": usage.is_rebuilt,
-        "owners": usage.owners,
         "artifact_sets": usage_documents(sets),
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import click
 
 from smartcache.cli._command import FILE, command
 from smartcache.cli._failures import FAILED
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.errors import StoreError
@@ -117,23 +117,8 @@ def _show_finding(finding: Finding) -> None:
 
 
 def _document(place: Place) -> dict[str, object]:
-    mount = place.mount
     return {
-        "path": place.path,
-        "role": place.role,
-        "is_present": place.is_present,
-        "filesystem": place.filesystem,
-        "free": place.free,
-        "mount": {
-            "point": mount.point,
-            "fstype": mount.fstype,
-            "source": mount.source,
-            "family": mount.family,
-            "is_read_only": mount.is_read_only,
-            "options": mount.options,
-        },
-        "abilities": None
-        if place.abilities is None
-        else {each.name: getattr(place.abilities, each.name) for each in fields(place.abilities)},
-        "findings": place.findings,
+        **picked(place, "path role is_present filesystem free"),
+        "mount": picked(place.mount, "point fstype source family is_read_only options"),
+        **picked(place, "abilities findings"),
     }

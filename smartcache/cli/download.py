@@ -14,7 +14,6 @@ from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._downloads import (
     cautions,
     commit_in,
-    fields_of,
     plan_document,
     say_changes,
     show_plan,
@@ -27,6 +26,7 @@ from smartcache.cli._hub_failures import (
     is_refusal,
     words_for,
 )
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -348,7 +348,7 @@ class _Run:
             "files": None, "present_size": None, "saved_size": 0, "fetch_size": 0,
             "tier_size": 0,
             "needed_size": 0, "unproven_size": None, "dry_run": False, "warnings": [note],
-            **fields_of(DownloadResult(path=path)),
+            **picked(DownloadResult(path=path)),
         }  # fmt: skip
         out.show(human=lambda: out.line(path), document=lambda: document, ids=lambda: [path])
 

@@ -9,6 +9,7 @@ import click
 
 from smartcache.cli._command import FILE, command, group
 from smartcache.cli._folders import existing, warn_of
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -153,15 +154,8 @@ def _how(folder: KnownFolder, scanned: set[Path], left_alone: Ignored) -> str:
 
 
 def _document(each: KnownFolder, how: str) -> dict[str, object]:
-    return {
-        "how": how,
-        "path": each.path,
-        "program": each.program,
-        "is_given": how == _GIVEN,
-        "walked_at": each.walked_at,
-        "files": each.files,
-        "size": each.size,
-    }
+    document = picked(each, "path program is_given walked_at files size")
+    return {"how": how, **document, "is_given": how == _GIVEN}
 
 
 def _show(known: list[tuple[str, KnownFolder]], patterns: tuple[str, ...]) -> None:

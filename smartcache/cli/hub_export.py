@@ -11,6 +11,7 @@ import click
 from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._failures import DAMAGED, BadUsageError
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -146,8 +147,5 @@ def _document(plan: ExportPlan, path: Path, *, dry_run: bool) -> dict[str, objec
             for each in plan.manifest.repos
         ],
         "blobs": len(plan.manifest.contents()),
-        "size": plan.size,
-        "files": plan.files,
-        "files_size": plan.files_size,
-        "partial": plan.partial,
+        **picked(plan, "size files files_size partial"),
     }

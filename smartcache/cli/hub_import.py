@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smartcache.cli._command import FILE, command, dry_run
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -59,7 +60,7 @@ def import_command(
     run the same command again to continue. Nothing is written if there is not enough room. - is the
     standard input.
     """
-    from smartcache.cli._downloads import fields_of, say_changes
+    from smartcache.cli._downloads import say_changes
     from smartcache.hub import FileChanges, default_cache_dir, plan_import
 
     place = sys.stdin.buffer if str(bundle) == _STREAM else bundle
@@ -82,7 +83,7 @@ def import_command(
                 )
         out.show(
             human=lambda: _say(plan, dry_run=dry_run),
-            document=lambda: {**_document(plan, dry_run=dry_run), **fields_of(changes)},
+            document=lambda: {**_document(plan, dry_run=dry_run), **picked(changes)},
             ids=lambda: [
                 f"{each.repo}@{commit}" for each in plan.manifest.repos for commit in each.revisions
             ],
@@ -114,10 +115,5 @@ def _document(plan: ImportPlan, *, dry_run: bool) -> dict[str, object]:
             {"type": each.repo.type, "id": each.repo.id, "revisions": sorted(each.revisions)}
             for each in plan.manifest.repos
         ],
-        "files": plan.files,
-        "new_size": plan.new_size,
-        "known_size": plan.known_size,
-        "present_size": plan.present_size,
-        "refs": plan.refs,
-        "replaced": plan.replaced,
+        **picked(plan, "files new_size known_size present_size refs replaced"),
     }

@@ -13,6 +13,7 @@ import click
 from smartcache.cli._command import command
 from smartcache.cli._filters import Field, Fields
 from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
 from smartcache.cli._words import ago, counted, short
@@ -202,9 +203,7 @@ def _entry(row: Row) -> dict[str, object]:
         "own_size": row.share.own,
         "shared_size": row.share.shared,
         "in_store_size": row.share.in_store,
-        "accessed_at": row.accessed_at,
-        "modified_at": row.modified_at,
-        "refs": row.refs,
+        **picked(row, "accessed_at modified_at refs"),
         "cache_dir": repo.cache_dir,
     }
     if row.revision is not None:

@@ -8,6 +8,7 @@ import click
 
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import FAILED
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -183,10 +184,7 @@ def _ejection(plan: EjectPlan) -> dict[str, object]:
     return {
         "root": plan.root,
         "files": [change.path for change in plan.changes] + [link.path for link in plan.links],
-        "needed_size": plan.needed_size,
-        "free_size": plan.free_size,
-        "freed_size": plan.freed_size,
-        "pinned_only": plan.pinned_only,
+        **picked(plan, "needed_size free_size freed_size pinned_only"),
         "artifact_sets": sets,
         "datasets": datasets,
         "artifact_sets_size": plan.sets_size,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from smartcache.cli._command import command
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._selection import condition, order, select
 from smartcache.cli._session import Session
@@ -16,8 +17,6 @@ from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from smartcache.cli._selection import Found, Test
     from smartcache.store import Blob, Store
 
@@ -120,16 +119,8 @@ def _show_one(store: Store, blob: Blob) -> None:
 
 def _document(found: Found, *, verbose: bool) -> dict[str, object]:
     store, blob = found
-    document: dict[str, object] = {
-        "digest": blob.digest,
-        "size": blob.size,
-        "allocated": blob.allocated,
-        "links": blob.links - 1,
-        "trust": blob.trust,
-        "added_at": blob.added_at,
-        "used_at": blob.used_at,
-        "root": store.root,
-    }
+    document = picked(blob, "digest size allocated links trust added_at used_at")
+    document |= {"links": blob.links - 1, "root": store.root}
     if verbose:
         document["aliases"] = store.aliases_of(blob)
         document["paths"] = [{"path": li.path, "kind": li.kind} for li in store.links_of(blob)]
@@ -159,23 +150,14 @@ def dir_command(session: Session, *, verbose: bool) -> None:
     from smartcache.store import Layout
 
     layout = Layout(session.settings.home)
-    paths: dict[str, Path] = {
-        "root": layout.root,
-        "index": layout.index,
-        "journal": layout.journal,
-        "blobs": layout.blobs,
-        "sets": layout.sets,
-        "bad": layout.bad,
-        "config": config_file(),
-    }
-    document = {**paths, "exists": layout.exists()}
+    paths = {**picked(layout, "root index journal blobs sets bad"), "config": config_file()}
     out.show(
         human=lambda: _show_paths(paths) if verbose else out.names([layout.root]),
-        document=lambda: document,
+        document=lambda: {**paths, "exists": layout.exists()},
         ids=lambda: [layout.root],
     )
 
 
-def _show_paths(paths: dict[str, Path]) -> None:
+def _show_paths(paths: dict[str, object]) -> None:
     for name, path in paths.items():
         out.line(f"{name + ':':9}{path}")

@@ -10,6 +10,7 @@ import click
 
 from smartcache.cli._artifacts import show_plan
 from smartcache.cli._command import age, asks, command, size
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -221,14 +222,7 @@ def _document(pruning: _Pruning, *, dry_run: bool) -> dict[str, object]:
     return {
         "dry_run": dry_run,
         "victims": [
-            {
-                "digest": victim.digest,
-                "size": victim.size,
-                "allocated": victim.allocated,
-                "reason": victim.reason,
-                "used_at": victim.used_at,
-                "root": store.root,
-            }
+            {**picked(victim, "digest size allocated reason used_at"), "root": store.root}
             for store, plan in pruning.blobs
             for victim in plan.victims
         ],
@@ -245,12 +239,7 @@ def _document(pruning: _Pruning, *, dry_run: bool) -> dict[str, object]:
 def _sets_document(plan: SetPlan | None, result: SetResult | None) -> dict[str, object]:
     return {
         "victims": [
-            {
-                "name": victim.info.full_name,
-                "reason": victim.reason,
-                "artifacts": victim.artifacts,
-                "size": victim.size,
-            }
+            {"name": victim.info.full_name, **picked(victim, "reason artifacts size")}
             for victim in (plan.victims if plan else ())
         ],
         "planned_size": plan.freed_size if plan else 0,

@@ -9,6 +9,7 @@ import click
 from smartcache.cli._command import FILE, age, asks, command, dry_run, group
 from smartcache.cli._failures import DAMAGED, BadUsageError, BadValueError
 from smartcache.cli._hub import cache_dirs_option, hf_caches
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -313,10 +314,7 @@ def _move(session: Session, tier: Tier, steps: list[Step], verb: str, *, dry_run
             "url": tier.url,
             "items": [
                 {
-                    "kind": step.kind,
-                    "name": step.name,
-                    "size": step.size,
-                    "there_size": step.there_size,
+                    **picked(step, "kind name size there_size"),
                     "objects": sent.objects,
                     "moved_size": sent.size,
                     "skipped": sent.skipped,
@@ -385,23 +383,13 @@ def verify_command(ctx: click.Context, *, name: str, fast: bool, repair: bool, y
         document=lambda: {
             "has_damage": bool(report.findings),
             "fast": fast,
-            **_fields(report),
+            **picked(report),
             "removed": removed,
         },
         ids=lambda: [each.digest or each.needed_by[0] for each in report.findings],
     )
     if report.findings:
         ctx.exit(DAMAGED)
-
-
-def _fields(report: TierReport) -> dict[str, object]:
-    return {
-        "documents": report.documents,
-        "objects": report.objects,
-        "size": report.size,
-        "read_size": report.read_size,
-        "findings": report.findings,
-    }
 
 
 def _say_verified(report: TierReport, removed: int, *, fast: bool) -> None:
@@ -472,9 +460,7 @@ def gc_command(*, name: str, older_than: timedelta, dry_run: bool, yes: bool) ->
             "leftovers": [each.path for each in plan.leftovers],
             "foreign": plan.foreign,
             "planned_size": plan.freed_size,
-            "kept_size": plan.kept_size,
-            "young": plan.young,
-            "young_size": plan.young_size,
+            **picked(plan, "kept_size young young_size"),
             "removed": 0 if result is None else result.removed,
             "freed_size": 0 if result is None else result.freed_size,
             "kept": 0 if result is None else result.kept,

@@ -16,10 +16,10 @@ from smartcache.cli._folders import (
     MIN_SIZE,
     chooses_folders,
     existing,
-    folder_document,
     in_quotes,
     warn_of,
 )
+from smartcache.cli._json import picked
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -153,21 +153,9 @@ def _show_section(section: Section, *, commands: Sequence[str]) -> None:
 
 def _document(report: Report, warnings: list[str]) -> dict[str, object]:
     return {
-        "at": report.at,
-        "folders": [folder_document(folder) for folder in report.folders],
-        "total": report.total,
-        "programs": report.programs,
-        "kinds": report.kinds,
-        "repos": report.repos,
-        "most_shared": report.most_shared,
-        "across": report.across,
-        "elsewhere": report.elsewhere,
+        **picked(report, "at folders total programs kinds repos most_shared across elsewhere"),
         "left": report.left,
         "artifact_sets": usage_documents(report.artifact_sets),
-        "prunable": report.prunable,
-        "disks": report.disks,
-        "min_size": report.min_size,
-        "uncompared": report.uncompared,
-        "problems": report.problems,
+        **picked(report, "prunable disks min_size uncompared problems"),
         "warnings": [*warnings, *report.warnings],
     }

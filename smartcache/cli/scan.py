@@ -16,7 +16,6 @@ from smartcache.cli._folders import (
     chooses_files,
     copy_rows,
     existing,
-    folder_document,
     group_document,
     heading,
     in_quotes,
@@ -24,6 +23,7 @@ from smartcache.cli._folders import (
     show_blocks,
     warn_of,
 )
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -220,30 +220,14 @@ def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
         "folders": [_figures(each) for each in found.folders],
         "total": _figures(found.total),
         "groups": [
-            group_document(group, naming, is_likely=found.is_quick)
-            for group in _largest(found, None)
+            group_document(each, naming, is_likely=found.is_quick) for each in _largest(found, None)
         ],
-        "freeable": found.freeable,
-        "elsewhere": found.elsewhere,
-        "editable": found.editable,
-        "left": found.left,
-        "min_size": found.min_size,
-        "is_quick": found.is_quick,
-        "hashed": found.hashed,
-        "busy": found.busy,
-        "unfinished": found.unfinished,
-        "problems": found.problems,
+        **picked(found, "freeable elsewhere editable left min_size is_quick hashed busy"),
+        **picked(found, "unfinished problems"),
         "warnings": [*warnings, *found.warnings],
     }
 
 
 def _figures(each: Figures) -> dict[str, object]:
-    figures: dict[str, object] = {
-        "files": each.files,
-        "logical": each.logical,
-        "physical": each.physical,
-        "shared": each.shared,
-        "freeable": each.freeable,
-        "seen_at": each.seen_at,
-    }
-    return figures if each.folder is None else {**folder_document(each.folder), **figures}
+    figures = picked(each, "files logical physical shared freeable seen_at")
+    return figures if each.folder is None else {**picked(each.folder), **figures}

@@ -11,6 +11,7 @@ import click
 from smartcache.cli._command import FILE, asks, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._hub import stores_if_any
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -130,9 +131,7 @@ def _document(plan: SeparatePlan, results: list[Separated], *, dry_run: bool) ->
         "dry_run": dry_run,
         "files": [
             {
-                "path": file.path,
-                "what": file.what,
-                "size": file.size,
+                **picked(file, "path what size"),
                 "is_separated": problems.get(file.path) == "",
                 "problem": problems.get(file.path, ""),
             }

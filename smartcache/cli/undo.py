@@ -10,6 +10,7 @@ import click
 
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import FAILED, BadUsageError, BadValueError
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -101,16 +102,7 @@ def _list(history: list[Entry], *, several: bool) -> None:
 
 
 def _entry(entry: Entry) -> dict[str, object]:
-    each = entry.summary
-    return {
-        "id": each.id,
-        "label": each.label,
-        "at": each.at,
-        "changes": each.changes,
-        "size": each.size,
-        "ops": each.ops,
-        "root": entry.store.root,
-    }
+    return {**picked(entry.summary, "id label at changes size ops"), "root": entry.store.root}
 
 
 def _show_history(history: list[Entry], *, several: bool) -> None:
@@ -223,10 +215,7 @@ def _document(
         changes.append(
             {
                 "id": change.batch,
-                "op": change.op,
-                "path": change.path,
-                "digest": change.digest,
-                "size": change.size,
+                **picked(change, "op path digest size"),
                 "is_undone": outcome is not None and outcome.is_undone,
                 "outcome": None if outcome is None else outcome.outcome,
                 "note": "" if outcome is None else outcome.note,

@@ -9,6 +9,7 @@ import click
 from smartcache.cli._artifacts import damaged_sets, report_documents, say_damage
 from smartcache.cli._command import asks, command
 from smartcache.cli._failures import DAMAGED, BadUsageError
+from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -125,17 +126,8 @@ def _show(
 def _document(store: Store, report: VerifyReport) -> dict[str, object]:
     return {
         "root": store.root,
-        "is_full": report.is_full,
-        "has_damage": report.has_damage,
-        "blobs": report.blobs,
-        "hashed_size": report.hashed_size,
-        "damaged": report.damaged,
-        "missing": report.missing,
-        "unindexed": report.unindexed,
-        "stray": report.stray,
-        "writable": report.writable,
-        "dead_links": report.dead_links,
-        "healed": report.healed,
+        **picked(report, "is_full has_damage blobs hashed_size damaged missing unindexed stray"),
+        **picked(report, "writable dead_links healed"),
     }
 
 
