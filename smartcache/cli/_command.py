@@ -213,28 +213,15 @@ def lazy_group(
 
 
 def _common() -> list[click.Parameter]:
-    as_json = click.Option(
-        ["--json", "json_"],
-        is_flag=True,
-        expose_value=False,
-        callback=_set_mode,
-        help="Print one JSON document.",
+    options = (
+        (["--json", "json_"], "Print one JSON document."),
+        (["-q", "--quiet"], "Print ids only, one per line."),
+        (["-0", "--null"], "Like -q, each id ended by a NUL byte, for 'xargs -0'."),
     )
-    quiet = click.Option(
-        ["-q", "--quiet"],
-        is_flag=True,
-        expose_value=False,
-        callback=_set_mode,
-        help="Print ids only, one per line.",
-    )
-    null = click.Option(
-        ["-0", "--null"],
-        is_flag=True,
-        expose_value=False,
-        callback=_set_mode,
-        help="Like -q, each id ended by a NUL byte, for 'xargs -0'.",
-    )
-    return [as_json, quiet, null]
+    return [
+        click.Option(names, is_flag=True, expose_value=False, callback=_set_mode, help=text)
+        for names, text in options
+    ]
 
 
 def _set_mode(_: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -35,6 +35,8 @@ class Field(Generic[_T]):
 
     kind: Literal["size", "time", "number", "word", "words"]
     value: Callable[[_T], object]
+    choices: tuple[str, ...] = ()
+    """Of a word: all that there are."""
 
 
 class Fields(Generic[_T]):
@@ -58,6 +60,8 @@ class Fields(Generic[_T]):
     def _test(self, name: str, sign: str, value: str) -> Callable[[_T], bool] | None:
         field = self._fields.get(self._known(name))
         if field is None or (field.kind in ("word", "words") and sign not in _EQUALITY):
+            return None
+        if field.choices and value not in field.choices:
             return None
         if field.kind == "word":
             return lambda row: (field.value(row) == value) == (sign != "!=")
@@ -87,10 +91,14 @@ class Fields(Generic[_T]):
 
     def sorted(self, rows: Iterable[_T], order: tuple[str, bool]) -> list[_T]:
         """Return rows in an order; those that are equal stay as they are."""
-        field = self._fields[order[0]]
+        return sorted(rows, key=self.key(order[0]), reverse=order[1])
+
+    def key(self, name: str) -> Callable[[_T], float | str]:
+        """Return what rows are compared by."""
+        field = self._fields[name]
         if field.kind in ("word", "words"):
-            return sorted(rows, key=lambda row: str(field.value(row)), reverse=order[1])
-        return sorted(rows, key=self._number(field), reverse=order[1])
+            return lambda row: str(field.value(row))
+        return self._number(field)
 
     def _number(self, field: Field[_T]) -> Callable[[_T], float]:
         def number(row: _T) -> float:
