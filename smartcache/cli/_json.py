@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from datetime import datetime
 from enum import Enum
-from pathlib import PurePath
 from typing import Any
 
 
@@ -45,7 +45,7 @@ def picked(value: object, names: str = "") -> dict[str, object]:
 _FORMS: dict[type, Callable[[Any], object]] = {
     Enum: lambda value: value.name.lower(),
     datetime: lambda value: value.isoformat(timespec="seconds").replace("+00:00", "Z"),
-    PurePath: str,
+    os.PathLike: os.fspath,
     BaseException: str,
     Mapping: lambda value: {str(key): plain(item) for key, item in value.items()},
     AbstractSet: lambda value: sorted(str(plain(item)) for item in value),

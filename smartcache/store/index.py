@@ -27,7 +27,6 @@ from smartcache.store.records import (
     OwnerKind,
     Totals,
     Trust,
-    when,
 )
 from smartcache.system import (
     Algorithm,
@@ -73,7 +72,6 @@ CREATE TABLE owners (
     path       BLOB,              -- what must exist for the owner to be live; NULL: always live
     root       BLOB,              -- the directory whose absence means "unmounted", not "deleted"
     filesystem TEXT,
-    made_at    INTEGER NOT NULL,
     UNIQUE (kind, name)
 );
 
@@ -90,8 +88,7 @@ CREATE TABLE links (
     kind       TEXT NOT NULL,
     filesystem TEXT NOT NULL,     -- of the directory the link is in
     inode      INTEGER NOT NULL,
-    owner      INTEGER REFERENCES owners (id) ON DELETE SET NULL,
-    made_at    INTEGER NOT NULL
+    owner      INTEGER REFERENCES owners (id) ON DELETE SET NULL
 ) WITHOUT ROWID;
 CREATE INDEX links_blob ON links (blob);
 CREATE INDEX links_owner ON links (owner);
@@ -145,12 +142,11 @@ CREATE INDEX memos_digest ON memos (digest) WHERE digest IS NOT NULL;
 
 CREATE TABLE volumes (
     path       BLOB PRIMARY KEY,
-    filesystem TEXT NOT NULL,
-    added_at   INTEGER NOT NULL
+    filesystem TEXT NOT NULL
 ) WITHOUT ROWID;
 """
 
-VERSION = 5
+VERSION = 6
 
 HASHES: dict[Algorithm, str] = {"sha256": "sha256", "git-sha1": "git_sha1"}
 """The columns of other hashes than the digest."""
@@ -158,10 +154,7 @@ _BLOB = (
     "blobs.id, blobs.digest, size, allocated, blobs.inode, mtime_ns, ctime_ns, links, trust,"
     " unsynced, added_at, used_at"
 )
-_LINK = (
-    "links.path, blobs.digest, links.kind, links.filesystem, links.inode, links.owner,"
-    " links.made_at"
-)
+_LINK = "links.path, blobs.digest, links.kind, links.filesystem, links.inode, links.owner"
 _ORDERS = {
     "digest": "digest",
     "size": "size DESC, digest",
@@ -289,18 +282,17 @@ class Index(Database):
         owner: int | None,
     ) -> None:
         """Insert or renew (digest, stat, trust, path) of files that are blobs and hard links."""
-        now = int(time.time())
         rows = list(files)
         self.execute_many(
             _ADD_BLOB, [_blob_values(d, st, trust, unsynced) for d, st, trust, _ in rows]
         )
         links = [
-            (os.fsencode(path), filesystem, signed(st.st_ino), owner, now, bytes.fromhex(digest))
+            (os.fsencode(path), filesystem, signed(st.st_ino), owner, bytes.fromhex(digest))
             for digest, st, _, path in rows
         ]
         sql = (
-            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner, made_at)"
-            " SELECT ?, id, 'hardlink', ?, ?, ?, ? FROM blobs WHERE digest = ?"
+            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner)"
+            " SELECT ?, id, 'hardlink', ?, ?, ? FROM blobs WHERE digest = ?"
         )
         self.execute_many(sql, links)
         if owner is not None:
@@ -315,11 +307,8 @@ class Index(Database):
             "UPDATE blobs SET allocated = ?, inode = ?, size = ?, mtime_ns = ?, ctime_ns = ?,"
             f" links = ?, trust = ?{keep} WHERE id = ?"
         )
-        values = (
-            allocated_bytes(st), signed(st.st_ino), *StatKey.of(st),
-            st.st_nlink, int(trust), blob,
-        )  # fmt: skip
-        self.execute(sql, *values)
+        where = allocated_bytes(st), signed(st.st_ino)
+        self.execute(sql, *where, *StatKey.of(st), st.st_nlink, int(trust), blob)
 
     def touch(self, blob: int, now: float | None = None) -> None:
         """Remember that a blob was used."""
@@ -423,11 +412,10 @@ class Index(Database):
     ) -> None:
         """Remember a path that shares a blob; a path has one row."""
         sql = (
-            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner, made_at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)"
+            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner)"
+            " VALUES (?, ?, ?, ?, ?, ?)"
         )
-        now = int(time.time())
-        self.execute(sql, os.fsencode(path), blob, kind, filesystem, signed(inode), owner, now)
+        self.execute(sql, os.fsencode(path), blob, kind, filesystem, signed(inode), owner)
 
     def add_hard_links(
         self,
@@ -437,19 +425,14 @@ class Index(Database):
         owner: int | None,
     ) -> None:
         """Remember (blob, path, inode) of files that are hard links of blobs, for their owner."""
-        now, found = int(time.time()), list(links)
+        found = list(links)
         sql = (
-            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner, made_at)"
-            " VALUES (?, ?, 'hardlink', ?, ?, ?, ?)"
+            "INSERT OR REPLACE INTO links (path, blob, kind, filesystem, inode, owner)"
+            " VALUES (?, ?, 'hardlink', ?, ?, ?)"
         )
+        rows = [(os.fsencode(p), blob, filesystem, signed(i), owner) for blob, p, i in found]
         with self.write():
-            self.execute_many(
-                sql,
-                [
-                    (os.fsencode(path), blob, filesystem, signed(inode), owner, now)
-                    for blob, path, inode in found
-                ],
-            )
+            self.execute_many(sql, rows)
             if owner is not None:
                 held = {(owner, blob) for blob, _, _ in found}
                 self.execute_many("INSERT OR IGNORE INTO holds (owner, blob) VALUES (?, ?)", held)
@@ -501,21 +484,13 @@ class Index(Database):
     def add_owner(self, owner: Owner) -> int:
         """Insert or renew an owner; return its id."""
         sql = (
-            "INSERT INTO owners (kind, name, path, root, filesystem, made_at)"
-            " VALUES (?, ?, ?, ?, ?, ?)"
+            "INSERT INTO owners (kind, name, path, root, filesystem) VALUES (?, ?, ?, ?, ?)"
             " ON CONFLICT (kind, name) DO UPDATE SET path = excluded.path, root = excluded.root,"
             " filesystem = excluded.filesystem RETURNING id"
         )
         path, root = (None if p is None else os.fsencode(p) for p in (owner.path, owner.root))
-        values = (
-            owner.kind,
-            os.fsencode(owner.name),
-            path,
-            root,
-            owner.filesystem,
-            int(time.time()),
-        )
-        return int(self.number(sql, *values))
+        name = os.fsencode(owner.name)
+        return int(self.number(sql, owner.kind, name, path, root, owner.filesystem))
 
     def drop_owner(self, owner: int) -> None:
         """Forget an owner and what it held."""
@@ -560,8 +535,8 @@ class Index(Database):
 
     def add_volume(self, path: Path, filesystem: str) -> None:
         """Remember another volume."""
-        sql = "INSERT OR REPLACE INTO volumes VALUES (?, ?, ?)"
-        self.execute(sql, os.fsencode(path), filesystem, int(time.time()))
+        sql = "INSERT OR REPLACE INTO volumes VALUES (?, ?)"
+        self.execute(sql, os.fsencode(path), filesystem)
 
     def volumes(self) -> list[tuple[Path, str]]:
         """Return (path, filesystem) of the other volumes."""
@@ -598,20 +573,8 @@ def _blob_values(
 
 @of_row
 def _blob(row: _Row) -> Blob:
-    (
-        id_,
-        digest,
-        size,
-        allocated,
-        inode,
-        mtime_ns,
-        ctime_ns,
-        links,
-        trust,
-        unsynced,
-        added,
-        used,
-    ) = row
+    id_, digest, size, allocated, inode, mtime_ns, ctime_ns, links, trust = row[:9]
+    unsynced, added, used = row[9:]
     sum((id_, size, allocated, inode, mtime_ns, ctime_ns, links))  # a TypeError unless numbers
     if not (0 <= added < _NO_TIME and 0 <= used < _NO_TIME):
         raise ValueError(used)
@@ -624,10 +587,10 @@ def _blob(row: _Row) -> Blob:
 
 @of_row
 def _link(row: _Row) -> Link:
-    path, digest, kind, filesystem, inode, owner, made = row
+    path, digest, kind, filesystem, inode, owner = row
     return Link(
         path=Path(os.fsdecode(path)), digest=digest.hex(), kind=cast("LinkKind", kind),
-        filesystem=filesystem, inode=inode, owner=owner, made_at=when(made),
+        filesystem=filesystem, inode=inode, owner=owner,
     )  # fmt: skip
 
 

@@ -121,7 +121,6 @@ class Link:
     filesystem: str
     inode: int
     owner: int | None
-    made_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ import os
 import stat
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from smartcache.errors import BlobNotFoundError, CannotLinkError, DestinationExistsError, StoreError
@@ -243,7 +242,6 @@ def _record(volume: Volume, blob: Blob, path: Path, kind: LinkKind, owner: int |
             volume.index.hold(owner, blob.id)
     return Link(
         path=path, digest=blob.digest, kind=kind, filesystem=filesystem, inode=inode, owner=owner,
-        made_at=datetime.now(UTC),
     )  # fmt: skip
 
 
