@@ -162,7 +162,7 @@ from smartcache.folders.scan import (
     survey,
 )
 from smartcache.folders.scan import scan_folders as scan
-from smartcache.folders.walk import MOST_NAMED, Problem, Walked, walk
+from smartcache.folders.walk import MOST_NAMED, Walked, walk
 from smartcache.functions import answering, shared
 from smartcache.hub import RepoType, serving
 from smartcache.hub import layout as hub_layout
@@ -239,7 +239,6 @@ from smartcache.store import DEFAULT_PIN, KINDS
 from smartcache.store import Kind as links_Kind
 from smartcache.store import blobs as store_proof
 from smartcache.store import hashes as store_contents
-from smartcache.store import hashes as store_memos
 from smartcache.store import index as store_index
 from smartcache.store import tiers as store_tiers
 from smartcache.store import volume as store_layout
@@ -251,19 +250,18 @@ from smartcache.store.changes import replace as store_replace
 from smartcache.store.changes import separate as store_separate
 from smartcache.store.changes import share as store_share
 from smartcache.store.changes import spot as store_swap
-from smartcache.store.changes import undo as store_recovery
 from smartcache.store.changes import userfile as store_hold
 from smartcache.store.changes.adopt import Adoption
 from smartcache.store.changes.journal import Batch, Change, Journal, Op, State
 from smartcache.store.changes.replace import Replacement, give_back
 from smartcache.store.changes.separate import plan_separate
 from smartcache.store.changes.spot import Spot, beside
-from smartcache.store.changes.undo import Undone, UndoPlan
+from smartcache.store.changes.undo import UndoPlan
 from smartcache.store.changes.userfile import Allowance, is_incomplete
 from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
 from smartcache.store.index import SCHEMA, VERSION, Index
 from smartcache.store.owners import link_liveness, liveness, pin
-from smartcache.store.records import Blob, LinkKind, Memo, Owner, Seen, Sighting, Trust, judge
+from smartcache.store.records import Blob, Memo, Owner, Seen, Sighting, Trust, judge
 from smartcache.store.store import Store
 from smartcache.store.upkeep.prune import REBUILT, PrunePlan
 from smartcache.store.upkeep.verify import VerifyReport, rebuild, replace_damaged_index
@@ -273,10 +271,7 @@ from smartcache.system import faults as store_faults
 from smartcache.system import filesystems as store_filesystems
 from smartcache.system import filesystems as store_mounts
 from smartcache.system import filesystems as store_room
-from smartcache.system import hashing as store_digest
-from smartcache.system import hashing as store_lanes
 from smartcache.system import kernel as store_kernel
-from smartcache.system import sqlite as store_schema
 from smartcache.system.filesystems import (
     Family,
     Mount,
@@ -307,7 +302,6 @@ from smartcache.system.kernel import RACY_NS, Extent, StatKey, boot_id, extents,
 from smartcache.system.locks import KeyLocks, claim, is_free, lock
 from smartcache.system.ownfiles import open_own, read_own
 from smartcache.system.sqlite import connect, signed
-from smartcache.training import prefetch as training_prefetch
 from smartcache.training.dataset import file_digest
 from smartcache.training.encoder import (
     SIDE,
@@ -446,7 +440,6 @@ __all__ = [
     "LayoutError",
     "Learned",
     "Left",
-    "LinkKind",
     "Listing",
     "LockTimeoutError",
     "Manifest",
@@ -474,7 +467,6 @@ __all__ = [
     "Placement",
     "PlannedFile",
     "PretrainedError",
-    "Problem",
     "Progress",
     "PrunePlan",
     "PruneRefusedError",
@@ -532,7 +524,6 @@ __all__ = [
     "TierError",
     "Trust",
     "UndoPlan",
-    "Undone",
     "Unit",
     "UnknownClassError",
     "UnreadableConfigError",
@@ -720,23 +711,18 @@ __all__ = [
     "stat_key",
     "store",
     "store_contents",
-    "store_digest",
     "store_doctor",
     "store_faults",
     "store_filesystems",
     "store_hold",
     "store_index",
     "store_kernel",
-    "store_lanes",
     "store_layout",
     "store_links",
-    "store_memos",
     "store_mounts",
     "store_proof",
-    "store_recovery",
     "store_replace",
     "store_room",
-    "store_schema",
     "store_separate",
     "store_share",
     "store_swap",
@@ -750,7 +736,6 @@ __all__ = [
     "torch_item_size",
     "torch_name",
     "training_look",
-    "training_prefetch",
     "unshare",
     "usage_of_sets",
     "value_digest",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from smartcache.cli._command import FILE
 from smartcache.cli._output import out
-from smartcache.cli._session import Session
 from smartcache.errors import RepoNotCachedError
 
 if TYPE_CHECKING:
@@ -28,16 +26,6 @@ def cache_dirs_option(function: _F) -> _F:
         "--cache-dir", "cache_dirs", type=FILE, multiple=True, metavar="DIR",
         help="Look at this HF cache instead of all known ones. Repeatable.",
     )(function)  # fmt: skip
-
-
-@contextmanager
-def stores_if_any(session: Session) -> Iterator[list[Store]]:
-    """Open the store and its neighbours if there is one; none is made, and nothing is said."""
-    if not session.has_store():
-        yield []
-        return
-    with session.store() as store:
-        yield list(store.stores())
 
 
 def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Mode = Literal["human", "json", "quiet"]
 Colour = Literal["auto", "always", "never"]
 COLOURS: tuple[Colour, ...] = ("auto", "always", "never")
+_PIECE = 1 << 16
 _LINE = 100
 """Where text is wrapped that goes to no terminal."""
 _SURROGATES = range(0xDC80, 0xDD00)
@@ -303,11 +304,11 @@ def _raw(name: str | os.PathLike[str]) -> bytes:
         return os.fspath(name).encode("utf-8", "surrogatepass")
 
 
-def _in_pieces(lines: Iterable[bytes], size: int = 1 << 16) -> Iterator[bytes]:
+def _in_pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
     piece = bytearray()
     for line in lines:
         piece += line
-        if len(piece) >= size:
+        if len(piece) >= _PIECE:
             yield bytes(piece)
             piece.clear()
     yield bytes(piece)

@@ -117,12 +117,14 @@ class Session:
             yield cache
 
     @contextmanager
-    def stores(self) -> Iterator[list[Store]]:
+    def stores(self, *, says_none: bool = True) -> Iterator[list[Store]]:
         """Open the store and its neighbours; where there is no store yet, say so and give none."""
         if not self.has_store():
             from smartcache.cli._output import out
 
-            out.talk(f"There is no store at {self.settings.home} yet: 'smartcache scan' makes one.")
+            if says_none:
+                home = self.settings.home
+                out.talk(f"There is no store at {home} yet: 'smartcache scan' makes one.")
             yield []
             return
         with self.store() as store:

@@ -35,12 +35,7 @@ if TYPE_CHECKING:
         ("smartcache artifacts rm sdxl-latents 3f2a91c0 77aa11b2", "two artifacts of a set"),
     ),
 )
-@click.argument(
-    "words",
-    nargs=-1,
-    required=True,
-    metavar="SET [KEY... | SET...]",
-)
+@click.argument("words", nargs=-1, required=True, metavar="SET [KEY... | SET...]")
 @asks
 @click.pass_context
 def rm_command(ctx: click.Context, *, words: tuple[str, ...], dry_run: bool, yes: bool) -> None:

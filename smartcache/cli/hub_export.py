@@ -10,7 +10,7 @@ import click
 
 from smartcache.cli._command import FILE, command, dry_run
 from smartcache.cli._failures import DAMAGED, BadUsageError
-from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
+from smartcache.cli._hub import cache_dirs_option, hf_caches
 from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -69,7 +69,7 @@ def export_command(
         _refuse_stream()
     session = ctx.ensure_object(Session)
     wanted = [Wanted.parse(word, repo_type) for word in words]
-    with stores_if_any(session) as stores:
+    with session.stores(says_none=False) as stores:
         caches = hf_caches(cache_dirs, stores)
     path = Path(os.path.abspath(destination))
     try:

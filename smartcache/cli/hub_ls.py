@@ -12,7 +12,7 @@ import click
 
 from smartcache.cli._command import command
 from smartcache.cli._filters import Field, Fields
-from smartcache.cli._hub import cache_dirs_option, hf_caches, stores_if_any
+from smartcache.cli._hub import cache_dirs_option, hf_caches
 from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._session import Session
@@ -93,7 +93,7 @@ def ls_command(
     """
     from smartcache.hub import Census, scan_caches
 
-    with stores_if_any(session) as stores:
+    with session.stores(says_none=False) as stores:
         repos = scan_caches(hf_caches(cache_dirs, stores))
         census = Census(repos, stores)
         held = prunable(stores)

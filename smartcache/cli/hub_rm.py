@@ -9,7 +9,7 @@ import click
 
 from smartcache.cli._command import age, asks, command
 from smartcache.cli._failures import FAILED
-from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches, stores_if_any
+from smartcache.cli._hub import cache_dirs_option, chosen, hf_caches
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session
@@ -57,7 +57,7 @@ def rm_command(
     from smartcache.hub import Census, plan_removal, scan_caches
 
     session = ctx.ensure_object(Session)
-    with stores_if_any(session) as stores:
+    with session.stores(says_none=False) as stores:
         census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
         plan = plan_removal(census, chosen(census.repos, repos), stores, keep_blobs=keep_blobs)
         _carry_out(ctx, plan, dry_run=dry_run, yes=yes)
@@ -94,7 +94,7 @@ def prune_command(
     """
     from smartcache.hub import Census, plan_cache_prune, scan_caches
 
-    with stores_if_any(ctx.ensure_object(Session)) as stores:
+    with ctx.ensure_object(Session).stores(says_none=False) as stores:
         census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
         plan = plan_cache_prune(
             census, stores, unused_for=unused_for or timedelta(0), keep_blobs=keep_blobs

@@ -72,7 +72,8 @@ def eject_command(
         if not dry_run:
             _refuse_pinned(plans)
             _refuse_artifacts(plans)
-            _refuse_lack_of_room(plans)
+            for plan in plans:  # before the first volume goes
+                plan.require_room()
             if not yes and out.mode == "human":
                 _say_plans(plans, as_talk=True)
             out.confirm("Remove the store?", yes=yes)
@@ -106,12 +107,6 @@ def _refuse_artifacts(plans: list[EjectPlan]) -> None:
         raise BlobInUseError(message, hint=hint, sets=tuple(sets))
 
 
-def _refuse_lack_of_room(plans: list[EjectPlan]) -> None:
-    """Raise before the first volume goes if another has no room."""
-    for plan in plans:
-        plan.require_room()
-
-
 def _plan_lines(plan: EjectPlan) -> list[str]:
     lines = [
         f"{plan.root}:",
@@ -139,10 +134,7 @@ def _sets_and_datasets(plan: EjectPlan) -> tuple[list[Path], list[Path]]:
 
 def _say_plans(plans: list[EjectPlan], *, as_talk: bool) -> None:
     for text in (line for plan in plans for line in _plan_lines(plan)):
-        if as_talk:
-            out.talk(text)
-        else:
-            out.line(text)
+        (out.talk if as_talk else out.line)(text)
 
 
 def _show_eject(plans: list[EjectPlan], results: list[Undone], *, dry_run: bool) -> None:

@@ -166,18 +166,8 @@ def _show_remotes(found: list[Remote]) -> None:
     if not found:
         out.line("There are no remotes; 'smartcache remote add NAME URL' makes one.")
         return
-    out.table(
-        _REMOTES,
-        (
-            [
-                each.name,
-                _changes(each),
-                "yes" if each.ranges else "no",
-                each.url,
-            ]
-            for each in found
-        ),
-    )
+    rows = ([each.name, _changes(each), "yes" if each.ranges else "no", each.url] for each in found)
+    out.table(_REMOTES, rows)
 
 
 @command(

@@ -10,7 +10,6 @@ import click
 
 from smartcache.cli._command import FILE, asks, command
 from smartcache.cli._failures import FAILED
-from smartcache.cli._hub import stores_if_any
 from smartcache.cli._json import picked
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
@@ -94,7 +93,7 @@ def _stores(session: Session) -> Iterator[list[Store]]:
     with ExitStack() as stack:
         stores: list[Store] = []
         try:
-            stores = stack.enter_context(stores_if_any(session))
+            stores = stack.enter_context(session.stores(says_none=False))
         except StoreError as error:
             out.warn(f"{error.message}; the files are separated without telling the store")
         yield stores

@@ -98,19 +98,6 @@ def repos_in(cache_dir: Path, *, follow: bool = False) -> Iterator[tuple[Repo, P
             yield repo, cache_dir / name
 
 
-def refs_of(folder: Path) -> dict[str, str]:
-    """Return the branches and tags of a repo folder and their commits."""
-    root = folder / "refs"
-    found: dict[str, str] = {}
-    for directory, _, names in os.walk(root):
-        for name in sorted(names):
-            path = Path(directory, name)
-            commit = read_ref(path)
-            if commit is not None and not is_half_made(name):
-                found[path.relative_to(root).as_posix()] = commit
-    return found
-
-
 def read_ref(path: Path) -> str | None:
     """Return the commit in a ref file, None if there is none."""
     try:

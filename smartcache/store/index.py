@@ -218,12 +218,12 @@ class Index(Database):
         """Return those of the digests that have a row."""
         return {row[0].hex() for row in self._of_digests("SELECT digest FROM blobs", digests)}
 
-    def digests_starting_with(self, prefix: str, limit: int = 3) -> list[str]:
+    def digests_starting_with(self, prefix: str) -> list[str]:
         """Return the first digests that begin with a hexadecimal prefix."""
         low = bytes.fromhex(prefix.ljust(64, "0"))
         high = bytes.fromhex(prefix.ljust(64, "f"))
-        sql = "SELECT digest FROM blobs WHERE digest BETWEEN ? AND ? ORDER BY digest LIMIT ?"
-        return [row[0].hex() for row in self.select(sql, low, high, limit)]
+        sql = "SELECT digest FROM blobs WHERE digest BETWEEN ? AND ? ORDER BY digest LIMIT 3"
+        return [row[0].hex() for row in self.select(sql, low, high)]
 
     def blobs(self, *, order: str = "digest") -> Iterator[Blob]:
         """Go through all blobs in pages; the index may be written in between.

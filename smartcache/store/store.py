@@ -281,12 +281,11 @@ class Store:
         expected: Mapping[Algorithm, str] | None = None,
         algorithms: Iterable[Algorithm] = (),
         progress: Progress = silent,
-        label: str = "Storing",
     ) -> Blob:
         """Store a file object or an iterable of bytes; announced size and hashes are checked."""
         reader = getattr(stream, "read", None)
         chunks = stream if reader is None else iter(lambda: reader(_blobs.CHUNK), b"")
-        with progress(label, size, "bytes") as job:
+        with progress("Storing", size, "bytes") as job:
             return _blobs.put_stream(
                 self.volume, chunks, size=size, expected=expected, algorithms=algorithms,
                 advance=job.advance,

@@ -16,7 +16,6 @@ from xxhash import xxh3_128_intdigest
 
 ARTIFACT, DELETE, PIN, UNPIN, LAYOUT, FOOTER, END, SKIP, INTAKE = range(1, 10)
 KEYED = (ARTIFACT, DELETE, PIN, UNPIN)
-NEVER = 0
 _HEADER = struct.Struct("<4sBBHIIIIIIQQQQ")
 _MOST = (1 << 64) - 1
 

@@ -15,7 +15,6 @@ from smartcache.training import Dataset, Encoder, Item, Sources
 from tests.api import ArtifactSet, SmartCache
 
 SHAPE = (4, 16, 16)
-TENSOR_BYTES = 4 * 16 * 16 * 4
 
 
 def latent(number: int) -> np.ndarray:

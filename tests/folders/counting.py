@@ -168,10 +168,6 @@ class Unhindered(Checks):
         del filesystem, path
         return True
 
-    def may_share(self, filesystem: str, path: bytes | Path) -> bool:
-        del filesystem, path
-        return False
-
     def allowing(self, more: Iterable[Option]) -> Self:
         del more
         return self

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.api import hub_layout as layout
 from tests.hub_server import Hub, etag_of, git_sha1
 
 PATIENCE = 120.0
@@ -107,3 +108,16 @@ def inodes_below(*roots: Path) -> dict[tuple[int, int], int]:
 def blocks_below(*roots: Path) -> int:
     """Return the disk blocks below some folders, each inode once."""
     return sum(inodes_below(*roots).values())
+
+
+def refs_of(folder: Path) -> dict[str, str]:
+    """Return the branches and tags of a repo folder and their commits."""
+    root = folder / "refs"
+    found: dict[str, str] = {}
+    for directory, _, names in os.walk(root):
+        for name in sorted(names):
+            path = Path(directory, name)
+            commit = layout.read_ref(path)
+            if commit is not None and not layout.is_half_made(name):
+                found[path.relative_to(root).as_posix()] = commit
+    return found

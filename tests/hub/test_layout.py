@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.api import RemoteFile, Repo, announced_by
 from tests.api import hub_layout as layout
-from tests.hub.caches import commit_of, make_repo
+from tests.hub.caches import commit_of, make_repo, refs_of
 from tests.hub.clients import plain_snapshot, sha256, weights
 from tests.hub_server import Hub, git_sha1
 
@@ -33,7 +33,7 @@ def test_a_cache_of_the_real_client_is_understood(hub: Hub, tmp_path: Path) -> N
         "dataset/org/data", "model/gpt2", "model/org/name",
     ]  # fmt: skip
     folder = cache / "models--org--name"
-    assert layout.refs_of(folder) == {"main": first, "v1": first, "refs/pr/1": second}
+    assert refs_of(folder) == {"main": first, "v1": first, "refs/pr/1": second}
     assert layout.commits_of(folder) == sorted([first, second])
     listed = layout.read_listing(folder, first)
     assert listed is not None
@@ -51,7 +51,7 @@ def test_a_cache_of_the_real_client_is_understood(hub: Hub, tmp_path: Path) -> N
 
 def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
     assert list(layout.repos_in(tmp_path / "none")) == []
-    assert layout.refs_of(tmp_path) == {}
+    assert refs_of(tmp_path) == {}
     assert layout.commits_of(tmp_path) == []
     assert layout.read_listing(tmp_path, "a" * 40) is None
     assert list(layout.pointers(tmp_path, "a" * 40)) == []
@@ -137,7 +137,7 @@ def test_a_ref_has_a_commit_and_perhaps_a_newline(tmp_path: Path) -> None:
     (tmp_path / "refs" / "a" / "b").write_text("a" * 40 + "\n")
     for data in (b"", b"main", b"a" * 39, b"\xff" * 40, b"a" * 41):
         (tmp_path / "refs" / "main").write_bytes(data)
-        assert layout.refs_of(tmp_path) == {"a/b": "a" * 40}, data
+        assert refs_of(tmp_path) == {"a/b": "a" * 40}, data
 
 
 def test_files_in_a_snapshot_have_no_blob_behind_them(tmp_path: Path) -> None:
@@ -175,5 +175,5 @@ def test_a_fifo_in_the_place_of_a_ref_or_listing_is_not_waited_for(tmp_path: Pat
     for name in ("refs/main", f"trees/{'a' * 40}.json"):
         (tmp_path / name).parent.mkdir()
         os.mkfifo(tmp_path / name)
-    assert layout.refs_of(tmp_path) == {}
+    assert refs_of(tmp_path) == {}
     assert layout.read_listing(tmp_path, "a" * 40) is None

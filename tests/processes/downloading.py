@@ -36,6 +36,7 @@ from typing import Literal, Self, TypeAlias
 from tests.api import Repo, Store
 from tests.api import hub_layout as layout
 from tests.api import store_faults as faults
+from tests.hub.caches import refs_of
 from tests.hub_server import Commit, Hub
 from tests.hub_server.server import environment_for
 from tests.processes.children import Child
@@ -354,7 +355,7 @@ class World:
                 else:
                     if not is_right:
                         yield f"{path} has wrong bytes"
-        for ref, commit in layout.refs_of(folder).items():
+        for ref, commit in refs_of(folder).items():
             if commit not in commits:
                 yield f"{ref} is {commit}, which does not exist"
 

@@ -28,6 +28,7 @@ if sys.platform != "linux":
 
 from tests.api import ModelFolder, look, main
 from tests.api import hub_layout as layout
+from tests.hub.caches import refs_of
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
 from tests.processes.downloading import PATIENCE, ROOT, Ended, Job, Starter, Way, World, content
@@ -689,7 +690,7 @@ def test_an_interrupted_library_call_ends_soon_and_goes_on_later(how: str, world
     world.hub.faults.clear()
     world.hub.bandwidth = None
     assert list(finished(world)) == []
-    assert layout.refs_of(world.folder("org/one")) == {"main": world.commit("org/one").sha}
+    assert refs_of(world.folder("org/one")) == {"main": world.commit("org/one").sha}
 
 
 # no space
