@@ -9,27 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smartcache.artifacts.artifactset import (
-        ArtifactSet as ArtifactSet,
-    )
-    from smartcache.artifacts.artifactset import (
-        Claim as Claim,
-    )
-    from smartcache.artifacts.artifactset import (
-        Computed as Computed,
-    )
-    from smartcache.artifacts.artifactset import (
-        Failure as Failure,
-    )
-    from smartcache.artifacts.artifactset import (
-        Selection as Selection,
-    )
-    from smartcache.artifacts.artifactset import (
-        SetInfo as SetInfo,
-    )
-    from smartcache.artifacts.artifactset import (
-        SetStats as SetStats,
-    )
+    from smartcache.artifacts.artifactset import ArtifactSet as ArtifactSet
+    from smartcache.artifacts.artifactset import Claim as Claim
+    from smartcache.artifacts.artifactset import Computed as Computed
+    from smartcache.artifacts.artifactset import Failure as Failure
+    from smartcache.artifacts.artifactset import Selection as Selection
+    from smartcache.artifacts.artifactset import SetInfo as SetInfo
+    from smartcache.artifacts.artifactset import SetStats as SetStats
     from smartcache.artifacts.carry import Carried as Carried
     from smartcache.artifacts.carry import CarryPlan as CarryPlan
     from smartcache.artifacts.carry import plan_export as plan_export
@@ -38,13 +24,9 @@ if TYPE_CHECKING:
     from smartcache.artifacts.engine.far import Origin as Origin
     from smartcache.artifacts.engine.far import Skeleton as Skeleton
     from smartcache.artifacts.engine.packs import PackSource as PackSource
-    from smartcache.artifacts.engine.recover import (
-        Rebuilt as Rebuilt,
-    )
+    from smartcache.artifacts.engine.recover import Rebuilt as Rebuilt
     from smartcache.artifacts.engine.recover import Sealed as Sealed
-    from smartcache.artifacts.engine.recover import (
-        SetVerifyReport as SetVerifyReport,
-    )
+    from smartcache.artifacts.engine.recover import SetVerifyReport as SetVerifyReport
     from smartcache.artifacts.inspect import ArtifactInfo as ArtifactInfo
     from smartcache.artifacts.inspect import Shown as Shown
     from smartcache.artifacts.keys import Digests as Digests
@@ -60,18 +42,10 @@ if TYPE_CHECKING:
     from smartcache.artifacts.setfolder import Difference as Difference
     from smartcache.artifacts.setfolder import Fingerprint as Fingerprint
     from smartcache.artifacts.setfolder import check_name as check_name
-    from smartcache.artifacts.sets import (
-        ArtifactSets as ArtifactSets,
-    )
-    from smartcache.artifacts.sets import (
-        SetPlan as SetPlan,
-    )
-    from smartcache.artifacts.sets import (
-        SetResult as SetResult,
-    )
-    from smartcache.artifacts.sets import (
-        SetVictim as SetVictim,
-    )
+    from smartcache.artifacts.sets import ArtifactSets as ArtifactSets
+    from smartcache.artifacts.sets import SetPlan as SetPlan
+    from smartcache.artifacts.sets import SetResult as SetResult
+    from smartcache.artifacts.sets import SetVictim as SetVictim
     from smartcache.artifacts.values.compression import Rule as Rule
     from smartcache.artifacts.values.encode import register_codec as register_codec
     from smartcache.artifacts.values.refusals import path_text as path_text

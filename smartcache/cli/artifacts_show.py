@@ -26,14 +26,7 @@ from smartcache.cli._words import ago, clock, counted
 from smartcache.sizes import format_age, format_size
 
 if TYPE_CHECKING:
-    from smartcache.artifacts import (
-        ArtifactInfo,
-        ArtifactSets,
-        Failure,
-        SetInfo,
-        SetStats,
-        Shown,
-    )
+    from smartcache.artifacts import ArtifactInfo, ArtifactSets, Failure, SetInfo, SetStats, Shown
 
 _MOST_SHAPES = 4
 _MOST_FAILURES = 10

@@ -12,11 +12,7 @@ from smartcache.cli._output import out
 from smartcache.cli._progress import bars
 from smartcache.cli._session import Session, holders, one_entry
 from smartcache.cli._words import counted, short
-from smartcache.errors import (
-    BlobInUseError,
-    DestinationExistsError,
-    StoreError,
-)
+from smartcache.errors import BlobInUseError, DestinationExistsError, StoreError
 from smartcache.sizes import format_size
 from smartcache.store import DEFAULT_PIN, KINDS, Kind
 

@@ -11,13 +11,7 @@ import click
 
 from smartcache import __version__
 from smartcache.cli._command import FILE, command, dry_run
-from smartcache.cli._downloads import (
-    cautions,
-    commit_in,
-    plan_document,
-    say_changes,
-    show_plan,
-)
+from smartcache.cli._downloads import cautions, commit_in, plan_document, say_changes, show_plan
 from smartcache.cli._failures import BadUsageError
 from smartcache.cli._hub_failures import (
     is_denial,

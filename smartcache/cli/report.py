@@ -11,14 +11,7 @@ import click
 from smartcache.cli._artifacts import usage_documents
 from smartcache.cli._command import FILE, command, same_options
 from smartcache.cli._failures import BadUsageError
-from smartcache.cli._folders import (
-    FILES,
-    MIN_SIZE,
-    chooses_folders,
-    existing,
-    in_quotes,
-    warn_of,
-)
+from smartcache.cli._folders import FILES, MIN_SIZE, chooses_folders, existing, in_quotes, warn_of
 from smartcache.cli._json import picked
 from smartcache.cli._output import out, printable
 from smartcache.cli._progress import bars

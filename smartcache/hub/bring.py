@@ -45,15 +45,7 @@ from smartcache.store import (
     checked,
     copy_hashed,
 )
-from smartcache.system import (
-    Advance,
-    Algorithm,
-    Hasher,
-    Hashes,
-    effective_user,
-    hash_file,
-    reached,
-)
+from smartcache.system import Advance, Algorithm, Hasher, Hashes, effective_user, hash_file, reached
 
 _log = logging.getLogger(__name__)
 

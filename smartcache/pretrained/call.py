@@ -34,12 +34,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from smartcache.cache import SmartCache
 from smartcache.config import remotes_file
-from smartcache.errors import (
-    NoSpaceError,
-    SmartcacheError,
-    StoreUnwritableError,
-    WrongVariantError,
-)
+from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableError, WrongVariantError
 from smartcache.functions import shared
 from smartcache.hub import Call
 from smartcache.pretrained.flag import LIBRARIES

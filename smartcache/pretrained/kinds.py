@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from smartcache.errors import MissingWeightsError, UnknownClassError, UnreadableConfigError
 from smartcache.hub import Call
-from smartcache.pretrained.call import (
-    CONFIG,
-    HUB_ARGUMENTS,
-    INDEX,
-    open_cache,
-    without_none,
-)
+from smartcache.pretrained.call import CONFIG, HUB_ARGUMENTS, INDEX, open_cache, without_none
 from smartcache.pretrained.flag import LIBRARIES
 
 if TYPE_CHECKING:

@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smartcache.cache import prunable_sizes, usage_of_sets
-from smartcache.folders import (
-    Figures,
-    Group,
-    Left,
-    ModelFolder,
-    Problem,
-    Scan,
-    survey,
-)
+from smartcache.folders import Figures, Group, Left, ModelFolder, Problem, Scan, survey
 from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles

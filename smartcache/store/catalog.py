@@ -25,15 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from smartcache.store.index import Index
-from smartcache.store.records import (
-    KnownFolder,
-    Memo,
-    RememberedFile,
-    Seen,
-    Sighting,
-    Trust,
-    when,
-)
+from smartcache.store.records import KnownFolder, Memo, RememberedFile, Seen, Sighting, Trust, when
 from smartcache.system import StatKey, number_of, of_row, signed
 
 SeenRow = tuple[int, int, int, int, int, int, int]

@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from smartcache.errors import IndexDamagedError
-from smartcache.store.records import (
-    Blob,
-    Link,
-    LinkKind,
-    Owner,
-    OwnerKind,
-    Totals,
-    Trust,
-)
+from smartcache.store.records import Blob, Link, LinkKind, Owner, OwnerKind, Totals, Trust
 from smartcache.system import (
     Algorithm,
     Database,

@@ -30,13 +30,7 @@ from typing import Any, Final, Literal, Self, cast
 import numpy as np
 from blake3 import blake3
 
-from smartcache.artifacts import (
-    ArtifactSet,
-    ArtifactSets,
-    Digests,
-    Selection,
-    check_name,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Digests, Selection, check_name
 from smartcache.errors import (
     ArtifactNotFoundError,
     ConfigError,
@@ -61,13 +55,7 @@ from smartcache.training.build import (
     reasons_of,
 )
 from smartcache.training.document import FILE as DOCUMENT
-from smartcache.training.document import (
-    FORMAT,
-    changing,
-    read_document,
-    set_of,
-    write_document,
-)
+from smartcache.training.document import FORMAT, changing, read_document, set_of, write_document
 from smartcache.training.encoder import (
     SIDE,
     SINGLE,

@@ -28,23 +28,10 @@ from typing import Any, Final, cast
 import numpy as np
 from blake3 import blake3
 
-from smartcache.errors import (
-    ConfigError,
-    DatasetError,
-    SourcesVanishedError,
-    StoreError,
-)
+from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError, StoreError
 from smartcache.progress import Job, Progress, silent
 from smartcache.system import RACY_NS, hash_file, hash_many, lock
-from smartcache.training.sources import (
-    FIELD,
-    FILE,
-    IMAGES,
-    Part,
-    Row,
-    Sources,
-    plain_text,
-)
+from smartcache.training.sources import FIELD, FILE, IMAGES, Part, Row, Sources, plain_text
 from smartcache.training.table import (
     ABSENT,
     BLOCK,

@@ -27,15 +27,7 @@ from smartcache.hub.layout import Body, CachedRepo, Key, Pointer, is_commit, rea
 from smartcache.hub.records import RemoteFile, announced_by
 from smartcache.progress import Progress, silent
 from smartcache.store import Store, Trust, hash_all
-from smartcache.system import (
-    Algorithm,
-    Hashes,
-    StatKey,
-    filesystem_id,
-    hash_many,
-    reached,
-    signed,
-)
+from smartcache.system import Algorithm, Hashes, StatKey, filesystem_id, hash_many, reached, signed
 
 Kind = Literal[
     "mismatch", "wrong blob", "wrong size", "dangling", "unreadable", "bad ref",
