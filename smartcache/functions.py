@@ -101,11 +101,7 @@ def snapshot_download(
 
 @overload
 def hf_hub_download(
-    repo_id: str,
-    filename: str,
-    *,
-    dry_run: Literal[False] = False,
-    **options: Unpack[FileOptions],
+    repo_id: str, filename: str, *, dry_run: Literal[False] = False, **options: Unpack[FileOptions]
 ) -> str: ...
 
 

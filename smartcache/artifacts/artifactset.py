@@ -420,11 +420,7 @@ class ArtifactSet:
         return min(until, expires) if expires > now else until
 
     def _look(
-        self,
-        key: str,
-        validate: Callable[[Sample], object] | None,
-        *,
-        expired: bool = False,
+        self, key: str, validate: Callable[[Sample], object] | None, *, expired: bool = False
     ) -> tuple[object, bytes] | None:
         """Return value and metadata (encoded) of an artifact that is valid; None: there is none.
 

@@ -281,10 +281,7 @@ def _check_scalar(value: object) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            reason, hint = (
-                "a text that is not valid Unicode",
-                "Put ascii(text).",
-            )
+            reason, hint = ("a text that is not valid Unicode", "Put ascii(text).")
             raise RefusedError(reason, hint=hint) from None
 
 

@@ -39,7 +39,7 @@ _SECTIONS = {
         "hub": ("hub", "Look after the Hugging Face repos on this machine."),
     },
     "Other machines": {
-        "remote": ("remote", "Share models and tensors with other machines: NAS, S3, ..."),
+        "remote": ("remote", "Share models and tensors with other machines: NAS, S3, ...")
     },
     "Computed tensors": {
         "artifacts": ("artifacts", "Look after computed tensors, set by set."),

@@ -187,8 +187,7 @@ def _show(known: list[tuple[str, KnownFolder]], patterns: tuple[str, ...]) -> No
 
 
 @command(
-    "rm",
-    examples=(("smartcache folders rm /mnt/models", "forget it; its files stay as they are"),),
+    "rm", examples=(("smartcache folders rm /mnt/models", "forget it; its files stay as they are"),)
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=FILE)
 @click.pass_obj

@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 @asks
 @click.pass_context
 def eject_command(
-    ctx: click.Context,
-    *,
-    drop_pinned: bool,
-    drop_artifacts: bool,
-    dry_run: bool,
-    yes: bool,
+    ctx: click.Context, *, drop_pinned: bool, drop_artifacts: bool, dry_run: bool, yes: bool
 ) -> None:
     """Give every file its own bytes back and remove the store.
 

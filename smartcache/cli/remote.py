@@ -72,11 +72,7 @@ def add_command(*, name: str, url: str, options: tuple[str, ...]) -> None:
     from smartcache.remote import Remotes
 
     made = Remotes().add(name, url, dict(map(_key_value, options)))
-    out.show(
-        human=lambda: _say_added(made),
-        document=lambda: made,
-        ids=lambda: [made.name],
-    )
+    out.show(human=lambda: _say_added(made), document=lambda: made, ids=lambda: [made.name])
 
 
 def _key_value(text: str) -> tuple[str, str]:
@@ -170,10 +166,7 @@ def _show_remotes(found: list[Remote]) -> None:
     out.table(_REMOTES, rows)
 
 
-@command(
-    "rm",
-    examples=(("smartcache remote rm nas", "forget the name; what is there stays"),),
-)
+@command("rm", examples=(("smartcache remote rm nas", "forget the name; what is there stays"),))
 @click.argument("name", metavar="NAME")
 def rm_command(*, name: str) -> None:
     """Forget a remote; nothing is removed there."""

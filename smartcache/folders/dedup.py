@@ -273,12 +273,7 @@ class _Run:
         self._count(results, plans, job, is_undoable=True)
 
     def _count(
-        self,
-        results: Iterable[Replacement],
-        plans: list[GroupPlan],
-        job: Job,
-        *,
-        is_undoable: bool,
+        self, results: Iterable[Replacement], plans: list[GroupPlan], job: Job, *, is_undoable: bool
     ) -> None:
         sizes = {plan.group.digest: plan.group.size for plan in plans}
         survivors = {plan.survivor for plan in plans}

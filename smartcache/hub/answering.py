@@ -110,10 +110,7 @@ class Serving:
 
     def _accept(self, bringing: Bringing, planned: PlannedFile) -> None:
         """Let a file that huggingface_hub has moved become a blob where it is now."""
-        with (
-            _forgiven(planned.file.path),
-            self._history(bringing.store, bringing.watch, planned),
-        ):
+        with _forgiven(planned.file.path), self._history(bringing.store, bringing.watch, planned):
             bringing.accept(planned)
 
     def _history(

@@ -222,11 +222,7 @@ def _request(
     if not isinstance(variant, str | None) or not isinstance(use_safetensors, bool | None):
         return None
     content = content_of(
-        folder,
-        cls.__name__,
-        variant=variant,
-        use_safetensors=use_safetensors,
-        store=open_store(),
+        folder, cls.__name__, variant=variant, use_safetensors=use_safetensors, store=open_store()
     )
     if content is None:
         return None

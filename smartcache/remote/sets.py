@@ -108,11 +108,7 @@ def _entry(tier: Tier, skeleton: Skeleton, opened: ArtifactSet) -> Document:
 
 
 def _note(
-    tier: Tier,
-    opened: ArtifactSet,
-    entries: Mapping[str, Document],
-    *,
-    exact: bool = False,
+    tier: Tier, opened: ArtifactSet, entries: Mapping[str, Document], *, exact: bool = False
 ) -> None:
     """Add packs to the document of a set; those that this machine has compacted away go."""
 

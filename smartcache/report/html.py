@@ -141,10 +141,7 @@ def document(
             "freeable": total.freeable,
             "store": beside.only_smartcache,
         },
-        "map": [
-            *_Map(report, clean).nodes(),
-            *_of_store(report, beside, clean),
-        ],
+        "map": [*_Map(report, clean).nodes(), *_of_store(report, beside, clean)],
         "disks": [
             {"path": clean(str(each.path)), "free": each.free, "prunable": each.prunable}
             for each in report.disks

@@ -198,12 +198,7 @@ def check_expected(hashes: Hashes, expected: Expected, *, what: str) -> None:
 
 
 def commit(
-    volume: Volume,
-    source: Path,
-    hashes: Hashes,
-    *,
-    consume: bool = True,
-    unsynced: bool = False,
+    volume: Volume, source: Path, hashes: Hashes, *, consume: bool = True, unsynced: bool = False
 ) -> Blob:
     """Give finished, read-only bytes their name under `blobs/` and a row; the first to come wins.
 

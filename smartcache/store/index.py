@@ -410,11 +410,7 @@ class Index(Database):
         self.execute(sql, os.fsencode(path), blob, kind, filesystem, signed(inode), owner)
 
     def add_hard_links(
-        self,
-        links: Iterable[tuple[int, str | Path, int]],
-        *,
-        filesystem: str,
-        owner: int | None,
+        self, links: Iterable[tuple[int, str | Path, int]], *, filesystem: str, owner: int | None
     ) -> None:
         """Remember (blob, path, inode) of files that are hard links of blobs, for their owner."""
         found = list(links)

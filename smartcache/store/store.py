@@ -479,10 +479,7 @@ class Store:
     def pin(self, digest: str, name: str = DEFAULT_PIN) -> None:
         """Keep a blob until it is unpinned."""
         digest = self.get(digest).digest
-        with (
-            self.batch("pin") as batch,
-            _owners.journaled_pin(batch, digest, name, pinned=True),
-        ):
+        with self.batch("pin") as batch, _owners.journaled_pin(batch, digest, name, pinned=True):
             self.own(_owners.pin(name), [digest])
 
     def unpin(self, digest: str, name: str | None = None) -> list[str]:

@@ -263,12 +263,7 @@ class Volume:
     """One root with everything in it; safe to use from several threads and after a fork."""
 
     def __init__(
-        self,
-        root: Path,
-        settings: Settings,
-        *,
-        create: bool = True,
-        catalog: Catalog | None = None,
+        self, root: Path, settings: Settings, *, create: bool = True, catalog: Catalog | None = None
     ) -> None:
         """Open a root; `catalog` is the main store's, if this is a volume on another filesystem."""
         if not is_supported():

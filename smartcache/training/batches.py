@@ -574,8 +574,7 @@ def _narrow(bucket: Column) -> Column:
 
 
 def _checked_datasets(
-    datasets: Dataset | Sequence[Dataset] | Mapping[Dataset, float],
-    weights: Sequence[float] | None,
+    datasets: Dataset | Sequence[Dataset] | Mapping[Dataset, float], weights: Sequence[float] | None
 ) -> tuple[tuple[Dataset, ...], tuple[float, ...]]:
     if isinstance(datasets, Dataset):
         given: tuple[Dataset, ...] = (datasets,)

@@ -475,8 +475,7 @@ def _numpy_node(which: tuple[np.dtype[Any], tuple[int, ...], Kind]) -> tuple[byt
     if name is None:
         what = "objects" if dtype.hasobject else f"dtype {dtype}"
         raise RefusedError(
-            f"an array of {what} cannot be kept",
-            hint="Put a list, or one array for each field.",
+            f"an array of {what} cannot be kept", hint="Put a list, or one array for each field."
         )
     return _node(kind, name, shape)
 
