@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -50,11 +50,7 @@ class Access:
 
     def options(self) -> dict[str, object]:
         """Return the arguments that huggingface_hub's download functions take."""
-        return {
-            "token": self.token, "endpoint": self.endpoint, "headers": self.headers,
-            "user_agent": self.user_agent, "library_name": self.library_name,
-            "library_version": self.library_version, "etag_timeout": self.etag_timeout,
-        }  # fmt: skip
+        return asdict(self)
 
 
 def download_file(repo: Repo, path: str, options: Mapping[str, object]) -> Path:

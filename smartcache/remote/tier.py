@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -94,12 +94,8 @@ class Sent:
     skipped_size: int = 0
 
     def __add__(self, other: Sent) -> Sent:
-        return Sent(
-            objects=self.objects + other.objects,
-            size=self.size + other.size,
-            skipped=self.skipped + other.skipped,
-            skipped_size=self.skipped_size + other.skipped_size,
-        )
+        mine, theirs = asdict(self), asdict(other)
+        return Sent(**{name: mine[name] + theirs[name] for name in mine})
 
 
 def check_url(url: str) -> str:

@@ -240,12 +240,7 @@ class Sources:
         metadata: Mapping[str, object] | None = None,
         repeats: float = 1.0,
     ) -> None:
-        common: dict[str, Any] = {
-            "suffixes": _checked_suffixes(suffixes),
-            "sidecars": _checked_sidecars(sidecars or {}),
-            "metadata": _checked_metadata(metadata),
-            "repeats": _checked_repeats(repeats),
-        }
+        common = {"suffixes": _checked_suffixes(suffixes), **_common(sidecars, metadata, repeats)}
         if isinstance(where, Iterable) and not isinstance(where, (str, bytes, os.PathLike)):
             files = [{FILE: _checked_path(each)} for each in where]
             self.parts: tuple[Part, ...] = (Part(is_list=True, rows=files, **common),)
@@ -277,8 +272,7 @@ class Sources:
         return cls._of(
             Part(
                 root=os.path.dirname(name), jsonl=name, is_list=True,
-                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
-                repeats=_checked_repeats(repeats),
+                **_common(sidecars, metadata, repeats),
             )
         )  # fmt: skip
 
@@ -310,8 +304,7 @@ class Sources:
         return cls._of(
             Part(
                 root=os.path.abspath(os.fspath(root)), rows=given, is_list=True,
-                sidecars=_checked_sidecars(sidecars or {}), metadata=_checked_metadata(metadata),
-                repeats=_checked_repeats(repeats),
+                **_common(sidecars, metadata, repeats),
             )
         )  # fmt: skip
 
@@ -338,6 +331,17 @@ class Sources:
     def from_json(cls, data: Sequence[Mapping[str, Any]]) -> Self:
         """Return the sources that `to_json` was given; rows are those in the table."""
         return cls._of(*map(Part.from_json, data))
+
+
+def _common(
+    sidecars: Sidecars | None, metadata: Mapping[str, object] | None, repeats: float
+) -> dict[str, Any]:
+    """Return what every way of naming sources can be given."""
+    return {
+        "sidecars": _checked_sidecars(sidecars or {}),
+        "metadata": _checked_metadata(metadata),
+        "repeats": _checked_repeats(repeats),
+    }
 
 
 def _checked_path(path: object) -> str:
