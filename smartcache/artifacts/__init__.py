@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from smartcache.artifacts.carry import plan_export as plan_export
     from smartcache.artifacts.carry import plan_import as plan_import
     from smartcache.artifacts.engine.far import Far as Far
-    from smartcache.artifacts.engine.far import Origin as Origin
     from smartcache.artifacts.engine.far import Skeleton as Skeleton
-    from smartcache.artifacts.engine.packs import PackSource as PackSource
     from smartcache.artifacts.engine.recover import Rebuilt as Rebuilt
-    from smartcache.artifacts.engine.recover import Sealed as Sealed
     from smartcache.artifacts.engine.recover import SetVerifyReport as SetVerifyReport
     from smartcache.artifacts.inspect import ArtifactInfo as ArtifactInfo
     from smartcache.artifacts.inspect import Shown as Shown
@@ -63,9 +60,8 @@ _HOMES = {
         "SetStats",
     ),
     "carry": ("CarryPlan", "Carried", "plan_export", "plan_import"),
-    "engine.far": ("Far", "Origin", "Skeleton"),
-    "engine.packs": ("PackSource",),
-    "engine.recover": ("Rebuilt", "Sealed", "SetVerifyReport"),
+    "engine.far": ("Far", "Skeleton"),
+    "engine.recover": ("Rebuilt", "SetVerifyReport"),
     "inspect": ("ArtifactInfo", "Shown"),
     "keys": ("Digests", "compute_key", "register_key_rule"),
     "memoize": ("Memoized", "memoized"),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from smartcache.remote.sets import pull_set as pull_set
     from smartcache.remote.sets import push_dataset as push_dataset
     from smartcache.remote.sets import push_set as push_set
-    from smartcache.remote.sets import set_documents as set_documents
     from smartcache.remote.tier import Abilities as Abilities
     from smartcache.remote.tier import Sent as Sent
     from smartcache.remote.tier import Tier as Tier
@@ -55,7 +54,6 @@ _HOMES = {
         "pull_set",
         "push_dataset",
         "push_set",
-        "set_documents",
     ),
     "tier": (
         "Abilities",
