@@ -208,9 +208,7 @@ class Output:
             from smartcache.errors import SmartcacheError
 
             message = "Cannot ask for confirmation: not a terminal; nothing was changed"
-            raise SmartcacheError(
-                message, hint="Do it without asking with -y, or only look with --dry-run."
-            )
+            raise SmartcacheError(message, hint="Add -y to go ahead without being asked.")
         self._write(sys.stderr, f"{printable(question)} ")
         answer = sys.stdin.readline()
         if not answer:  # the end of the input

@@ -52,7 +52,9 @@ def verify_command(
 
     session = ctx.ensure_object(Session)
     if dry_run and not rebuild:
-        raise BadUsageError("--dry-run is for --rebuild", hint="Verify alone changes no file.")
+        raise BadUsageError(
+            "--dry-run is for --rebuild", hint="Without it, damaged blobs go to bad/."
+        )
     rebuilt: int | None = None
     if rebuild and session.has_store():
         rebuilt = _rebuild(session, dry_run=dry_run, yes=yes)
