@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -211,3 +212,11 @@ def command(*words: str | Path) -> list[str]:
 
 def environment(more: dict[str, str] | None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **(more or {})}
+
+
+def ended_by(number: int, process: Process) -> int:
+    """Signal until it ends: one that comes just before it waits for an answer is seen after it."""
+    while True:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(5)  # a busy machine takes its time; a second one would kill it

@@ -13,7 +13,7 @@ import pytest
 
 from tests.api import mount_of, numbers_in
 from tests.api import store_faults as faults
-from tests.cli.running import PATIENCE, Here, Smartcache, Terminal
+from tests.cli.running import Here, Smartcache, Terminal, ended_by
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import inode_of, link_count, mode_of, snapshot
 
@@ -375,9 +375,9 @@ class TestCtrlC:
     ) -> None:
         with Terminal(program, "dedup", pair, *SMALL) as terminal:
             terminal.read_until("[y/N]")
-            terminal.process.send_signal(signal.SIGINT)
+            code = ended_by(signal.SIGINT, terminal.process)
             text = terminal.read_to_end()
-            assert terminal.process.wait(PATIENCE) == 130, text
+            assert code == 130, text
         assert "undo" not in text.partition("[y/N]")[2]
         assert json.loads(program("undo", "--list", "--json").stdout)["history"] == []
 

@@ -22,7 +22,16 @@ from click.testing import CliRunner
 
 from tests.api import Store, main
 from tests.api import store_faults as faults
-from tests.cli.running import PATIENCE, Here, Result, Smartcache, Terminal, command, environment
+from tests.cli.running import (
+    PATIENCE,
+    Here,
+    Result,
+    Smartcache,
+    Terminal,
+    command,
+    ended_by,
+    environment,
+)
 from tests.store.files import OTHER, WEIGHTS, digest_of, mode_of, snapshot, write
 
 GIGABYTE = 10**9
@@ -141,9 +150,8 @@ class TestInterrupt:
         sc("add", "--no-pin", models / "a.safetensors")
         with Terminal(program, "prune") as terminal:
             terminal.read_until("[y/N]")
-            terminal.process.send_signal(signal.SIGINT)
+            assert ended_by(signal.SIGINT, terminal.process) == 130
             assert "Interrupted; " in terminal.read_to_end()
-            assert terminal.process.wait(PATIENCE) == 130
         assert len(sc.digests()) == 1
 
 

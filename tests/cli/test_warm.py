@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import PATIENCE, Process, Smartcache, Terminal
+from tests.cli.running import PATIENCE, Smartcache, Terminal, ended_by
 from tests.cli.warm import Forked
 from tests.store.files import WEIGHTS, write
 
@@ -62,14 +61,6 @@ def test_it_ends_as_an_interpreter_does(both: tuple[Smartcache, Smartcache]) -> 
             _, stderr = process.communicate(timeout=PATIENCE)
         ends.append((process.returncode, stderr))
     assert ends[0] == ends[1]
-
-
-def ended_by(number: int, process: Process) -> int:
-    """Signal until it ends: one that comes just before it waits for an answer is seen after it."""
-    while True:
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(5)  # a busy machine takes its time; a second one would kill it
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

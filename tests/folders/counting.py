@@ -137,6 +137,10 @@ class Unhindered(Checks):
     def __init__(self) -> None:
         """Take no store: nothing is asked of the disk."""
 
+    def may_share(self, filesystem: str, path: bytes | Path) -> bool:
+        del filesystem, path
+        return False
+
     def __call__(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
         return self.verdicts(copies)
 
