@@ -53,7 +53,8 @@ def verify_command(
     session = ctx.ensure_object(Session)
     if dry_run and not rebuild:
         raise BadUsageError(
-            "--dry-run is for --rebuild", hint="Without it, damaged blobs go to bad/."
+            "--dry-run is for --rebuild",
+            hint="Verify moves damaged blobs to bad/, and leaves your files alone.",
         )
     rebuilt: int | None = None
     if rebuild and session.has_store():
