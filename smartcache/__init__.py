@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         load_encoders,
         unshare,
     )
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 __version__ = "0.1.0"
 

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from smartcache.config import Settings, remotes_file, with_home
 from smartcache.progress import Progress, silent
-from smartcache.store import Store
+from smartcache.store.store import Store
 
 if TYPE_CHECKING:
     from smartcache.artifacts import ArtifactSet, ArtifactSets, Memoized, Memory, Rule, SetInfo
-    from smartcache.folders import Allow, DedupPlan, Scan
+    from smartcache.folders.checks import Allow
+    from smartcache.folders.dedup import DedupPlan
+    from smartcache.folders.scan import Scan
     from smartcache.hub import CacheMapping, Call, DownloadPlan
     from smartcache.remote import Remotes, Sent, Tier
-    from smartcache.store import BlobSource
+    from smartcache.store.tiers import BlobSource
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
 
 P = ParamSpec("P")
@@ -118,7 +120,7 @@ class SmartCache:
             self._look_again(after)
 
     def _look_again(self, after: timedelta) -> None:
-        from smartcache.folders import downloads_folder, folders_to_scan, known_folders, look
+        from smartcache.folders.scan import downloads_folder, folders_to_scan, known_folders, look
 
         now = datetime.now(UTC)
         known = {folder.path: folder for folder in self.store.folders()}
@@ -149,7 +151,7 @@ class SmartCache:
         `only` keeps some programs, `exclude` leaves out paths by pattern, `any_file` counts kinds
         of files that programs edit in place too.
         """
-        from smartcache.folders import MIN_SIZE, folders_to_scan, scan_folders
+        from smartcache.folders.scan import MIN_SIZE, folders_to_scan, scan_folders
 
         found, _ = folders_to_scan(self.store, folders, only)
         least = MIN_SIZE if min_size is None else min_size
@@ -162,7 +164,7 @@ class SmartCache:
         self, found: Scan, *, keep_writable: bool | None = None, allow: Allow = frozenset()
     ) -> DedupPlan:
         """Plan to replace the duplicates of a scan by links, in place and undoably."""
-        from smartcache.folders import plan_dedup
+        from smartcache.folders.dedup import plan_dedup
 
         return plan_dedup(self.store, found, keep_writable=keep_writable, allow=allow)
 

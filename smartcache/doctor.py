@@ -26,18 +26,18 @@ from smartcache.errors import (
     UnsafeStoreError,
 )
 from smartcache.sizes import format_size
-from smartcache.store import Layout, volume_root
-from smartcache.system import (
+from smartcache.store.volume import Layout, volume_root
+from smartcache.system.filesystems import (
     Abilities,
     Family,
     Mount,
-    effective_user,
     filesystem_id,
     free_bytes,
     mount_of,
     nearest_existing,
     probe,
 )
+from smartcache.system.kernel import effective_user
 
 Level = Literal["ok", "note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")

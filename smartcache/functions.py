@@ -20,7 +20,8 @@ from smartcache.cache import SmartCache
 from smartcache.config import Settings, load_settings
 from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableError
 from smartcache.hub import Call, FileOptions, SnapshotOptions
-from smartcache.store import Layout, Store
+from smartcache.store.store import Store
+from smartcache.store.volume import Layout
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo

@@ -462,7 +462,7 @@ def in_child(name: str, folder: Path, count: int = 0, size: int = 0) -> str:
 
 def fill(home: Path, rows: int, _: int) -> None:
     """Write sightings and their digests as scans of large folders would have."""
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
     with Store(home) as store:
         index = store.catalog
@@ -496,7 +496,8 @@ def find(home: Path, rows: int, _: int) -> None:
     from smartcache.folders.programs import ModelFolder
     from smartcache.folders.walk import Walked
     from smartcache.progress import silent
-    from smartcache.store import Scope, Store
+    from smartcache.store.catalog import Scope
+    from smartcache.store.store import Store
 
     class Unseen(Checks):
         """Takes files as they are in the index: there is nothing to look at."""

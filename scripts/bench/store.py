@@ -23,8 +23,10 @@ from typing import TypeVar
 import _measure
 from _measure import Table, child_seconds, median_seconds
 
-from smartcache.store import Layout, Store, hash_all
-from smartcache.system import hash_many
+from smartcache.store.hashes import hash_all
+from smartcache.store.store import Store
+from smartcache.store.volume import Layout
+from smartcache.system.hashing import hash_many
 
 SMALL_FILES = 10_000
 LARGE_FILES = 20

@@ -44,7 +44,10 @@ from smartcache.errors import (
     SetFormatError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.system import claim, need_room, reached, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import need_room
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import claim
 
 SHARD_SIZE: Final = 256_000_000
 """Bytes of tensors after which a shard is full."""

@@ -21,7 +21,8 @@ from smartcache.artifacts.sets import ArtifactSets
 from smartcache.artifacts.values.tensors import need_torch
 from smartcache.errors import ArtifactError, BadKeyError, ConfigError, SetFormatError
 from smartcache.progress import Progress
-from smartcache.system import need_room, reached
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import need_room
 
 SUFFIXES: Final = (".pt", ".pth", ".npz", ".safetensors")
 _FIELD: Final = re.compile(r"\{([^{}]*)\}")

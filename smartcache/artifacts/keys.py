@@ -35,7 +35,7 @@ from smartcache.artifacts.values.tensors import (
     torch_name,
 )
 from smartcache.errors import BadKeyError
-from smartcache.system import hash_file
+from smartcache.system.hashing import hash_file
 
 if TYPE_CHECKING:
     import numpy as np

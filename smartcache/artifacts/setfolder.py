@@ -55,7 +55,10 @@ from smartcache.errors import (
     StoreUnwritableError,
     UnsupportedValueError,
 )
-from smartcache.system import atomically, claim, reached, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import claim
+from smartcache.system.ownfiles import atomically
 
 FORMAT = 2
 FILE = "set.json"

@@ -38,7 +38,8 @@ from smartcache.artifacts.setfolder import (
 from smartcache.artifacts.values.compression import Rule, check_rule, need_packages
 from smartcache.errors import ArtifactError, BadSetNameError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
-from smartcache.system import allocated_bytes, lock
+from smartcache.system.kernel import allocated_bytes
+from smartcache.system.locks import lock
 
 _REMOVED = re.compile(r"\.removed-[0-9a-f]{32}-[0-9a-f]{8}")
 _UNASKED = 256 << 20

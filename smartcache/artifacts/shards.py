@@ -46,7 +46,7 @@ from smartcache.errors import (
     LayoutError,
 )
 from smartcache.progress import Progress
-from smartcache.system import need_room
+from smartcache.system.filesystems import need_room
 
 _FULL_HEADER: Final = 16_000_000
 """Bytes of a header after which a shard is full; one artifact alone may have more."""

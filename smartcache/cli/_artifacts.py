@@ -45,7 +45,7 @@ def all_sets(session: Session) -> Iterator[ArtifactSets]:
     """Open the store for its sets; where there is none yet, say so and give no set."""
     from smartcache.artifacts import ArtifactSets
     from smartcache.cache import sets_of
-    from smartcache.store import Layout
+    from smartcache.store.volume import Layout
 
     with session.stores() as stores:
         nothing = Layout(session.settings.home).sets

@@ -16,7 +16,7 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.hub import DownloadPlan, DownloadResult, FileChanges, PlannedFile, Source
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 MOST_SHOWN = 12
 """Files of a plan that are shown without -v: the largest. So few, and they fit on a screen."""
@@ -136,7 +136,7 @@ def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
     from smartcache.hub import LocalPlace, near_store
     from smartcache.report.naming import from_home
-    from smartcache.system import effective_user
+    from smartcache.system.kernel import effective_user
 
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]

@@ -20,7 +20,9 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders import Copy, Group, Problem
+    from smartcache.folders.checks import Copy
+    from smartcache.folders.groups import Group
+    from smartcache.folders.walk import Problem
     from smartcache.report.naming import Naming
     from smartcache.report.roles import Role
 
@@ -35,7 +37,7 @@ _COPIES = ("!", "", "~")
 
 def program(text: str) -> str:
     """Read the value of an option that names a program, however it is written."""
-    from smartcache.folders import PROGRAMS
+    from smartcache.folders.programs import PROGRAMS
 
     known = {_letters(each): each for each in PROGRAMS}
     if _letters(text) not in known:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.hub import CachedRepo
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 

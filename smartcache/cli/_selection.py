@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from smartcache.cli._filters import Field, Fields
 
 if TYPE_CHECKING:
-    from smartcache.store import Blob, Store
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
 
     Found = tuple[Store, Blob]
     Test = Callable[[Found], bool]
@@ -58,7 +59,7 @@ def select(
     stores: Iterable[Store], tests: Iterable[Test], sort: tuple[str, bool]
 ) -> Iterator[Found]:
     """Yield the blobs that pass all tests, in order; row by row where the index knows the order."""
-    from smartcache.store import Trust
+    from smartcache.store.records import Trust
 
     conditions = list(tests)
     indexed = _IN_INDEX.get(sort)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from smartcache.cache import SmartCache
     from smartcache.cli._output import Colour
     from smartcache.config import Settings
-    from smartcache.store import Blob, Store
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
 
 
 class Session:
@@ -63,7 +64,7 @@ class Session:
 
     def has_store(self) -> bool:
         """Say whether there is a store at the home."""
-        from smartcache.store import Layout
+        from smartcache.store.volume import Layout
 
         return Layout(self.settings.home).exists()
 
@@ -82,7 +83,7 @@ class Session:
         from pathlib import Path
         from tempfile import TemporaryDirectory
 
-        from smartcache.system import nearest_existing
+        from smartcache.system.filesystems import nearest_existing
 
         beside = nearest_existing(settings.home)
         place = beside if os.access(beside, os.W_OK) else None
@@ -96,7 +97,7 @@ class Session:
         `only_look`: none is made for good.
         """
         from smartcache.errors import StoreFormatError
-        from smartcache.store import Store
+        from smartcache.store.store import Store
 
         settings = self.settings
         if not (create or only_look or self.has_store()):
@@ -134,7 +135,7 @@ class Session:
         """Finish or take back what an interrupted change left; return what is known of it."""
         if self.opened_root is None or not self.has_store():
             return ""
-        from smartcache.store import Store
+        from smartcache.store.store import Store
 
         with Store(settings=self.settings) as store:
             stores = list(store.stores())

@@ -31,7 +31,7 @@ from smartcache.store import DEFAULT_PIN
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 How = Literal["copy", "adopt"]
 Outcome = Literal["copied", "adopted", "present", "duplicate", "skipped", "planned"]
@@ -128,7 +128,7 @@ def _make_volumes(store: Store, chosen: list[Chosen]) -> None:
 
 def _plan(file: Chosen, how: How) -> Added:
     """Say what would be done to a file as far as that can be told without reading it."""
-    from smartcache.store import refuse_unsuitable
+    from smartcache.store.changes.userfile import refuse_unsuitable
 
     try:
         refuse_unsuitable(file.path, file.path.stat() if how == "copy" else file.path.lstat())

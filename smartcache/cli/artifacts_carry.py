@@ -123,7 +123,7 @@ def import_command(
     written again. If it is interrupted, run the same command again to continue.
     """
     from smartcache.artifacts import ArtifactSets, plan_import
-    from smartcache.store import Layout
+    from smartcache.store.volume import Layout
 
     session = ctx.ensure_object(Session)
     values = None if fingerprint is None else _fingerprint(fingerprint)

@@ -19,7 +19,8 @@ from smartcache.store import DEFAULT_PIN, KINDS, Kind
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store import Blob, Store
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
 
 _KIND_NAMES = {"hardlink": "a hard link", "reflink": "a reflink", "copy": "a copy"}
 _DIGESTS = click.argument("digests", metavar="DIGEST...", nargs=-1, required=True)

@@ -591,7 +591,7 @@ def _copying(
 
     Refused before anything is written: a dataset that is not all there, and a lack of room.
     """
-    from smartcache.system import free_bytes, nearest_existing
+    from smartcache.system.filesystems import free_bytes, nearest_existing
 
     plan = dataset.plan()
     if not plan.is_empty:

@@ -31,9 +31,12 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders import DedupPlan, DedupResult, GroupPlan, Scan, Skip
+    from smartcache.folders.checks import Skip
+    from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
+    from smartcache.folders.scan import Scan
     from smartcache.report.naming import Naming
-    from smartcache.store import Allowance, Store
+    from smartcache.store.changes.userfile import Allowance
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
@@ -90,7 +93,8 @@ def dedup_command(
     full are replaced, and never one that somebody has open for writing. With -q, prints the id for
     'smartcache undo'.
     """
-    from smartcache.folders import folders_to_scan, plan_dedup, scan_folders
+    from smartcache.folders.dedup import plan_dedup
+    from smartcache.folders.scan import folders_to_scan, scan_folders
 
     if interactive and (yes or dry_run or out.mode != "human"):
         raise BadUsageError("--interactive asks, so it needs no -y, -n, --json or -q", hint=_LEAVE)
@@ -300,7 +304,7 @@ def _say(
 
 
 def _say_result(plan: DedupPlan, result: DedupResult, again: str, *, verbose: bool) -> None:
-    from smartcache.folders import OTHER_BYTES
+    from smartcache.folders.dedup import OTHER_BYTES
 
     _show_skipped(result.skipped, verbose=verbose, as_talk=True)
     for each in result.skipped:

@@ -16,7 +16,7 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetInfo
-    from smartcache.store import StoreUsage
+    from smartcache.store.upkeep.usage import StoreUsage
 
     SetUsage = list[tuple[SetInfo, int]]
     """Sets, and what can be freed of each."""

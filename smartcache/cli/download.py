@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from smartcache.cache import SmartCache
     from smartcache.hub import Call, DownloadPlan, DownloadResult, Repo
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 _MOST_NAMED = 3
 _WILD = "*?["

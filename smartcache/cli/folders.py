@@ -20,8 +20,8 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders import Ignored, ModelFolder
-    from smartcache.store import KnownFolder
+    from smartcache.folders.programs import Ignored, ModelFolder
+    from smartcache.store.records import KnownFolder
 
 _FOR_DOWNLOADS = "for downloads"
 _GIVEN = "given"
@@ -63,7 +63,7 @@ def add_command(session: Session, *, paths: tuple[Path, ...], force: bool) -> No
     """
     from pathlib import Path
 
-    from smartcache.folders import identify
+    from smartcache.folders.programs import identify
 
     folders = [Path(os.path.realpath(path)) for path in existing(paths)]
     if not force:
@@ -117,8 +117,10 @@ def ls_command(session: Session) -> None:
     program that was found: 'smartcache scan' and 'dedup' look at both. Those for downloads are only
     searched for files that a download can reuse. FILES and SIZE are those of the last walk.
     """
-    from smartcache.folders import discover_folders, downloads_folder, ignored
-    from smartcache.store import KnownFolder
+    from smartcache.folders.discover import discover_folders
+    from smartcache.folders.programs import ignored
+    from smartcache.folders.scan import downloads_folder
+    from smartcache.store.records import KnownFolder
 
     found = discover_folders()
     left_alone = ignored()
@@ -236,7 +238,8 @@ def ignore_command(session: Session, *, words: tuple[Path, ...], remove: bool) -
     A pattern matches a name or a path of a file or folder; quote it, so that the shell leaves it as
     it is. No file is touched, and what was linked stays linked.
     """
-    from smartcache.folders import ignore, ignored, look
+    from smartcache.folders.programs import ignore, ignored
+    from smartcache.folders.scan import look
 
     patterns = ignore([str(word) for word in words], remove=remove)
     if session.has_store():
@@ -257,7 +260,7 @@ def _say_ignored(verb: str, patterns: list[str]) -> None:
 
 
 def _as_seen(each: KnownFolder) -> ModelFolder:
-    from smartcache.folders import ModelFolder
+    from smartcache.folders.programs import ModelFolder
 
     return ModelFolder(path=each.path, program=each.program, is_given=each.is_given)
 

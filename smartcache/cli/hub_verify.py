@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.hub import CachedRepo, Finding, RepairPlan, RepairResult, RepoVerifyReport
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 

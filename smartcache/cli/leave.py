@@ -19,7 +19,8 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store import EjectPlan, Undone
+    from smartcache.store.changes.undo import Undone
+    from smartcache.store.upkeep.eject import EjectPlan
 
 
 @command(
@@ -46,7 +47,7 @@ def eject_command(
     """
     session = ctx.ensure_object(Session)
     if not dry_run and not session.has_store():
-        from smartcache.store import clear_leftovers
+        from smartcache.store.upkeep.eject import clear_leftovers
 
         if cleared := clear_leftovers(session.settings.home):
             out.show(
@@ -121,7 +122,7 @@ def _plan_lines(plan: EjectPlan) -> list[str]:
 
 
 def _sets_and_datasets(plan: EjectPlan) -> tuple[list[Path], list[Path]]:
-    from smartcache.store import DATASET
+    from smartcache.store.volume import DATASET
 
     datasets = [path for path in plan.sets if path.name == DATASET]
     return [path for path in plan.sets if path.name != DATASET], datasets

@@ -18,7 +18,8 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.cli._selection import Found, Test
-    from smartcache.store import Blob, Store
+    from smartcache.store.records import Blob
+    from smartcache.store.store import Store
 
 
 @command(
@@ -147,7 +148,7 @@ def dir_command(session: Session, *, verbose: bool) -> None:
     Nothing is made or opened: the store may not exist yet.
     """
     from smartcache.config import config_file
-    from smartcache.store import Layout
+    from smartcache.store.volume import Layout
 
     layout = Layout(session.settings.home)
     paths = {**picked(layout, "root index journal blobs sets bad"), "config": config_file()}

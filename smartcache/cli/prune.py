@@ -19,7 +19,8 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetPlan, SetResult
-    from smartcache.store import PrunePlan, PruneResult, Store, Victim
+    from smartcache.store.store import Store
+    from smartcache.store.upkeep.prune import PrunePlan, PruneResult, Victim
 
 _MOST_SHOWN = 20
 _COLUMNS = ("DIGEST", "SIZE>", "FREES>", "USED>", "WHY")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from smartcache.report.figures import Report
     from smartcache.report.text import Section
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 _STDOUT = "-"
 
@@ -59,7 +59,7 @@ def report_command(
     'smartcache dedup' would free. --html writes a page with a map of the disk, and prints its path.
     With -q, prints the folders it looked at.
     """
-    from smartcache.folders import folders_to_scan
+    from smartcache.folders.scan import folders_to_scan
     from smartcache.report.figures import make_report
 
     if html is not None and out.mode != "human":

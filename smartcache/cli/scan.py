@@ -34,7 +34,8 @@ from smartcache.sizes import format_age, format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.folders import Figures, Group, Scan
+    from smartcache.folders.groups import Group
+    from smartcache.folders.scan import Figures, Scan
 
 _GROUPS = 10
 _FOLDERS = ("PROGRAM", "FILES>", "SIZE>", "ON DISK>", "SHARED>", "DUPLICATE>", "FOLDER~")
@@ -80,7 +81,7 @@ def scan_command(
     folders have too, DUPLICATE what 'smartcache dedup' would free. With -q, prints the paths that
     it would replace.
     """
-    from smartcache.folders import folders_to_scan, scan_folders
+    from smartcache.folders.scan import folders_to_scan, scan_folders
 
     if everything and groups is not None:
         raise BadUsageError("--groups and --all exclude each other", hint="Leave one out.")
@@ -109,7 +110,7 @@ def scan_command(
 
 
 def _show_places(only: tuple[str, ...]) -> None:
-    from smartcache.folders import places
+    from smartcache.folders.discover import places
     from smartcache.report.naming import from_home
 
     whose = f"of {', '.join(only)} " if only else ""

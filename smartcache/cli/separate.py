@@ -22,7 +22,8 @@ from smartcache.sizes import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from smartcache.store import Separated, SeparatePlan, Store
+    from smartcache.store.changes.separate import Separated, SeparatePlan
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 _COLUMNS = ("WHAT", "SIZE>", "FILE~")
@@ -58,7 +59,7 @@ def separate_command(
     the journal nor the store: it also helps when the store was deleted. If the store is there,
     'smartcache undo' brings back more: the time and group each file had.
     """
-    from smartcache.store import plan_separate
+    from smartcache.store.changes.separate import plan_separate
 
     with _stores(ctx.ensure_object(Session)) as stores:
         volumes = [store.volume for store in stores]

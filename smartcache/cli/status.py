@@ -13,7 +13,7 @@ from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
     from smartcache.cli._session import Session
-    from smartcache.store import Store
+    from smartcache.store.store import Store
 
 _COLUMNS = ("", "~")
 

@@ -19,7 +19,9 @@ from smartcache.errors import NothingToUndoError
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.store import BatchSummary, Change, Store, Undone, UndoPlan
+    from smartcache.store.changes.journal import BatchSummary, Change
+    from smartcache.store.changes.undo import Undone, UndoPlan
+    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 _WORDS = {"adopt": "make writable again", "place": "remove the link", "replace": "give own bytes"}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.artifacts import SetVerifyReport
-    from smartcache.store import Store, VerifyReport
+    from smartcache.store.store import Store
+    from smartcache.store.upkeep.verify import VerifyReport
 
 _MOST_SHOWN = 10
 
@@ -80,7 +81,7 @@ def _has_damage(reports: list[tuple[Store, VerifyReport]], of_sets: list[SetVeri
 
 def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
     """Make the index anew, even if it is no SQLite file any more; return how many blobs it has."""
-    from smartcache.store import rebuild, replace_damaged_index
+    from smartcache.store.upkeep.verify import rebuild, replace_damaged_index
 
     root = session.settings.home
     if dry_run:
@@ -97,7 +98,7 @@ def _rebuild(session: Session, *, dry_run: bool, yes: bool) -> int:
 
 
 def _count_blobs(root: Path) -> int:
-    from smartcache.store import Layout
+    from smartcache.store.volume import Layout
 
     return sum(1 for _ in Layout(root).blobs.glob("??/*"))
 

@@ -21,16 +21,18 @@ from typing import Final, Literal, Self
 
 from smartcache.errors import FileSkippedError
 from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
-from smartcache.store import (
+from smartcache.store.changes.spot import read_attributes
+from smartcache.store.changes.userfile import (
     Allowance,
-    Store,
-    read_attributes,
     refuse_unshareable,
     refuse_unsuitable,
     refuse_visible_change,
-    volume_root,
 )
-from smartcache.system import Mount, StatKey, effective_user, mount_of, mount_points, probe, signed
+from smartcache.store.store import Store
+from smartcache.store.volume import volume_root
+from smartcache.system.filesystems import Mount, mount_of, mount_points, probe
+from smartcache.system.kernel import StatKey, effective_user
+from smartcache.system.sqlite import signed
 
 Kind = Literal["hardlink", "reflink"]
 Allow = frozenset[Allowance]

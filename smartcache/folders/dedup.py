@@ -22,7 +22,9 @@ from smartcache.folders.groups import Group
 from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
 from smartcache.folders.scan import Scan
 from smartcache.progress import Job, Progress, silent
-from smartcache.store import Read, Replacement, Store
+from smartcache.store.changes.replace import Replacement
+from smartcache.store.hashes import Read
+from smartcache.store.store import Store
 
 OTHER_BYTES = "does not have the bytes that were read there before"
 """Why a file is left alone that has changed without a trace, as on a disk that fails."""

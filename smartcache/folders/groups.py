@@ -24,8 +24,10 @@ from typing import Final
 
 from smartcache.folders.checks import PAIR, Checks, Copy, Name, Option, Skip, Verdict, survival
 from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
-from smartcache.store import LINKED_SUFFIXES, OPEN_FLAGS, Member, MemberRow
-from smartcache.system import extents, open_quietly
+from smartcache.store.catalog import Member, MemberRow
+from smartcache.store.changes.userfile import OPEN_FLAGS
+from smartcache.store.records import LINKED_SUFFIXES
+from smartcache.system.kernel import extents, open_quietly
 
 KEPT = 100
 """So many of the best groups are remembered by their rows."""

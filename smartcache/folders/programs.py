@@ -25,7 +25,7 @@ from typing import Final
 
 from smartcache.config import ignore_file
 from smartcache.errors import ConfigError, StoreError
-from smartcache.system import atomically
+from smartcache.system.ownfiles import atomically
 
 KEYS_ON_MTIME: Final = frozenset({"A1111", "Forge"})
 """Programs that hash a model again when its mtime is another than in their own cache."""

@@ -28,8 +28,10 @@ from smartcache.folders.groups import KEPT, Group, Grouping, Left, Tally
 from smartcache.folders.programs import ModelFolder, identify, ignored
 from smartcache.folders.walk import Problem, Walked, walk
 from smartcache.progress import Job, Progress, silent
-from smartcache.store import By, Candidate, FolderSums, Learned, MemoRow, Read, Scope, Store, learn
-from smartcache.system import StatKey
+from smartcache.store.catalog import By, Candidate, FolderSums, MemoRow, Scope
+from smartcache.store.hashes import Learned, Read, learn
+from smartcache.store.store import Store
+from smartcache.system.kernel import StatKey
 
 MIN_SIZE: Final = 1 << 20
 """Smaller files are seen, but not compared: programs edit them in place, and they gain little."""

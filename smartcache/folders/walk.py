@@ -17,8 +17,13 @@ from pathlib import Path
 
 from smartcache.folders.programs import ModelFolder, identify_names, ignored
 from smartcache.progress import Job
-from smartcache.store import Layout, SeenRow, Store, is_incomplete
-from smartcache.system import LATEST_NS, effective_user, filesystem_id, signed
+from smartcache.store.catalog import SeenRow
+from smartcache.store.changes.userfile import is_incomplete
+from smartcache.store.store import Store
+from smartcache.store.volume import Layout
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.kernel import LATEST_NS, effective_user
+from smartcache.system.sqlite import signed
 
 MOST_NAMED = 1000
 """So many unreadable places are named; more are only counted."""

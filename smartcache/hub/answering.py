@@ -30,7 +30,7 @@ from smartcache.hub.places import CachePlace
 from smartcache.hub.plan import Look, Planning, Request, Sources, commit_behind, has_snapshot
 from smartcache.hub.records import PlannedFile, RemoteFile, Source
 from smartcache.hub.transfer import Workers, one_bar
-from smartcache.store import Store
+from smartcache.store.store import Store
 
 OpenStore = Callable[[], tuple[Store, Look | None] | None]
 """Gives the store and how to look for files; None, where no store can be used."""

@@ -35,7 +35,7 @@ from smartcache.hub.plan import (
 from smartcache.hub.records import PlannedFile, RemoteFile, Repo
 from smartcache.hub.remote import Access
 from smartcache.progress import Progress
-from smartcache.store import Store
+from smartcache.store.store import Store
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo

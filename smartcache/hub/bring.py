@@ -34,18 +34,14 @@ from smartcache.errors import (
 from smartcache.hub.outcome import Watch
 from smartcache.hub.places import CachePlace, LocalPlace, Place, half_made
 from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Source
-from smartcache.store import (
-    Blob,
-    Link,
-    Offer,
-    Read,
-    Store,
-    Wanted,
-    check_expected,
-    checked,
-    copy_hashed,
-)
-from smartcache.system import Advance, Algorithm, Hasher, Hashes, effective_user, hash_file, reached
+from smartcache.store.blobs import check_expected, checked, copy_hashed
+from smartcache.store.hashes import Read
+from smartcache.store.records import Blob, Link
+from smartcache.store.store import Store
+from smartcache.store.tiers import Offer, Wanted
+from smartcache.system.faults import reached
+from smartcache.system.hashing import Advance, Algorithm, Hasher, Hashes, hash_file
+from smartcache.system.kernel import effective_user
 
 _log = logging.getLogger(__name__)
 

@@ -28,8 +28,9 @@ from smartcache.hub.plan import DownloadPlan, Sources
 from smartcache.hub.records import PlannedFile, RemoteFile, Source
 from smartcache.hub.transfer import StoppedError, Workers, bar_class, hidden_class, one_bar
 from smartcache.progress import Progress
-from smartcache.store import Store, sighting_of
-from smartcache.system import reached
+from smartcache.store.records import sighting_of
+from smartcache.store.store import Store
+from smartcache.system.faults import reached
 
 _MOST_NAMED = 3
 _log = logging.getLogger(__name__)

@@ -32,7 +32,9 @@ from typing import BinaryIO
 
 from smartcache.errors import RepoNotCachedError
 from smartcache.hub.records import RemoteFile, Repo, xet_of
-from smartcache.system import allocated_bytes, atomically, is_digest
+from smartcache.system.hashing import is_digest
+from smartcache.system.kernel import allocated_bytes
+from smartcache.system.ownfiles import atomically
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HALF_MADE = re.compile(r".+\.[0-9a-f]{8}\.(incomplete|tmp)|tmp[a-z0-9_]{8}\.tmp")

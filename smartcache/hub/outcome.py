@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smartcache.sizes import format_size
-from smartcache.store import Batch, Change, KnownFolder, Store
+from smartcache.store.changes.journal import Batch, Change
+from smartcache.store.records import KnownFolder
+from smartcache.store.store import Store
 
 HUGGING_FACE = "Hugging Face"
 """The program whose known folders are HF caches."""

@@ -41,7 +41,7 @@ from smartcache.hub import layout
 from smartcache.hub.places import CachePlace, LocalPlace, Place
 from smartcache.hub.records import RemoteFile, Repo, announced_by, xet_of
 from smartcache.hub.transfer import Followed
-from smartcache.system import Hashes
+from smartcache.system.hashing import Hashes
 
 _log = logging.getLogger(__name__)
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")

@@ -22,8 +22,9 @@ from filelock import FileLock, Timeout
 
 from smartcache.hub import layout
 from smartcache.hub.records import RemoteFile, Repo, announced_by
-from smartcache.store import Kind, Owner
-from smartcache.system import effective_user, take_lease
+from smartcache.store import Kind
+from smartcache.store.records import Owner
+from smartcache.system.kernel import effective_user, take_lease
 
 _MOST_NOTE = 4096
 PARTIAL = ".incomplete"

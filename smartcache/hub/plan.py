@@ -32,8 +32,11 @@ from smartcache.hub.places import CachePlace, LocalPlace, Place
 from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Repo, Source, announced_by
 from smartcache.hub.remote import Access, Patterns
 from smartcache.progress import Progress, silent
-from smartcache.store import Store, Wanted, is_incomplete
-from smartcache.system import Algorithm, free_bytes, need_room, probe
+from smartcache.store.changes.userfile import is_incomplete
+from smartcache.store.store import Store
+from smartcache.store.tiers import Wanted
+from smartcache.system.filesystems import free_bytes, need_room, probe
+from smartcache.system.hashing import Algorithm
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MOST_UNKNOWN = 16

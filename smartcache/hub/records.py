@@ -10,8 +10,9 @@ from typing import Literal
 
 from smartcache.errors import ConfigError
 from smartcache.hub import REPO_TYPES, RepoType
-from smartcache.store import LINKED_SUFFIXES, Offer
-from smartcache.system import Algorithm
+from smartcache.store.records import LINKED_SUFFIXES
+from smartcache.store.tiers import Offer
+from smartcache.system.hashing import Algorithm
 
 Source = Literal["present", "link", "reuse", "copy", "tier", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file of a known folder that has to be

@@ -27,7 +27,7 @@ from typing import Literal, Self
 
 from smartcache.errors import StoreError
 from smartcache.progress import Progress
-from smartcache.system import Algorithm, Hasher, Hashes
+from smartcache.system.hashing import Algorithm, Hasher, Hashes
 
 Kind = Literal["local", "fetch"]
 _PATIENCE = 5.0

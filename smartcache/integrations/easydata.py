@@ -52,7 +52,11 @@ from smartcache.errors import (
     install_hint,
 )
 from smartcache.sizes import parse_size
-from smartcache.system import KeyLocks, hash_file, make_own, reached, read_own, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.hashing import hash_file
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import KeyLocks
+from smartcache.system.ownfiles import make_own, read_own
 
 __all__ = [
     "CacheMetadata", "CacheStageConfig", "DatasetCache", "DatasetConfig", "DiskCache",

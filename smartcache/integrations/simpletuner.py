@@ -29,7 +29,7 @@ from typing import IO, Any, Self
 
 from smartcache.artifacts import ArtifactSets
 from smartcache.errors import ConfigError, UnsupportedValueError
-from smartcache.system import atomically
+from smartcache.system.ownfiles import atomically
 
 __all__ = ["DataBackend", "load_tensors"]
 

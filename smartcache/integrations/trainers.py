@@ -37,7 +37,7 @@ from smartcache.errors import ConfigError, DatasetError, SmartcacheError, instal
 from smartcache.integrations.mgds.takeover import OldCache, xxh64_of
 from smartcache.integrations.simpletuner import load_tensors
 from smartcache.progress import Progress, silent
-from smartcache.system import atomically
+from smartcache.system.ownfiles import atomically
 
 if TYPE_CHECKING:
     from smartcache.training import Dataset, Output

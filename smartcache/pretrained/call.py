@@ -38,7 +38,7 @@ from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableErro
 from smartcache.functions import shared
 from smartcache.hub import Call
 from smartcache.pretrained.flag import LIBRARIES
-from smartcache.store import Store
+from smartcache.store.store import Store
 
 if TYPE_CHECKING:
     import torch

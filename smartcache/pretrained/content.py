@@ -24,8 +24,8 @@ from blake3 import blake3
 
 from smartcache.pretrained.call import CONFIG
 from smartcache.pretrained.flag import LIBRARIES
-from smartcache.store import Store
-from smartcache.system import hash_file
+from smartcache.store.store import Store
+from smartcache.system.hashing import hash_file
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from filelock import FileLock
 from smartcache.config import remotes_file
 from smartcache.errors import ConfigError, TierError
 from smartcache.remote.tier import Abilities, Tier, check_options, check_url
-from smartcache.system import atomically
+from smartcache.system.ownfiles import atomically
 
 _FORMAT = 1
 _MOST_FILE = 1 << 20

@@ -46,8 +46,10 @@ from smartcache.hub import (
 )
 from smartcache.progress import Progress, silent
 from smartcache.remote.tier import Sent, Tier, in_parallel
-from smartcache.store import Document, Found, Offer, Store
-from smartcache.system import Algorithm, reached
+from smartcache.store.store import Store
+from smartcache.store.tiers import Document, Found, Offer
+from smartcache.system.faults import reached
+from smartcache.system.hashing import Algorithm
 from smartcache.training import dataset_folder
 
 Kind = Literal["repo", "blob", "set", "dataset"]

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smartcache.cache import prunable_sizes, usage_of_sets
-from smartcache.folders import Figures, Group, Left, ModelFolder, Problem, Scan, survey
+from smartcache.folders.groups import Group, Left
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import Figures, Scan, survey
+from smartcache.folders.walk import Problem
 from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles
 from smartcache.report.titles import kind_of
-from smartcache.store import Seen, Store
-from smartcache.system import free_bytes, mount_of
+from smartcache.store.records import Seen
+from smartcache.store.store import Store
+from smartcache.system.filesystems import free_bytes, mount_of
 
 if TYPE_CHECKING:
     from smartcache.artifacts import SetInfo

@@ -25,14 +25,17 @@ from typing import Any
 
 from smartcache import __version__
 from smartcache.errors import DestinationExistsError, SmartcacheError
-from smartcache.folders import Figures, Group, ModelFolder
+from smartcache.folders.groups import Group
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import Figures
 from smartcache.hub import Census, Key, scan_caches, used
 from smartcache.report.figures import Report
 from smartcache.report.names import Namer
 from smartcache.report.naming import Naming, from_home, is_hash, left_options, left_words
 from smartcache.report.roles import roles
-from smartcache.store import Seen, Store
-from smartcache.system import atomically
+from smartcache.store.records import Seen
+from smartcache.store.store import Store
+from smartcache.system.ownfiles import atomically
 
 MOST_FILES = 50_000
 """Names in the page, the largest; the others are counted together, model by model."""

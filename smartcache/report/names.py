@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from smartcache.folders import ModelFolder, read_small
+from smartcache.folders.discover import read_small
+from smartcache.folders.programs import ModelFolder
 from smartcache.report.titles import one_line
 
 _REPO: Final = re.compile(r"(models|datasets|spaces)--(.+)", re.DOTALL)

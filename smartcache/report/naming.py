@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smartcache.folders import Group, Left, ModelFolder, Option, Skip
+from smartcache.folders.checks import Option, Skip
+from smartcache.folders.groups import Group, Left
+from smartcache.folders.programs import ModelFolder
 from smartcache.report.names import Namer
 from smartcache.report.titles import title_of
 from smartcache.sizes import format_size

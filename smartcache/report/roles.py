@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from smartcache.folders import Copy, Group
+from smartcache.folders.checks import Copy
+from smartcache.folders.groups import Group
 
 Role = Literal[
     "stays", "duplicate", "editable", "other names", "same blocks", "left alone", "other disk"

@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
-from smartcache.folders import open_regular, read_up_to
+from smartcache.folders.discover import open_regular, read_up_to
 
 Kind = Literal["safetensors", "gguf", "ckpt/bin", "onnx", "latents", "other"]
 

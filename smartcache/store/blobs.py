@@ -44,26 +44,21 @@ from smartcache.errors import (
 from smartcache.store.hashes import recall
 from smartcache.store.records import LINKED_SUFFIXES, Blob, Trust, judge
 from smartcache.store.volume import Volume
-from smartcache.system import (
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import Advance, Algorithm, Hasher, Hashes, check_hex, hash_file
+from smartcache.system.kernel import (
     RACY_NS,
-    Advance,
-    Algorithm,
-    Claim,
-    Hasher,
-    Hashes,
     StatKey,
     allocated_bytes,
-    check_hex,
     clone,
     effective_user,
-    filesystem_id,
-    hash_file,
-    open_own,
     preallocate,
-    reached,
-    signed,
     sync_directory,
 )
+from smartcache.system.locks import Claim
+from smartcache.system.ownfiles import open_own
+from smartcache.system.sqlite import signed
 
 CHUNK = 1 << 20
 READ_ONLY = 0o444

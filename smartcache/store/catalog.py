@@ -26,7 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 from smartcache.store.index import Index
 from smartcache.store.records import KnownFolder, Memo, RememberedFile, Seen, Sighting, Trust, when
-from smartcache.system import StatKey, number_of, of_row, signed
+from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import number_of, of_row, signed
 
 SeenRow = tuple[int, int, int, int, int, int, int]
 """size, number of the filesystem, inode, mtime_ns, ctime_ns, links, allocated"""

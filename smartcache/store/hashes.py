@@ -29,23 +29,20 @@ from smartcache.progress import Progress, silent
 from smartcache.store.catalog import Candidate, MemoRow
 from smartcache.store.records import Blob
 from smartcache.store.volume import Volume
-from smartcache.system import (
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import (
     BUFFER_SIZE,
     Advance,
     Algorithm,
     Crew,
     Hashes,
-    StatKey,
     digest_at_once,
-    drop_lease,
-    filesystem_id,
     hash_file,
     hash_many,
-    open_quietly,
-    signed,
-    take_lease,
     threads_for,
 )
+from smartcache.system.kernel import StatKey, drop_lease, open_quietly, take_lease
+from smartcache.system.sqlite import signed
 
 Known = tuple[Hashes, StatKey]
 """Hashes and the stat key they belong to."""

@@ -20,15 +20,9 @@ from typing import Any, ClassVar, cast
 
 from smartcache.errors import IndexDamagedError
 from smartcache.store.records import Blob, Link, LinkKind, Owner, OwnerKind, Totals, Trust
-from smartcache.system import (
-    Algorithm,
-    Database,
-    StatKey,
-    allocated_bytes,
-    number_of,
-    of_row,
-    signed,
-)
+from smartcache.system.hashing import Algorithm
+from smartcache.system.kernel import StatKey, allocated_bytes
+from smartcache.system.sqlite import Database, number_of, of_row, signed
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

@@ -20,7 +20,9 @@ from smartcache.errors import BlobNotFoundError
 from smartcache.store.changes.journal import Batch, Change
 from smartcache.store.records import Blob, Link, Owner
 from smartcache.store.volume import Volume
-from smartcache.system import allocated_bytes, filesystem_id, nearest_existing, signed
+from smartcache.system.filesystems import filesystem_id, nearest_existing
+from smartcache.system.kernel import allocated_bytes
+from smartcache.system.sqlite import signed
 
 _PAGE = 1000
 

@@ -14,7 +14,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from smartcache.system import StatKey, allocated_bytes, filesystem_id, signed
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.kernel import StatKey, allocated_bytes
+from smartcache.system.sqlite import signed
 
 LinkKind = Literal["hardlink", "reflink", "copy"]
 OwnerKind = Literal["pin", "repo", "folder", "set"]

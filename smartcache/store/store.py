@@ -49,17 +49,9 @@ from smartcache.store.upkeep import prune as _prune
 from smartcache.store.upkeep import usage as _usage
 from smartcache.store.upkeep import verify as _verify
 from smartcache.store.volume import Volume, volume_root
-from smartcache.system import (
-    Advance,
-    Algorithm,
-    Hashes,
-    KeyLocks,
-    check_hex,
-    filesystem_id,
-    is_digest,
-    mount_of,
-    nearest_existing,
-)
+from smartcache.system.filesystems import filesystem_id, mount_of, nearest_existing
+from smartcache.system.hashing import Advance, Algorithm, Hashes, check_hex, is_digest
+from smartcache.system.locks import KeyLocks
 
 _log = logging.getLogger(__name__)
 _SHORTEST_PREFIX = 4

@@ -28,7 +28,7 @@ from smartcache.errors import (
 from smartcache.store.blobs import put_stream
 from smartcache.store.records import Blob
 from smartcache.store.volume import Volume
-from smartcache.system import Advance, Algorithm
+from smartcache.system.hashing import Advance, Algorithm
 
 _THREADS = 16
 _PATIENCE = 10.0

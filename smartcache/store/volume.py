@@ -44,24 +44,11 @@ from smartcache.errors import (
 from smartcache.store.catalog import Catalog
 from smartcache.store.changes.journal import Batch, Journal
 from smartcache.store.index import Index
-from smartcache.system import (
-    Claim,
-    KeyLocks,
-    OnWait,
-    atomically,
-    boot_id,
-    check_own,
-    claim,
-    clone,
-    effective_user,
-    filesystem_id,
-    is_digest,
-    is_network,
-    is_supported,
-    lock,
-    read_own,
-    sync_directory,
-)
+from smartcache.system.filesystems import filesystem_id, is_network
+from smartcache.system.hashing import is_digest
+from smartcache.system.kernel import boot_id, clone, effective_user, is_supported, sync_directory
+from smartcache.system.locks import Claim, KeyLocks, OnWait, claim, lock
+from smartcache.system.ownfiles import atomically, check_own, read_own
 
 FORMAT = 1
 DATASET = "dataset"

@@ -43,7 +43,9 @@ from smartcache.errors import (
     install_hint,
 )
 from smartcache.progress import Progress, bars, silent
-from smartcache.system import hash_file, is_network, make_own
+from smartcache.system.filesystems import is_network
+from smartcache.system.hashing import hash_file
+from smartcache.system.ownfiles import make_own
 from smartcache.training.build import (
     Build,
     BuildPlan,

@@ -18,7 +18,10 @@ from typing import Any, Final, TypeVar
 
 from smartcache.artifacts import Fingerprint, check_name
 from smartcache.errors import DatasetError, SmartcacheError
-from smartcache.system import create_own, lock, reached, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import lock
+from smartcache.system.ownfiles import create_own
 from smartcache.training.encoder import Buckets
 from smartcache.training.sources import Sources
 

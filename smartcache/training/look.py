@@ -30,7 +30,9 @@ from blake3 import blake3
 
 from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError, StoreError
 from smartcache.progress import Job, Progress, silent
-from smartcache.system import RACY_NS, hash_file, hash_many, lock
+from smartcache.system.hashing import hash_file, hash_many
+from smartcache.system.kernel import RACY_NS
+from smartcache.system.locks import lock
 from smartcache.training.sources import FIELD, FILE, IMAGES, Part, Row, Sources, plain_text
 from smartcache.training.table import (
     ABSENT,

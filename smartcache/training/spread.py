@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from smartcache.artifacts import ArtifactSet, ArtifactSets, Claim
 from smartcache.errors import EncoderError
-from smartcache.system import claim as claim_file
-from smartcache.system import sync_directory
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import claim as claim_file
 from smartcache.training.encoder import Encoder, Item, Keys
 from smartcache.training.engines import Delivery, Engine, Fault, Lost
 from smartcache.training.look import Listing

@@ -14,7 +14,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from smartcache.system import LATEST_NS, Database
+from smartcache.system.kernel import LATEST_NS
+from smartcache.system.sqlite import Database
 
 MEMO: Final = np.dtype([
     ("stat", "u1", 32), ("digest", "u1", 32), ("width", "<u4"), ("height", "<u4"),

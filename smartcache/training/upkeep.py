@@ -30,7 +30,9 @@ from smartcache.errors import (
     SourcesVanishedError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.system import lock, make_own, reached
+from smartcache.system.faults import reached
+from smartcache.system.locks import lock
+from smartcache.system.ownfiles import make_own
 from smartcache.training.build import missing
 from smartcache.training.document import (
     FORMAT,

@@ -68,7 +68,7 @@ from smartcache.errors import (
     SetFormatError,
     SmartcacheError,
 )
-from smartcache.system import is_free
+from smartcache.system.locks import is_free
 
 _log = logging.getLogger(__name__)
 _FEW_PACKS = 32

@@ -58,7 +58,9 @@ from smartcache.artifacts.keys import key_text
 from smartcache.artifacts.values.layout import known_layout
 from smartcache.errors import DamagedArtifactError, LayoutError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
-from smartcache.system import Claim, allocated_bytes, claim, is_free, lock, reached, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.kernel import allocated_bytes, sync_directory
+from smartcache.system.locks import Claim, claim, is_free, lock
 
 _log = logging.getLogger(__name__)
 COMPACTING = "\0compact"

@@ -50,7 +50,10 @@ from smartcache.errors import (
     SmartcacheError,
     StoreUnwritableError,
 )
-from smartcache.system import KeyLocks, boot_id, is_network, lock, reached, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import is_network
+from smartcache.system.kernel import boot_id, sync_directory
+from smartcache.system.locks import KeyLocks, lock
 
 _log = logging.getLogger(__name__)
 _TRIES = 20

@@ -49,7 +49,8 @@ from smartcache.errors import (
     MissingObjectError,
     SetFormatError,
 )
-from smartcache.system import KeyLocks, sync_directory
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import KeyLocks
 
 _log = logging.getLogger(__name__)
 FAR: Final = ".far"

@@ -25,7 +25,8 @@ from smartcache.errors import (
     StoreError,
     StoreUnwritableError,
 )
-from smartcache.system import Database, make_or_open_own
+from smartcache.system.ownfiles import make_or_open_own
+from smartcache.system.sqlite import Database
 
 _log = logging.getLogger(__name__)
 NAME = "index.sqlite3"

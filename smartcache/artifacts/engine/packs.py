@@ -52,7 +52,10 @@ from smartcache.artifacts.engine.records import (
     scan,
 )
 from smartcache.errors import ArtifactError, DamagedArtifactError, NoSpaceError, SetFormatError
-from smartcache.system import Claim, claim, mount_of, reached, reserve, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import mount_of
+from smartcache.system.kernel import reserve, sync_directory
+from smartcache.system.locks import Claim, claim
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Column = np.ndarray[Any, np.dtype[Any]]

@@ -43,7 +43,9 @@ from smartcache.errors import (
     SmartcacheError,
 )
 from smartcache.progress import Progress, silent
-from smartcache.system import lock, reached, sync_directory
+from smartcache.system.faults import reached
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import lock
 
 _log = logging.getLogger(__name__)
 COMPUTE = "What is damaged counts as missing and is computed again when needed."

@@ -44,21 +44,12 @@ from typing import BinaryIO, Protocol, TypeVar, cast
 from smartcache.errors import BundleError, DestinationExistsError, FileChangedError, HubError
 from smartcache.hub import REPO_TYPES, layout
 from smartcache.hub.records import Repo, announced_by
-from smartcache.store import explained
-from smartcache.system import (
-    Advance,
-    Algorithm,
-    Hasher,
-    Hashes,
-    claim,
-    clone,
-    exchange,
-    hash_file,
-    is_digest,
-    need_room,
-    reached,
-    sync_directory,
-)
+from smartcache.store.blobs import explained
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import need_room
+from smartcache.system.hashing import Advance, Algorithm, Hasher, Hashes, hash_file, is_digest
+from smartcache.system.kernel import clone, exchange, sync_directory
+from smartcache.system.locks import claim
 
 MANIFEST = "smartcache-bundle.json"
 COMPLETE = "complete"

@@ -48,17 +48,13 @@ from smartcache.hub.outcome import FileChanges, Watch
 from smartcache.hub.places import CachePlace
 from smartcache.hub.records import RemoteFile, Repo, announced_by
 from smartcache.progress import Job, Progress, silent
-from smartcache.store import CHUNK, LINKED_SUFFIXES, Blob, Owner, Store, check_expected, explained
-from smartcache.system import (
-    Algorithm,
-    Hasher,
-    Hashes,
-    hash_file,
-    need_room,
-    preallocate,
-    reached,
-    sync_directory,
-)
+from smartcache.store.blobs import CHUNK, check_expected, explained
+from smartcache.store.records import LINKED_SUFFIXES, Blob, Owner
+from smartcache.store.store import Store
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import need_room
+from smartcache.system.hashing import Algorithm, Hasher, Hashes, hash_file
+from smartcache.system.kernel import preallocate, sync_directory
 
 _LFS_FROM = 10 << 20
 """The Hub takes no plain git file above this size."""

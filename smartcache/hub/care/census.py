@@ -16,8 +16,10 @@ from pathlib import Path
 
 from smartcache.hub import layout
 from smartcache.hub.layout import Body, CachedRepo, Key, Revision
-from smartcache.store import Blob, Store
-from smartcache.system import is_digest, signed
+from smartcache.store.records import Blob
+from smartcache.store.store import Store
+from smartcache.system.hashing import is_digest
+from smartcache.system.sqlite import signed
 
 Gone = Iterable[tuple[CachedRepo, Collection[str]]]
 """Names that go, by the repo they are in."""

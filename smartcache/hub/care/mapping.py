@@ -16,8 +16,12 @@ from itertools import groupby
 from pathlib import Path
 
 from smartcache.errors import DamagedBlobError, FileSkippedError
-from smartcache.store import RememberedFile, Store
-from smartcache.system import StatKey, filesystem_id, is_digest, signed
+from smartcache.store.records import RememberedFile
+from smartcache.store.store import Store
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import is_digest
+from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import signed
 
 
 class CacheMapping(Mapping[str, Path]):

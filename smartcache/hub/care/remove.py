@@ -35,8 +35,11 @@ from smartcache.hub.layout import Body, CachedRepo, Key, Revision, scan_repo
 from smartcache.hub.places import is_dead, remove_partial
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
-from smartcache.store import Blob, Store, link_liveness, liveness
-from smartcache.system import allocated_bytes, reached
+from smartcache.store.owners import link_liveness, liveness
+from smartcache.store.records import Blob
+from smartcache.store.store import Store
+from smartcache.system.faults import reached
+from smartcache.system.kernel import allocated_bytes
 
 _YOUNG = 3600.0
 _NO_FILE = getattr(os, "O_PATH", 0)

@@ -41,8 +41,10 @@ from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.remote import select
 from smartcache.hub.transfer import Workers
 from smartcache.progress import Progress, silent
-from smartcache.store import BlobSource, Document, Offer, Store
-from smartcache.system import is_digest, reached
+from smartcache.store.store import Store
+from smartcache.store.tiers import BlobSource, Document, Offer
+from smartcache.system.faults import reached
+from smartcache.system.hashing import is_digest
 
 if TYPE_CHECKING:
     from smartcache.hub.plan import Request

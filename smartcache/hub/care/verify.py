@@ -26,8 +26,14 @@ from smartcache.hub.care.census import blobs_among
 from smartcache.hub.layout import Body, CachedRepo, Key, Pointer, is_commit, read_listing
 from smartcache.hub.records import RemoteFile, announced_by
 from smartcache.progress import Progress, silent
-from smartcache.store import Store, Trust, hash_all
-from smartcache.system import Algorithm, Hashes, StatKey, filesystem_id, hash_many, reached, signed
+from smartcache.store.hashes import hash_all
+from smartcache.store.records import Trust
+from smartcache.store.store import Store
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import Algorithm, Hashes, hash_many
+from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import signed
 
 Kind = Literal[
     "mismatch", "wrong blob", "wrong size", "dangling", "unreadable", "bad ref",

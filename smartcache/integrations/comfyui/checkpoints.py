@@ -23,7 +23,7 @@ from smartcache.errors import (
     StoreError,
 )
 from smartcache.sizes import format_size
-from smartcache.store import Store
+from smartcache.store.store import Store
 
 _log = logging.getLogger(__name__)
 _HASH = re.compile(r"(?:(sha256|blake3):)?([0-9a-fA-F]{8,64})")

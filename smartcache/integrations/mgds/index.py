@@ -30,7 +30,10 @@ from filelock import FileLock
 
 from smartcache.errors import IndexDamagedError
 from smartcache.progress import Progress, silent
-from smartcache.system import LATEST_NS, Database, hash_many, is_network
+from smartcache.system.filesystems import is_network
+from smartcache.system.hashing import hash_many
+from smartcache.system.kernel import LATEST_NS
+from smartcache.system.sqlite import Database
 
 _log = logging.getLogger(__name__)
 NAME: Final = "sources.sqlite"

@@ -47,7 +47,9 @@ from smartcache.store.hashes import Read, recall
 from smartcache.store.owners import keepers_of, link_liveness
 from smartcache.store.records import Trust
 from smartcache.store.volume import Volume
-from smartcache.system import Algorithm, check_hex, reached, signed
+from smartcache.system.faults import reached
+from smartcache.system.hashing import Algorithm, check_hex
+from smartcache.system.sqlite import signed
 
 CHUNK_FILES = 256
 """Files per journal fsync and per transaction: a few milliseconds under the store's lock."""

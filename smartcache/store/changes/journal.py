@@ -30,20 +30,11 @@ from typing import Any, Literal, Self, get_args
 
 from smartcache.errors import LockTimeoutError, NoSpaceError, StoreError, StoreUnwritableError
 from smartcache.store.changes.spot import is_beside, read_attributes
-from smartcache.system import (
-    Claim,
-    OnWait,
-    Patience,
-    claim,
-    is_digest,
-    make_or_open_own,
-    open_own,
-    reached,
-    sync_directory,
-    try_lock,
-    unlock,
-    wait_for,
-)
+from smartcache.system.faults import reached
+from smartcache.system.hashing import is_digest
+from smartcache.system.kernel import sync_directory
+from smartcache.system.locks import Claim, OnWait, Patience, claim, try_lock, unlock, wait_for
+from smartcache.system.ownfiles import make_or_open_own, open_own
 
 Op = Literal["adopt", "place", "replace", "pin", "unpin", "own"]
 """What was done. "own" is a step of undo: a file gets its own bytes by way of `temporary`."""

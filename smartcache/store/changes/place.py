@@ -43,18 +43,11 @@ from smartcache.store.changes.userfile import (
 from smartcache.store.hashes import hashes_of
 from smartcache.store.records import LINKED_SUFFIXES, Blob, Link, LinkKind
 from smartcache.store.volume import Volume
-from smartcache.system import (
-    Advance,
-    clone,
-    effective_user,
-    filesystem_id,
-    hash_file,
-    link_fd,
-    need_room,
-    open_unnamed,
-    reached,
-    signed,
-)
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import filesystem_id, need_room
+from smartcache.system.hashing import Advance, hash_file
+from smartcache.system.kernel import clone, effective_user, link_fd, open_unnamed
+from smartcache.system.sqlite import signed
 
 _NEXT_KIND = {
     getattr(errno, name)

@@ -58,16 +58,16 @@ from smartcache.store.changes.userfile import (
 from smartcache.store.hashes import Read, recall
 from smartcache.store.records import Blob, judge
 from smartcache.store.volume import Volume
-from smartcache.system import (
+from smartcache.system.faults import reached
+from smartcache.system.hashing import hash_file
+from smartcache.system.kernel import (
     Lease,
     StatKey,
     allocated_bytes,
     drop_lease,
     effective_user,
     exchange,
-    hash_file,
     lease_intact,
-    reached,
     take_lease,
 )
 

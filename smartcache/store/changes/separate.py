@@ -32,17 +32,10 @@ from smartcache.store.changes.journal import Change
 from smartcache.store.changes.spot import Spot, beside, read_attributes
 from smartcache.store.changes.userfile import let_go, restore_metadata, take_name
 from smartcache.store.volume import Layout, Volume
-from smartcache.system import (
-    Advance,
-    effective_user,
-    free_bytes,
-    hash_file,
-    lease_intact,
-    link_fd,
-    open_unnamed,
-    reached,
-    take_lease,
-)
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import free_bytes
+from smartcache.system.hashing import Advance, hash_file
+from smartcache.system.kernel import effective_user, lease_intact, link_fd, open_unnamed, take_lease
 
 What = Literal["copy", "mode"]
 _CLOSED_BY_THIS = frozenset(("adopt", "replace", "place"))

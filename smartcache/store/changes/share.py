@@ -22,13 +22,13 @@ from smartcache.store.blobs import explained
 from smartcache.store.changes.replace import Replacement
 from smartcache.store.changes.userfile import OPEN_FLAGS, refuse_unshareable
 from smartcache.store.volume import Volume
-from smartcache.system import (
+from smartcache.system.faults import reached
+from smartcache.system.kernel import (
     Extent,
     StatKey,
     dedupe_range,
     drop_lease,
     extents,
-    reached,
     shares_blocks,
     take_lease,
 )

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Self
 
 from smartcache.errors import DestinationExistsError, FileChangedError, FileSkippedError
-from smartcache.system import effective_user, exchange, open_without_symlinks, reached
+from smartcache.system.faults import reached
+from smartcache.system.kernel import effective_user, exchange, open_without_symlinks
 
 _THE_USERS = ("user.", "system.posix_acl_")
 

@@ -52,16 +52,10 @@ from smartcache.store.changes.userfile import (
 from smartcache.store.hashes import hashes_of
 from smartcache.store.owners import link_liveness
 from smartcache.store.volume import Volume
-from smartcache.system import (
-    Claim,
-    Room,
-    claim,
-    effective_user,
-    filesystem_id,
-    free_bytes,
-    nearest_existing,
-    reached,
-)
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import Room, filesystem_id, free_bytes, nearest_existing
+from smartcache.system.kernel import effective_user
+from smartcache.system.locks import Claim, claim
 
 _log = logging.getLogger(__name__)
 _VERBS: dict[str, ModuleType] = {"adopt": _adopt, "place": _place, "replace": _replace}

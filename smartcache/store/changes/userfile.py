@@ -30,20 +30,18 @@ from smartcache.store.changes.spot import Spot, beside, read_attributes, write_a
 from smartcache.store.hashes import hashes_of, remember
 from smartcache.store.records import LinkKind
 from smartcache.store.volume import Volume
-from smartcache.system import (
-    Algorithm,
-    Hashes,
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import Algorithm, Hashes, hash_many
+from smartcache.system.kernel import (
     Lease,
     StatKey,
     drop_lease,
     effective_user,
-    filesystem_id,
-    hash_many,
     lease_intact,
-    reached,
-    signed,
     take_lease,
 )
+from smartcache.system.sqlite import signed
 
 TICK_NS = 50_000_000
 """More than a tick (at most 10 ms) of the clock that filesystems with hard links use."""

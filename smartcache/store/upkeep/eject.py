@@ -39,7 +39,11 @@ from smartcache.store.hashes import hashes_of
 from smartcache.store.owners import held_alone, link_liveness, link_pages
 from smartcache.store.records import Blob, Link
 from smartcache.store.volume import Volume
-from smartcache.system import Room, allocated_bytes, check_own, free_bytes, reached, signed
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import Room, free_bytes
+from smartcache.system.kernel import allocated_bytes
+from smartcache.system.ownfiles import check_own
+from smartcache.system.sqlite import signed
 
 _ANY_NUMBER = 1 << 30
 

@@ -23,7 +23,8 @@ from smartcache.store.changes.undo import close_gone
 from smartcache.store.owners import held_alone, is_wanted, keepers_of, look
 from smartcache.store.records import Blob
 from smartcache.store.volume import Volume
-from smartcache.system import allocated_bytes, reached
+from smartcache.system.faults import reached
+from smartcache.system.kernel import allocated_bytes
 
 CHUNK_BLOBS = 64
 REBUILT = "rebuilt_at"

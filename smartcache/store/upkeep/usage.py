@@ -19,7 +19,7 @@ from smartcache.store.owners import Liveness, is_wanted, liveness, look
 from smartcache.store.records import OwnerKind
 from smartcache.store.upkeep.prune import REBUILT
 from smartcache.store.volume import Volume
-from smartcache.system import allocated_bytes
+from smartcache.system.kernel import allocated_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

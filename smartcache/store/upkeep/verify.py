@@ -40,16 +40,11 @@ from smartcache.store.owners import link_liveness, link_pages, pin
 from smartcache.store.records import Blob, Link, LinkKind, Trust
 from smartcache.store.upkeep.prune import REBUILT
 from smartcache.store.volume import Layout, Volume
-from smartcache.system import (
-    Advance,
-    OnWait,
-    filesystem_id,
-    hash_file,
-    is_digest,
-    lock,
-    open_own,
-    reached,
-)
+from smartcache.system.faults import reached
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import Advance, hash_file, is_digest
+from smartcache.system.locks import OnWait, lock
+from smartcache.system.ownfiles import open_own
 
 _PAGE = 1000
 _log = logging.getLogger(__name__)
