@@ -97,7 +97,7 @@ __all__ = [
 _HOMES = {
     "Settings": "config",
     "SmartCache": "cache",
-    "Store": "store",
+    "Store": "store.store",
     "cache_mapping": "functions",
     "components": "pretrained",
     "compute_key": "artifacts",

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from tests.api import Store, mount_of
+from smartcache.store.store import Store
+from smartcache.system.filesystems import mount_of
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models, make_models
 

@@ -12,7 +12,8 @@ import pytest
 
 import smartcache
 from smartcache import SmartCache, Store, StoreError, load_settings
-from tests.api import SetFormatError, StoreUnwritableError, prunable_size, usage_of_sets
+from smartcache.cache import prunable_size, usage_of_sets
+from smartcache.errors import SetFormatError, StoreUnwritableError
 
 
 def test_without_arguments_the_settings_say_where_it_is() -> None:

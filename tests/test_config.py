@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ConfigError, Settings, config_file, load_settings, variable
-from tests.api import config as smartcache_config
+from smartcache import config as smartcache_config
+from smartcache.config import Settings, config_file, load_settings, variable
+from smartcache.errors import ConfigError
 
 NAMES = [field.name for field in dataclasses.fields(Settings)]
 

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from tests.api import Change, Index, Op, SetIndex, SourceTable, State
-from tests.api import layout_Layout as Layout
+from smartcache.artifacts.engine.index import SetIndex
+from smartcache.store.changes.journal import Change, Op, State
+from smartcache.store.index import Index
+from smartcache.store.volume import Layout
+from smartcache.training.table import SourceTable
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models
 
@@ -220,7 +223,7 @@ def terminal_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
     "page", [page for page in PAGES if any(terminal_commands(page))], ids=lambda page: page.name
 )
 def test_the_commands_of_a_page_exist(page: Path) -> None:
-    from tests.api import main
+    from smartcache.cli import main
 
     wrong = {
         f"{page.name}:{number}": problem
@@ -258,7 +261,7 @@ def test_every_command_is_in_the_reference_as_its_help_prints_it() -> None:
 def test_the_reference_has_a_heading_for_every_command() -> None:
     import click
 
-    from tests.api import main
+    from smartcache.cli import main
 
     page = (ROOT / "docs/cli.md").read_text("utf-8")
     headings = set(re.findall(r"^## (.+)$", page, re.MULTILINE))

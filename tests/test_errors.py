@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import SmartcacheError, StoreError, errors
+from smartcache import errors
+from smartcache.errors import SmartcacheError, StoreError
 
 CLASSES = [
     found

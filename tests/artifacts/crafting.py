@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 from xxhash import xxh3_64_intdigest as checksum
 from xxhash import xxh3_128_intdigest
 
-from tests.api import ArtifactSet, ArtifactSets, SmartcacheError, encode
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.values.encode import encode
+from smartcache.errors import SmartcacheError
 from tests.artifacts.opening import engine_of, open_set
 from tests.artifacts.packreader import ARTIFACT, END, FOOTER, LAYOUT
 from tests.processes.children import Child

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.api import decoders, encode, values_encode
-from tests.api import values_Layout as Layout
+from smartcache.artifacts.values import encode as values_encode
+from smartcache.artifacts.values.encode import encode
+from smartcache.artifacts.values.layout import Layout, decoders
 
 if TYPE_CHECKING:
     import torch

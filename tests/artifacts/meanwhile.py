@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.api import Job, Unit
+from smartcache.progress import Job, Unit
 
 
 class Meanwhile(Job):

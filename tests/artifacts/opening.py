@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.api import ArtifactSet, ArtifactSets, Engine, SetFolder
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine.engine import Engine
+from smartcache.artifacts.setfolder import SetFolder
 
 FINGERPRINT = {"vae": "0123", "dtype": "float16"}
 

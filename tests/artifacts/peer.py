@@ -13,7 +13,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from tests.api import ArtifactNotFoundError, ArtifactSet, ArtifactSets, artifacts_engine
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import engine as artifacts_engine
+from smartcache.errors import ArtifactNotFoundError
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, engine_of, open_set
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.api import TORCH, TORCH_ONLY
+from smartcache.artifacts.values.tensors import TORCH, TORCH_ONLY
 
 if TYPE_CHECKING:
     import torch

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.api import (
+from smartcache.artifacts import ArtifactSet, ArtifactSets, register_codec
+from smartcache.artifacts.engine import read as artifacts_read
+from smartcache.artifacts.keys import check_key
+from smartcache.errors import (
     ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
     BadKeyError,
     BatchShapeError,
     DamagedArtifactError,
     LayoutError,
-    artifacts_read,
-    check_key,
-    register_codec,
 )
 from tests.artifacts.exact import exactly, forget_codecs
 from tests.artifacts.opening import array, engine_of, open_set, packs_of

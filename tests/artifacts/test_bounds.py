@@ -16,16 +16,11 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
-    ConfigError,
-    NoSpaceError,
-    SetFolder,
-    artifacts_compact,
-    check_key,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import compact as artifacts_compact
+from smartcache.artifacts.keys import check_key
+from smartcache.artifacts.setfolder import SetFolder
+from smartcache.errors import ArtifactNotFoundError, ConfigError, NoSpaceError
 from tests.artifacts.opening import (
     array,
     blocks_of,

@@ -17,23 +17,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.api import (
+from smartcache.artifacts import (
     ArtifactSet,
     ArtifactSets,
-    BadKeyError,
     Carried,
     CarryPlan,
+    compute_key,
+    plan_export,
+    plan_import,
+    register_codec,
+)
+from smartcache.artifacts import shards as artifacts_shards
+from smartcache.errors import (
+    BadKeyError,
     ConfigError,
     DestinationExistsError,
     NoSpaceError,
     SetFormatError,
-    artifacts_shards,
-    compute_key,
-    register_codec,
-    store_room,
 )
-from tests.api import carry_plan_export as plan_export
-from tests.api import carry_plan_import as plan_import
+from smartcache.system import filesystems as store_room
 from tests.artifacts.exact import exactly, forget_codecs
 from tests.artifacts.opening import array, open_set, packs_of
 from tests.artifacts.strategies import texts, values

@@ -15,16 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.api import (
-    INLINE_BYTES,
-    TensorSpec,
-    decoders,
-    encode,
-    errors,
-    known_layout,
-    register_codec,
-)
-from tests.api import values_Layout as Layout
+from smartcache import errors
+from smartcache.artifacts import TensorSpec, register_codec
+from smartcache.artifacts.values.encode import encode
+from smartcache.artifacts.values.layout import INLINE_BYTES, Layout, decoders, known_layout
 from tests.artifacts.exact import exactly, filler, forget_codecs, round_trip
 from tests.artifacts.strategies import values
 from tests.store.files import row

@@ -12,14 +12,11 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactSet,
-    ArtifactSets,
-    LockTimeoutError,
-    artifacts_compact,
-    lock,
-    store_faults,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import compact as artifacts_compact
+from smartcache.errors import LockTimeoutError
+from smartcache.system import faults as store_faults
+from smartcache.system.locks import lock
 from tests.artifacts.opening import (
     array,
     blocks_of,

@@ -12,15 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.api import (
-    ArtifactSet,
-    ArtifactSets,
-    ConfigError,
-    DamagedArtifactError,
-    MissingCompressionError,
-    engine_records,
-    values_compression,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import records as engine_records
+from smartcache.artifacts.values import compression as values_compression
+from smartcache.errors import ConfigError, DamagedArtifactError, MissingCompressionError
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, check_whole, engine_of, open_set, packs_of
 from tests.artifacts.strategies import values

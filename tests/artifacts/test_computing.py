@@ -15,17 +15,9 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactError,
-    ArtifactSet,
-    ArtifactSets,
-    Computed,
-    ConfigError,
-    RememberedFailureError,
-    Sample,
-    SmartcacheError,
-    check_key,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Computed, Sample
+from smartcache.artifacts.keys import check_key
+from smartcache.errors import ArtifactError, ConfigError, RememberedFailureError, SmartcacheError
 from tests.artifacts.opening import array, engine_of, open_set, packs_of
 from tests.processes.children import Child
 from tests.store.files import row

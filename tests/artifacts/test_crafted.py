@@ -20,7 +20,10 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest as checksum
 
-from tests.api import ArtifactSets, Fingerprint, SetFolder, SmartcacheError, encode
+from smartcache.artifacts import ArtifactSets, Fingerprint
+from smartcache.artifacts.setfolder import SetFolder
+from smartcache.artifacts.values.encode import encode
+from smartcache.errors import SmartcacheError
 from tests.artifacts.crafting import NONCE, Crafted, contained, new_set, read_all, with_packs
 from tests.artifacts.opening import array, open_set
 from tests.artifacts.packreader import ARTIFACT, DELETE, END, FOOTER, INTAKE, LAYOUT, PIN, SKIP

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.api import (
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.errors import (
     ArtifactError,
     ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
     BatchShapeError,
     DamagedArtifactError,
 )

@@ -14,15 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactError,
-    ArtifactSet,
-    ArtifactSets,
-    NoSpaceError,
-    SetFolder,
-    SmartcacheError,
-    store_faults,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.setfolder import SetFolder
+from smartcache.errors import ArtifactError, NoSpaceError, SmartcacheError
+from smartcache.system import faults as store_faults
 from tests.artifacts.opening import array, check_whole, open_set, packs_of
 from tests.processes.children import Child
 from tests.store.files import raising, row

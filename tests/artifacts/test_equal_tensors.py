@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.api import ArtifactSet, ArtifactSets, artifacts_write
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import write as artifacts_write
 from tests.artifacts.opening import array, check_whole, open_set, seal, size_of
 
 LARGE = 200_000

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import ArtifactSet, ArtifactSets, ConfigError
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.errors import ConfigError
 from tests.artifacts.opening import array, check_whole, engine_of, open_set, size_of
 from tests.artifacts.peer import Clock
 from tests.processes.children import Child

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import ABSENT, Difference, Fingerprint, errors
+from smartcache import errors
+from smartcache.artifacts import Difference, Fingerprint
+from smartcache.artifacts.setfolder import ABSENT
 from tests.artifacts.exact import exactly
 from tests.artifacts.strategies import texts
 

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import check_key, compute_key, errors, key_text, register_key_rule
+from smartcache import errors
+from smartcache.artifacts import compute_key, register_key_rule
+from smartcache.artifacts.keys import check_key, key_text
 from tests.artifacts.exact import exactly
 from tests.artifacts.strategies import configs, texts, values
 

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import encode, errors, register_codec
-from tests.api import values_Layout as Layout
+from smartcache import errors
+from smartcache.artifacts import register_codec
+from smartcache.artifacts.values.encode import encode
+from smartcache.artifacts.values.layout import Layout
 from tests.artifacts.exact import forget_codecs
 from tests.artifacts.strategies import values
 from tests.store.files import row

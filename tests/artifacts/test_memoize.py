@@ -13,14 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactSets,
-    BadKeyError,
-    ConfigError,
-    SmartCache,
-    UnsupportedValueError,
-    memoized,
-)
+from smartcache.artifacts import ArtifactSets, memoized
+from smartcache.cache import SmartCache
+from smartcache.errors import BadKeyError, ConfigError, UnsupportedValueError
 from tests.artifacts.opening import array
 from tests.artifacts.peer import Clock
 from tests.processes.children import Child

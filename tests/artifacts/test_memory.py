@@ -16,16 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import (
-    ArtifactError,
-    ArtifactSet,
-    ArtifactSets,
-    ConfigError,
-    Kept,
-    Memory,
-    artifacts_read,
-    register_codec,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Kept, Memory, register_codec
+from smartcache.artifacts.engine import read as artifacts_read
+from smartcache.errors import ArtifactError, ConfigError
 from tests.artifacts.exact import exactly, forget_codecs
 from tests.artifacts.opening import array, open_set, seal
 from tests.artifacts.peer import Clock

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from tests.api import compute_key, errors, register_key_rule, remember_module
+from smartcache import errors
+from smartcache.artifacts import compute_key, register_key_rule, remember_module
 from tests.processes.children import Child
 from tests.store.files import row
 

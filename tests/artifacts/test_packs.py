@@ -14,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.api import ArtifactSet, ArtifactSets, SetFormatError, artifacts_packs, mount_of
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import packs as artifacts_packs
+from smartcache.errors import SetFormatError
+from smartcache.system.filesystems import mount_of
 from tests.artifacts.opening import array, check_whole, open_set, packs_of, seal, size_of
 from tests.processes.artifact_writers import in_fork
 from tests.processes.children import Child

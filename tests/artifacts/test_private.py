@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ArtifactSets, SetFormatError
+from smartcache.artifacts import ArtifactSets
+from smartcache.errors import SetFormatError
 from tests.artifacts.opening import array, open_set
 from tests.processes.children import Child, folder_of
 

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.api import (
+from smartcache.artifacts import ArtifactSet, ArtifactSets, compute_key
+from smartcache.errors import (
     ArtifactError,
     ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
     BadKeyError,
     UnsupportedValueError,
-    compute_key,
 )
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import (

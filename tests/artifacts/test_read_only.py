@@ -12,13 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactSet,
-    ArtifactSets,
-    SetFormatError,
-    StoreUnwritableError,
-    store_faults,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.errors import SetFormatError, StoreUnwritableError
+from smartcache.system import faults as store_faults
 from tests.artifacts.opening import array, open_set, packs_of, seal
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import row

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactError,
-    ArtifactGoneError,
-    ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
-    Handle,
-    Sample,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Handle, Sample
+from smartcache.errors import ArtifactError, ArtifactGoneError, ArtifactNotFoundError
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, bytes_read, holders_of, open_set, packs_of, seal
 from tests.processes.children import Child

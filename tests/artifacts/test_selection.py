@@ -11,14 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactError,
-    ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
-    BatchShapeError,
-    Selection,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Selection
+from smartcache.errors import ArtifactError, ArtifactNotFoundError, BatchShapeError
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import array, bytes_read, open_set, packs_of, seal, unlinked_of
 from tests.processes.children import Child

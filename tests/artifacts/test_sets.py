@@ -17,18 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.api import (
-    ArtifactError,
-    ArtifactSet,
-    ArtifactSets,
-    BadSetNameError,
-    ConfigError,
-    Fingerprint,
-    Options,
-    SetFolder,
-    SetFormatError,
-    SmartCache,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Fingerprint
+from smartcache.artifacts.setfolder import Options, SetFolder
+from smartcache.cache import SmartCache
+from smartcache.errors import ArtifactError, BadSetNameError, ConfigError, SetFormatError
 from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import FINGERPRINT, array, check_whole, open_set, packs_of, seal
 from tests.processes.artifact_writers import in_fork

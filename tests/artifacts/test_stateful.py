@@ -34,7 +34,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.api import Sample, artifacts_engine
+from smartcache.artifacts import Sample
+from smartcache.artifacts.engine import engine as artifacts_engine
 from tests.artifacts.exact import exactly
 from tests.artifacts.opening import engine_of
 from tests.artifacts.packreader import ARTIFACT, live_size, newest_of, packs_of, shared_size

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import (
+from smartcache import errors
+from smartcache.artifacts import TensorSpec
+from smartcache.artifacts.values.tensors import (
     TORCH,
     TORCH_ONLY,
-    TensorSpec,
+    Kind,
     array_bytes,
-    errors,
     numpy_dtype,
     numpy_item_size,
     numpy_name,
@@ -22,7 +23,6 @@ from tests.api import (
     torch_item_size,
     torch_name,
 )
-from tests.api import tensors_Kind as Kind
 from tests.artifacts.exact import exactly
 from tests.artifacts.strategies import NUMPY_DTYPES, arrays, torch_dtypes
 

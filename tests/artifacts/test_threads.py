@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import ArtifactSet, ArtifactSets, artifacts_packs
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import packs as artifacts_packs
 from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import array, check_whole, engine_of, open_set
 from tests.processes.children import Child

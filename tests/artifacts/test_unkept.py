@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.api import ArtifactSet, ArtifactSets, ConfigError, SmartCache, StoreUnwritableError
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.cache import SmartCache
+from smartcache.errors import ConfigError, StoreUnwritableError
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.children import Child
 from tests.store.small_disks import Disk, in_own_namespace

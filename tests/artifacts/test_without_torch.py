@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ArtifactSets
+from smartcache.artifacts import ArtifactSets
 from tests.artifacts.opening import open_set
 
 BLOCK = """

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smartcache.artifacts import ArtifactSet
+from smartcache.cache import SmartCache
 from smartcache.training import Dataset, Encoder, Item, Sources
-from tests.api import ArtifactSet, SmartCache
 
 SHAPE = (4, 16, 16)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import folders_apps as apps
+from smartcache.folders import discover as apps
 from tests.cli.running import Here, Smartcache
 from tests.folders.trees import VARIABLES, Machine, make_machine
 from tests.store.files import OTHER, WEIGHTS, write

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias
 
 from click.testing import CliRunner
 
-from tests.api import main
+from smartcache.cli import main
 from tests.cli.warm import Forked, parent
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import mount_of, volume_root
+from smartcache.store.volume import volume_root
+from smartcache.system.filesystems import mount_of
 from tests.cli.running import Here
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.api import SmartCache
+from smartcache.cache import SmartCache
 from tests.cli.computed import SHAPE, days_ago, fill, keys
 from tests.cli.running import ROOT, Here, Smartcache
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.api import SmartCache
-from tests.api import store_room as room
+from smartcache.cache import SmartCache
+from smartcache.system import filesystems as room
 from tests.cli.computed import fill, keys, latent
 from tests.cli.running import PATIENCE, Here, Smartcache
 

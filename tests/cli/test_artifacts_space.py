@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import BlobInUseError, SmartCache, Store
+from smartcache.cache import SmartCache
+from smartcache.errors import BlobInUseError
+from smartcache.store.store import Store
 from tests.cli.computed import days_ago, fill, flip, keys, latent, put
 from tests.cli.running import Here
 from tests.store.files import OTHER, digest_of

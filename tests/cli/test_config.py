@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import SETTINGS
+from smartcache.config import SETTINGS
 from tests.cli.running import ROOT, Here
 
 

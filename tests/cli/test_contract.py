@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import folders_apps as apps
+from smartcache.folders import discover as apps
 from tests.cli.computed import Made, fill
 from tests.cli.running import Here, Smartcache
 from tests.cli.test_help import LEAVES, load

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smartcache.artifacts import ArtifactSets, SetInfo
+from smartcache.cache import SmartCache
 from smartcache.training import Encoder, Item, Sources
-from tests.api import ArtifactSets, SetInfo, SmartCache
 from tests.cli.computed import BUCKETS, Made, encode_image, image
 from tests.cli.running import PATIENCE, Here, Smartcache
 

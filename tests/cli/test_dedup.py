@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import mount_of, numbers_in
-from tests.api import store_faults as faults
+from smartcache.cli.dedup import numbers_in
+from smartcache.system import faults
+from smartcache.system.filesystems import mount_of
 from tests.cli.running import Here, Smartcache, Terminal, ended_by
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import inode_of, link_count, mode_of, snapshot

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Store
+from smartcache.store.store import Store
 from tests.cli.running import Here
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, write
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Store
+from smartcache.store.store import Store
 from tests.cli.running import Here
 from tests.store.files import snapshot, write
 

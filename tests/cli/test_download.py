@@ -13,7 +13,8 @@ import huggingface_hub
 import pytest
 from blake3 import blake3
 
-from tests.api import MOST_SHOWN, MOST_UNKNOWN
+from smartcache.cli._downloads import MOST_SHOWN
+from smartcache.hub.plan import MOST_UNKNOWN
 from tests.cli.running import PATIENCE, Here, Process, Result, Smartcache
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS

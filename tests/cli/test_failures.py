@@ -9,8 +9,10 @@ import sqlite3
 import click
 import pytest
 
-from tests.api import ConfigError, DamagedBlobError, NoSpaceError, Session, conclude, explain
-from tests.api import cli_failures as _failures
+from smartcache.cli import _failures
+from smartcache.cli._failures import conclude, explain
+from smartcache.cli._session import Session
+from smartcache.errors import ConfigError, DamagedBlobError, NoSpaceError
 
 
 def system(number: int, name: str | bytes | None = "x.pt") -> OSError:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import format_size
+from smartcache.sizes import format_size
 from tests.cli.running import Here
 from tests.hub.caches import commit_of, hf, make_repo
 from tests.hub_server import Hub

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 import smartcache
-from tests.api import Command, main
-from tests.api import command_Group as Group
+from smartcache.cli import main
+from smartcache.cli._command import Command, Group
 from tests.cli.running import ROOT, Here
 
 CONTEXT = click.Context(main)

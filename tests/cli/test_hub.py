@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Owner, Store, format_size
+from smartcache.sizes import format_size
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
 from tests.cli.running import Here, Smartcache
 from tests.hub.caches import blocks_below, commit_of, hf, make_repo
 from tests.hub_server import Hub, etag_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import MANIFEST
+from smartcache.hub.care.bundle import MANIFEST
 from tests.cli.running import PATIENCE, Here, Smartcache, command, environment
 from tests.hub.bundles import (
     ENCODER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.api import Store
+from smartcache.store.store import Store
 from tests.cli.running import Here
 from tests.store.files import WEIGHTS, digest_of, snapshot, write
 

@@ -14,7 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import Column, Trust, cut, encoded, plain, printable, render, shortened, text_width
+from smartcache.cli._json import encoded, plain
+from smartcache.cli._output import printable
+from smartcache.cli._tables import Column, cut, render, shortened, text_width
+from smartcache.store.records import Trust
 from tests.cli.running import Here, Smartcache
 from tests.store.files import WEIGHTS, write
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ArtifactSets, Remotes, Store, hub_layout
+from smartcache.artifacts import ArtifactSets
+from smartcache.hub import layout as hub_layout
+from smartcache.remote import Remotes
+from smartcache.store.store import Store
 from tests.cli.running import Here
 from tests.store.files import WEIGHTS, blob_path, digest_of, snapshot, write
 

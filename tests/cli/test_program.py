@@ -20,8 +20,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tests.api import Store, main
-from tests.api import store_faults as faults
+from smartcache.cli import main
+from smartcache.store.store import Store
+from smartcache.system import faults
 from tests.cli.running import (
     PATIENCE,
     Here,

@@ -10,8 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.api import Bars, Progress, Share, cli_output, out
-from tests.api import cli_progress as _progress
+from smartcache.cli import _output as cli_output
+from smartcache.cli import _progress
+from smartcache.cli._output import out
+from smartcache.cli._progress import Bars, Share
+from smartcache.progress import Progress
 from tests.cli.running import Here, Smartcache, Terminal
 from tests.store.files import Watch
 

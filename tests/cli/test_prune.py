@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Owner, Store
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
 from tests.cli.running import PATIENCE, Here, Smartcache, age
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, write
 

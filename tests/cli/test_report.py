@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import format_size
+from smartcache.sizes import format_size
 from tests.cli.running import Here, Smartcache
 from tests.folders.trees import SIZE, Machine, content, hf_repo, write
 from tests.store.files import snapshot

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.api import Disk, Left, format_size, printable
-from tests.api import report_html as html
+from smartcache.cli._output import printable
+from smartcache.folders.groups import Left
+from smartcache.report import html
+from smartcache.report.figures import Disk
+from smartcache.sizes import format_size
 from tests.cli.running import Here
 from tests.folders.trees import Machine, safetensors, write
 from tests.report.values import COMFYUI, HOSTILE, PLAIN, report, seen, set_info

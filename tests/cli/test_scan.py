@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import folders_face
+from smartcache import folders as folders_face
 from tests.cli.running import Here, Smartcache
 from tests.folders.trees import SIZE, Machine, content, write
 from tests.store.files import allocated, link_count, snapshot

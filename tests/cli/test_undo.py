@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Store
+from smartcache.store.store import Store
 from tests.cli.running import Here, Smartcache
 from tests.store.files import WEIGHTS, digest_of, snapshot, write
 

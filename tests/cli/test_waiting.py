@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Store
+from smartcache.store.store import Store
 from tests.cli.running import Here
 from tests.processes.children import Child
 from tests.store.files import OTHER, WEIGHTS, digest_of, edit, write
@@ -101,7 +101,7 @@ def test_what_a_killed_process_left_is_cleared_when_the_store_is_free_again(
 
     def die() -> None:
         with Store(home) as store:
-            from tests.api import store_faults as faults
+            from smartcache.system import faults
 
             faults.hook = lambda point: (
                 os.kill(os.getpid(), signal.SIGKILL) if point == "adopt: linked" else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import folders_apps as apps
+from smartcache.folders import discover as apps
 from tests.folders.trees import VARIABLES, Machine, make_machine
 
 

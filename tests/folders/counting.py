@@ -11,20 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from tests.api import (
-    Checks,
-    Copy,
-    Figures,
-    Job,
-    ModelFolder,
-    Option,
-    Scan,
-    Skip,
-    Unit,
-    Verdict,
-    is_write_once,
-)
-from tests.api import records_Group as Group
+from smartcache.folders.checks import Checks, Copy, Option, Skip, Verdict
+from smartcache.folders.groups import Group, is_write_once
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import Figures, Scan
+from smartcache.progress import Job, Unit
 
 Key = tuple[int, int]
 

@@ -7,21 +7,15 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.api import (
-    Allowance,
-    DedupPlan,
-    DedupResult,
-    NothingToUndoError,
-    Progress,
-    Scan,
-    Skip,
-    Store,
-    folders_to_scan,
-    load_settings,
-    plan_dedup,
-    scan,
-    silent,
-)
+from smartcache.config import load_settings
+from smartcache.errors import NothingToUndoError
+from smartcache.folders.checks import Skip
+from smartcache.folders.dedup import DedupPlan, DedupResult, plan_dedup
+from smartcache.folders.scan import Scan, folders_to_scan
+from smartcache.folders.scan import scan_folders as scan
+from smartcache.progress import Progress, silent
+from smartcache.store.changes.userfile import Allowance
+from smartcache.store.store import Store
 
 ALL: frozenset[Allowance] = frozenset(("group", "mode", "xattr"))
 

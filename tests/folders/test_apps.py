@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import PROGRAMS, TABLE, discover, identify, identify_names, places
-from tests.api import folders_apps as apps
+from smartcache.folders import discover as apps
+from smartcache.folders.discover import discover_folders as discover
+from smartcache.folders.discover import places
+from smartcache.folders.programs import PROGRAMS, TABLE, identify, identify_names
 from tests.folders import trees
 from tests.processes.children import NOBODY, Child, folder_of
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import folders_apps as discovering
-from tests.api import read_extra_paths
+from smartcache.folders import discover as discovering
+from smartcache.folders.discover import read_extra_paths
 from tests.folders.trees import write
 
 

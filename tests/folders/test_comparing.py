@@ -8,21 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    HEAD_SIZE,
-    SAMPLE_MIN_SIZE,
-    TAIL_SIZE,
-    Learned,
-    Progress,
-    Scope,
-    StatKey,
-    Store,
-    compare,
-    look,
-    scan,
-    silent,
-)
-from tests.api import folders_scan as scanning
+from smartcache.folders import scan as scanning
+from smartcache.folders.scan import SAMPLE_MIN_SIZE, compare, look
+from smartcache.folders.scan import scan_folders as scan
+from smartcache.progress import Progress, silent
+from smartcache.store.catalog import Scope
+from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned
+from smartcache.store.store import Store
+from smartcache.system.kernel import StatKey
 from tests.folders.counting import Recorded, bytes_read, files_opened, groups_of, plain
 from tests.folders.trees import content, write
 from tests.store.files import digest_of

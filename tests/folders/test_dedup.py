@@ -17,16 +17,14 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("leases, mounts and owners", allow_module_level=True)
 
-from tests.api import (
-    Allowance,
-    SmartcacheError,
-    Store,
-    Trust,
-    hash_file,
-    mount_of,
-    plan_dedup,
-    volume_root,
-)
+from smartcache.errors import SmartcacheError
+from smartcache.folders.dedup import plan_dedup
+from smartcache.store.changes.userfile import Allowance
+from smartcache.store.records import Trust
+from smartcache.store.store import Store
+from smartcache.store.volume import volume_root
+from smartcache.system.filesystems import mount_of
+from smartcache.system.hashing import hash_file
 from tests.folders.deduping import (
     ALL,
     allocated_in,

@@ -24,8 +24,10 @@ from hypothesis import strategies as st
 if sys.platform != "linux":
     pytest.skip("owners and leases", allow_module_level=True)
 
-from tests.api import Allowance, DedupPlan, Store, plan_dedup
-from tests.api import store_faults as faults
+from smartcache.folders.dedup import DedupPlan, plan_dedup
+from smartcache.store.changes.userfile import Allowance
+from smartcache.store.store import Store
+from smartcache.system import faults
 from tests.folders.deduping import (
     ALL,
     allocated_in,

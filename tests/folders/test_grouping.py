@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.api import KEPT, Grouping, MemberRow, ModelFolder, Tally
-from tests.api import records_Group as Group
+from smartcache.folders.groups import KEPT, Group, Grouping, Tally
+from smartcache.folders.programs import ModelFolder
+from smartcache.store.catalog import MemberRow
 from tests.folders.counting import Unhindered
 
 HOME, OTHER = "home", "other"

@@ -17,7 +17,8 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the layouts are those of Linux", allow_module_level=True)
 
-from tests.api import Store, mount_of
+from smartcache.store.store import Store
+from smartcache.system.filesystems import mount_of
 from tests.folders.deduping import deduplicated, inodes_of, open_store, planned, undo_everything
 from tests.folders.trees import (
     SIZE,

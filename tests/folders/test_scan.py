@@ -21,24 +21,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.api import (
-    KEPT,
-    REBUILT,
-    Grouping,
-    ModelFolder,
-    Scan,
-    Scope,
-    Store,
-    StoreError,
-    Tally,
-    folders_scan,
-    folders_to_scan,
-    plan_dedup,
-    scan,
-    store_contents,
-    survey,
-)
-from tests.api import records_Group as Group
+from smartcache.errors import StoreError
+from smartcache.folders import scan as folders_scan
+from smartcache.folders.dedup import plan_dedup
+from smartcache.folders.groups import KEPT, Group, Grouping, Tally
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import Scan, folders_to_scan, survey
+from smartcache.folders.scan import scan_folders as scan
+from smartcache.store import hashes as store_contents
+from smartcache.store.catalog import Scope
+from smartcache.store.store import Store
+from smartcache.store.upkeep.prune import REBUILT
 from tests.folders.counting import (
     Counted,
     Unhindered,

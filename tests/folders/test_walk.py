@@ -14,8 +14,12 @@ import pytest
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
-from tests.api import MOST_NAMED, ModelFolder, Store, Walked, is_incomplete, silent, walk
-from tests.api import folders_walk as walk_module
+from smartcache.folders import walk as walk_module
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.walk import MOST_NAMED, Walked, walk
+from smartcache.progress import silent
+from smartcache.store.changes.userfile import is_incomplete
+from smartcache.store.store import Store
 from tests.folders.counting import files_opened, plain
 from tests.folders.trees import comfyui, content, ollama_model, webui, write
 from tests.processes.children import Child, folder_of

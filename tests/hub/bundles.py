@@ -9,16 +9,10 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.api import (
-    ExportPlan,
-    ImportPlan,
-    Repo,
-    RepoType,
-    Store,
-    Wanted,
-    plan_export,
-    plan_import,
-)
+from smartcache.hub import RepoType
+from smartcache.hub.care.carry import ExportPlan, ImportPlan, Wanted, plan_export, plan_import
+from smartcache.hub.records import Repo
+from smartcache.store.store import Store
 from tests.hub_server import etag_of, git_sha1
 
 Files = Mapping[str, bytes]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.api import hub_layout as layout
+from smartcache.hub import layout
 from tests.hub_server import Hub, etag_of, git_sha1
 
 PATIENCE = 120.0

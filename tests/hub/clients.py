@@ -13,7 +13,10 @@ from typing import TypeVar, cast
 
 import huggingface_hub
 
-from tests.api import Call, DownloadPlan, SmartCache, Store
+from smartcache.cache import SmartCache
+from smartcache.hub.api import Call
+from smartcache.hub.plan import DownloadPlan
+from smartcache.store.store import Store
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, Child
 

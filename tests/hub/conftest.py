@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import SmartCache, Store
+from smartcache.cache import SmartCache
+from smartcache.store.store import Store
 from tests.hub.bundles import Way, two_repos
 from tests.hub.clients import Client
 from tests.hub_server import Hub

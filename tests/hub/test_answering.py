@@ -18,8 +18,8 @@ import pytest
 from huggingface_hub import file_download
 
 import smartcache
-from tests.api import DigestMismatchError, UnsafeNameError, serving
-from tests.api import hub_patches as patches
+from smartcache.errors import DigestMismatchError, UnsafeNameError
+from smartcache.hub import patches, serving
 from tests.hub.clients import (
     Client,
     assert_sound,

@@ -20,8 +20,8 @@ import huggingface_hub
 import pytest
 
 import smartcache
-from tests.api import Store
-from tests.api import functions as functions_module
+from smartcache import functions as functions_module
+from smartcache.store.store import Store
 from tests.hub.clients import contents, sha256, weights
 from tests.hub_server import Hub
 from tests.processes.children import Child
@@ -321,7 +321,7 @@ class TestArguments:
         """Those it only warns about are left out."""
         import inspect
 
-        from tests.api import FileOptions, SnapshotOptions
+        from smartcache.hub.api import FileOptions, SnapshotOptions
 
         for function, ours in (
             (huggingface_hub.snapshot_download, SnapshotOptions),

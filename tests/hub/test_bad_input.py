@@ -19,7 +19,7 @@ import pytest
 from huggingface_hub import errors
 
 import smartcache
-from tests.api import DigestMismatchError, NoSpaceError, UnsafeNameError
+from smartcache.errors import DigestMismatchError, NoSpaceError, UnsafeNameError
 from tests.hub_server import Commit, Hub
 from tests.hub_server.faults import ALWAYS
 from tests.store.small_disks import Disk, in_own_namespace

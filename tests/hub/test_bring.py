@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import SmartCache, StatKey, filesystem_id, signed
+from smartcache.cache import SmartCache
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import signed
 from tests.hub.clients import (
     SIZE,
     Client,

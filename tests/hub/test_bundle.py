@@ -20,29 +20,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.api import (
-    COMPLETE,
-    MANIFEST,
+from smartcache.errors import (
     DestinationExistsError,
     FileChangedError,
     HubError,
-    Manifest,
     NoSpaceError,
     RepoNotCachedError,
-    Store,
-    TarSink,
     UnsafeNameError,
-    Wanted,
-    decode,
-    opened,
-    plan_export,
-    plan_import,
-    store_room,
 )
-from tests.api import bundle_checksum as checksum
-from tests.api import bundle_Content as Content
-from tests.api import bundle_encode as encode
-from tests.api import hub_bundle as bundle_module
+from smartcache.hub.care import bundle as bundle_module
+from smartcache.hub.care.bundle import (
+    COMPLETE,
+    MANIFEST,
+    Content,
+    Manifest,
+    TarSink,
+    checksum,
+    decode,
+    encode,
+    opened,
+)
+from smartcache.hub.care.carry import Wanted, plan_export, plan_import
+from smartcache.store.store import Store
+from smartcache.system import filesystems as store_room
 from tests.hub.bundles import (
     ENCODER,
     FIRST,

@@ -18,23 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import (
+from smartcache.errors import BundleError, DigestMismatchError, FileChangedError, StoreError
+from smartcache.hub.care import bundle as hub_bundle
+from smartcache.hub.care.bundle import (
     COMPLETE,
     MANIFEST,
     MOST_MANIFEST,
-    BundleError,
-    DigestMismatchError,
-    FileChangedError,
     Manifest,
-    Store,
-    StoreError,
     TarSink,
+    checksum,
     decode,
-    hub_bundle,
+    encode,
     opened,
 )
-from tests.api import bundle_checksum as checksum
-from tests.api import bundle_encode as encode
+from smartcache.store.store import Store
 from tests.hub.bundles import (
     ENCODER,
     FIRST,

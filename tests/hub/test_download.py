@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from tests.api import DigestMismatchError, HubError, SmartCache
+from smartcache.cache import SmartCache
+from smartcache.errors import DigestMismatchError, HubError
 from tests.hub.clients import (
     Client,
     as_ordinary_user,

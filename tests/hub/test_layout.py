@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import RemoteFile, Repo, announced_by
-from tests.api import hub_layout as layout
+from smartcache.hub import layout
+from smartcache.hub.records import RemoteFile, Repo, announced_by
 from tests.hub.caches import commit_of, make_repo, refs_of
 from tests.hub.clients import plain_snapshot, sha256, weights
 from tests.hub_server import Hub, git_sha1

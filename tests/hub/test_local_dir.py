@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import DigestMismatchError, SmartCache
+from smartcache.cache import SmartCache
+from smartcache.errors import DigestMismatchError
 from tests.hub.clients import (
     Client,
     as_ordinary_user,

@@ -17,7 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartcache import SmartCache
-from tests.api import CacheMapping, ModelFolder, Store, look
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import look
+from smartcache.hub.care.mapping import CacheMapping
+from smartcache.store.store import Store
 from tests.store.files import OTHER, WEIGHTS, edit, write
 
 HOSTILE = "../../etc/passwd"

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import DownloadResult, NoSpaceError, SmartCache, plan_import
+from smartcache.cache import SmartCache
+from smartcache.errors import NoSpaceError
+from smartcache.hub.care.carry import plan_import
+from smartcache.hub.outcome import DownloadResult
 from tests.hub.bundles import export
 from tests.hub.clients import Client, plain_snapshot, state_of, weights
 from tests.hub_server import Hub

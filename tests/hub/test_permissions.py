@@ -9,16 +9,13 @@ from typing import TypeVar
 
 import pytest
 
-from tests.api import (
-    Census,
-    HubError,
-    Settings,
-    Store,
-    plan_removal,
-    plan_repair,
-    scan_caches,
-    verify_repos,
-)
+from smartcache.config import Settings
+from smartcache.errors import HubError
+from smartcache.hub.care.census import Census
+from smartcache.hub.care.remove import plan_removal
+from smartcache.hub.care.verify import plan_repair, verify_repos
+from smartcache.hub.layout import scan_caches
+from smartcache.store.store import Store
 from tests.hub.caches import commit_of, make_repo
 from tests.processes.children import Child, folder_of
 from tests.store.files import WEIGHTS

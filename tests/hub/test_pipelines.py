@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Call, SmartCache, Store, mount_of
+from smartcache.cache import SmartCache
+from smartcache.hub.api import Call
+from smartcache.store.store import Store
+from smartcache.system.filesystems import mount_of
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.store.files import inode_of, mode_of

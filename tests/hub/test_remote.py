@@ -11,15 +11,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub_errors
 
-from tests.api import (
-    Access,
-    DigestMismatchError,
-    RemoteFile,
-    Repo,
-    UnsafeNameError,
-)
-from tests.api import hub_patches as patches
-from tests.api import hub_remote as remote
+from smartcache.errors import DigestMismatchError, UnsafeNameError
+from smartcache.hub import patches, remote
+from smartcache.hub.records import RemoteFile, Repo
+from smartcache.hub.remote import Access
 from tests.hub.clients import Client, sha256, weights
 from tests.hub_server import Hub, git_sha1
 

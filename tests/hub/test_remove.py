@@ -9,21 +9,15 @@ import pytest
 from filelock import FileLock
 from huggingface_hub import DeleteCacheStrategy
 
-from tests.api import (
-    CachedRepo,
-    Call,
-    Census,
-    HubError,
-    Owner,
-    RemovalPlan,
-    RemovalResult,
-    SmartCache,
-    Store,
-    plan_cache_prune,
-    plan_removal,
-    scan_caches,
-)
-from tests.api import store_faults as faults
+from smartcache.cache import SmartCache
+from smartcache.errors import HubError
+from smartcache.hub.api import Call
+from smartcache.hub.care.census import Census
+from smartcache.hub.care.remove import RemovalPlan, RemovalResult, plan_cache_prune, plan_removal
+from smartcache.hub.layout import CachedRepo, scan_caches
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
+from smartcache.system import faults
 from tests.hub.caches import blocks_below, commit_of, download, hf, inodes_below, make_repo
 from tests.hub.shared_stores import make_shared_store
 from tests.hub_server import Hub

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import CachedRepo, Census, Repo, RepoNotCachedError, Store, find_repo, scan_caches
+from smartcache.errors import RepoNotCachedError
+from smartcache.hub.care.census import Census
+from smartcache.hub.layout import CachedRepo, find_repo, scan_caches
+from smartcache.hub.records import Repo
+from smartcache.store.store import Store
 from tests.hub.caches import blocks_below, commit_of, download, inodes_below, make_repo
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub

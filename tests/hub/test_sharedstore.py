@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import hub_layout as layout
+from smartcache.hub import layout
 from tests.hub.shared_stores import MARKER, add_entry, make_shared_store
 
 A = "ab" + "1" * 62

@@ -10,8 +10,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.api import DigestMismatchError, SmartCache, StoppedError, bar_class
-from tests.api import store_faults as faults
+from smartcache.cache import SmartCache
+from smartcache.errors import DigestMismatchError
+from smartcache.hub.transfer import StoppedError, bar_class
+from smartcache.system import faults
 from tests.hub.clients import Client, as_ordinary_user, plain_snapshot, sha256, state_of, weights
 from tests.hub_server import Hub
 

@@ -17,19 +17,14 @@ from blake3 import blake3
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.api import (
-    Algorithm,
-    Bringing,
-    CachePlace,
-    DigestMismatchError,
-    Followed,
-    Hashes,
-    PlannedFile,
-    RemoteFile,
-    Repo,
-    Store,
-    outcome_Watch,
-)
+from smartcache.errors import DigestMismatchError
+from smartcache.hub.bring import Bringing
+from smartcache.hub.outcome import Watch as outcome_Watch
+from smartcache.hub.places import CachePlace
+from smartcache.hub.records import PlannedFile, RemoteFile, Repo
+from smartcache.hub.transfer import Followed
+from smartcache.store.store import Store
+from smartcache.system.hashing import Algorithm, Hashes
 from tests.hub.clients import sha256, weights
 
 ALGORITHMS: tuple[Algorithm, ...] = ("blake3", "sha256")

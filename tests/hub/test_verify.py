@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import RepoVerifyReport, Store, Trust, plan_repair, scan_caches, verify_repos
-from tests.api import verifying_Finding as Finding
+from smartcache.hub.care.verify import Finding, RepoVerifyReport, plan_repair, verify_repos
+from smartcache.hub.layout import scan_caches
+from smartcache.store.records import Trust
+from smartcache.store.store import Store
 from tests.hub.caches import commit_of, download, hf, make_repo, write_listing
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub, etag_of, git_sha1

@@ -24,17 +24,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smartcache.integrations import comfyui
-from tests.api import (
-    ArtifactSets,
+from smartcache.artifacts import ArtifactSets
+from smartcache.errors import (
     BadDigestError,
     BadSetNameError,
     BlobNotFoundError,
     DatasetError,
     SmartcacheError,
-    Store,
     UnsupportedValueError,
 )
+from smartcache.integrations import comfyui
+from smartcache.store.store import Store
 from tests.artifacts.exact import exactly
 from tests.integrations.later import Later
 from tests.processes.killing import in_child, was_killed

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smartcache.errors import ArtifactError, DatasetChangedError, DatasetError
 from smartcache.integrations import comfyui
-from tests.api import ArtifactError, DatasetChangedError, DatasetError
 from tests.artifacts.exact import exactly
 from tests.integrations.later import Later
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from smartcache.artifacts import ArtifactSets
+from smartcache.errors import ConfigError, DatasetChangedError, UnsupportedValueError
 from smartcache.integrations.diffusion_pipe import Cache
-from tests.api import ArtifactSets, ConfigError, DatasetChangedError, UnsupportedValueError
 from tests.processes.killing import in_child, was_killed
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from smartcache.errors import BadKeyError, ConfigError, UnsupportedValueError
 from smartcache.integrations.easydata import (
     CacheMetadata,
     CacheStageConfig,
@@ -33,11 +34,6 @@ from smartcache.integrations.easydata import (
     MemoryCache,
     PipelineConfig,
     TreeCacheManager,
-)
-from tests.api import (
-    BadKeyError,
-    ConfigError,
-    UnsupportedValueError,
 )
 from tests.artifacts.peer import Clock
 from tests.processes.children import Child

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from smartcache import errors
 from smartcache.integrations.mgds import CachingStoppedException, PrefetchIterator
-from tests.api import Job, errors
+from smartcache.progress import Job
 from tests.integrations.mgds_pipeline import (
     CONCEPT,
     GROUPING,

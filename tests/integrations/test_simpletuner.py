@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from smartcache.errors import ConfigError, UnsupportedValueError
 from smartcache.integrations.simpletuner import DataBackend
-from tests.api import ConfigError, UnsupportedValueError
 from tests.processes.killing import in_child, was_killed
 
 if TYPE_CHECKING:

@@ -21,6 +21,8 @@ import pytest
 import xxhash
 from PIL import Image
 
+from smartcache.cache import SmartCache
+from smartcache.errors import ConfigError, DatasetError
 from smartcache.integrations.trainers import (
     Imported,
     ImportPlan,
@@ -30,7 +32,6 @@ from smartcache.integrations.trainers import (
     plan_import,
 )
 from smartcache.training import Dataset, Encoder, Item, Sources
-from tests.api import ConfigError, DatasetError, SmartCache
 from tests.processes.killing import in_child, was_killed
 
 if TYPE_CHECKING:

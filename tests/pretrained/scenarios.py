@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import smartcache
-from tests.api import Store, shared
+from smartcache.functions import shared
+from smartcache.store.store import Store
 from tests.hub.clients import wrong_blobs
 from tests.pretrained.libraries import LibraryHub
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tests.api import Asked, Placement, load
+from smartcache.pretrained.api import load
+from smartcache.pretrained.call import Asked, Placement
 
 if TYPE_CHECKING:
     import torch

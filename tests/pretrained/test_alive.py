@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import pytest
 
-from tests.api import keep, look_at, size_of
+from smartcache.pretrained.alive import keep, look_at, size_of
 from tests.hub_server.pipelines import Models
 from tests.pretrained.likeness import have_equal_values
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import smartcache
-from tests.api import dtype_arguments
+from smartcache.pretrained.call import dtype_arguments
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.api import (
+from smartcache.pretrained.call import (
     Asked,
     Placement,
     accelerator,

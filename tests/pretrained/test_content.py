@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import Content, NotComparableError, Store, canonical, content_of
+from smartcache.pretrained.content import Content, NotComparableError, canonical, content_of
+from smartcache.store.store import Store
 from tests.hub_server.pipelines import SHARED_WEIGHTS, Models
 
 LEAVES = (

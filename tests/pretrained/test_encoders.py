@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from tests.api import (
-    BadKeyError,
-    MissingWeightsError,
-    PretrainedError,
-    UnknownClassError,
-    compute_key,
-    load_encoders,
-    remember_module,
-)
+from smartcache.artifacts import compute_key, remember_module
+from smartcache.errors import BadKeyError, MissingWeightsError, PretrainedError, UnknownClassError
+from smartcache.pretrained import load_encoders
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
 

@@ -9,7 +9,8 @@ import huggingface_hub
 import pytest
 
 import smartcache
-from tests.api import Call, SmartCache
+from smartcache.cache import SmartCache
+from smartcache.hub.api import Call
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 

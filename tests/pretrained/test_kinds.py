@@ -14,7 +14,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from tests.api import MissingWeightsError, UnknownClassError, UnreadableConfigError, class_of
+from smartcache.errors import MissingWeightsError, UnknownClassError, UnreadableConfigError
+from smartcache.pretrained.kinds import class_of
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 

@@ -11,11 +11,8 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import smartcache
-from tests.api import (
-    PretrainedError,
-    WrongVariantError,
-    class_of,
-)
+from smartcache.errors import PretrainedError, WrongVariantError
+from smartcache.pretrained.kinds import class_of
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 

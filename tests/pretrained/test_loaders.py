@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import HfApi, file_download
 
 import smartcache
-from tests.api import mount_of
+from smartcache.system.filesystems import mount_of
 from tests.hub_server.pipelines import LEAST_WEIGHTS, Models, files_of, seed
 from tests.pretrained.libraries import LibraryHub
 from tests.pretrained.loaders import FILE, ROWS, Here, Row

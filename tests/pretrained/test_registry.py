@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.api import (
-    Guard,
-    Registry,
-    Request,
-    SharedComponentError,
-    components,
-    guard,
-    lift,
-    one_at_a_time,
-)
-from tests.api import pretrained_share as module
-from tests.api import share_Holder as Holder
+from smartcache.errors import SharedComponentError
+from smartcache.pretrained import components
+from smartcache.pretrained import share as module
+from smartcache.pretrained.call import one_at_a_time
+from smartcache.pretrained.share import Guard, Holder, Registry, Request, guard, lift
 
 if TYPE_CHECKING:
     import torch

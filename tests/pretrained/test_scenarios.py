@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import smartcache
-from tests.api import DigestMismatchError, mount_of
+from smartcache.errors import DigestMismatchError
+from smartcache.system.filesystems import mount_of
 from tests.cli.running import Here
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models, files_of
 from tests.pretrained.libraries import LibraryHub

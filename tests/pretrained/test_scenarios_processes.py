@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Store
+from smartcache.store.store import Store
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models
 from tests.pretrained.libraries import WEIGHTS, LibraryHub

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import DigestMismatchError
+from smartcache.errors import DigestMismatchError
 from tests.hub_server.pipelines import OWN_WEIGHTS, Models
 from tests.pretrained.libraries import LibraryHub
 from tests.pretrained.scenarios import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import DigestMismatchError
+from smartcache.errors import DigestMismatchError
 from tests.hub_server.pipelines import OWN_WEIGHTS, SHARED_WEIGHTS, Models, files_of
 from tests.pretrained.libraries import LibraryHub
 from tests.pretrained.scenarios import (

@@ -18,15 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    Asked,
-    Placement,
-    SharedComponentError,
-    components,
-    load,
-    registry,
-    unshare,
-)
+from smartcache.errors import SharedComponentError
+from smartcache.pretrained import components, unshare
+from smartcache.pretrained.api import load
+from smartcache.pretrained.call import Asked, Placement
+from smartcache.pretrained.share import registry
 from tests.hub_server.pipelines import Models
 from tests.pretrained.likeness import are_alike, have_equal_values
 from tests.pretrained.scenarios import published

@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 import smartcache
-from tests.api import MissingWeightsError, repo_file
+from smartcache.errors import MissingWeightsError
+from smartcache.pretrained.api import repo_file
 from tests.hub_server.pipelines import Models
 from tests.pretrained.libraries import LibraryHub
 from tests.store.files import inode_of

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.api import ArtifactSet, ArtifactSets
+from smartcache.artifacts import ArtifactSet, ArtifactSets
 from tests.artifacts.opening import engine_of, open_set
 from tests.artifacts.packreader import newest_of, packs_of
 

@@ -12,7 +12,9 @@ from typing import Literal
 
 from blake3 import blake3
 
-from tests.api import NothingToUndoError, Store, signed
+from smartcache.errors import NothingToUndoError
+from smartcache.store.store import Store
+from smartcache.system.sqlite import signed
 from tests.processes.worlds import Operation, State, World, blobs_in, state_of
 
 Way = Literal["fresh", "inherited"]

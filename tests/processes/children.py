@@ -23,7 +23,8 @@ from typing import Generic, Self, TypeVar, cast
 
 import pytest
 
-from tests.api import KINDS, Store
+from smartcache.store import KINDS
+from smartcache.store.store import Store
 
 T = TypeVar("T")
 

@@ -33,9 +33,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
-from tests.api import Repo, Store
-from tests.api import hub_layout as layout
-from tests.api import store_faults as faults
+from smartcache.hub import layout
+from smartcache.hub.records import Repo
+from smartcache.store.store import Store
+from smartcache.system import faults
 from tests.hub.caches import refs_of
 from tests.hub_server import Commit, Hub
 from tests.hub_server.server import environment_for
@@ -495,7 +496,8 @@ def _download(way: Way, arguments: dict[str, object]) -> str:
 
 
 def _download_answered(way: Way, arguments: dict[str, object]) -> str:
-    from tests.api import Call, answering, shared
+    from smartcache.functions import answering, shared
+    from smartcache.hub.api import Call
 
     told = {name: arguments[name] for name in ("endpoint", "cache_dir")}
     with ExitStack() as stack:
@@ -509,7 +511,8 @@ def _download_answered(way: Way, arguments: dict[str, object]) -> str:
 
 
 def _look(folders: Sequence[tuple[str, bool]]) -> None:
-    from tests.api import ModelFolder, look
+    from smartcache.folders.programs import ModelFolder
+    from smartcache.folders.scan import look
 
     with Store() as store:
         look(store, [ModelFolder(path=Path(path), is_given=given) for path, given in folders])
@@ -591,7 +594,7 @@ def write(path: Path, how: str, held: int = -1) -> None:
 def _repeat(words: Sequence[str], until: str) -> list[int]:
     from click.testing import CliRunner
 
-    from tests.api import main
+    from smartcache.cli import main
 
     codes: list[int] = []
     while not codes or not os.path.exists(until):

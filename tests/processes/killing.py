@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.api import store_faults as faults
+from smartcache.system import faults
 from tests.processes.children import Child
 
 W = TypeVar("W")

@@ -12,16 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.api import (
-    BlobNotFoundError,
-    DestinationExistsError,
-    NothingToUndoError,
-    Owner,
-    Store,
-    pin,
-    store_volume,
-)
-from tests.api import links_Kind as Kind
+from smartcache.errors import BlobNotFoundError, DestinationExistsError, NothingToUndoError
+from smartcache.store import Kind
+from smartcache.store import volume as store_volume
+from smartcache.store.owners import pin
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
 from tests.folders.deduping import deduplicated
 from tests.processes.killing import Moment, die_at, in_child, was_killed
 from tests.processes.worlds import NotDoneError, Operation, World, content

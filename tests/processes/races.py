@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.api import Store
-from tests.api import store_faults as faults
+from smartcache.store.store import Store
+from smartcache.system import faults
 from tests.processes.children import Child
 
 SIZE = 8192

@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactGoneError,
-    ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
-    Handle,
-    Sample,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets, Handle, Sample
+from smartcache.errors import ArtifactGoneError, ArtifactNotFoundError
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.artifact_writers import SMALL_PACK, change, number_in, value_of, wait_for
 from tests.processes.children import Child

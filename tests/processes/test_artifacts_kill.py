@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ArtifactSets
-from tests.api import store_faults as faults
+from smartcache.artifacts import ArtifactSets
+from smartcache.system import faults
 from tests.artifacts.opening import array, open_set
 from tests.processes.artifact_writers import (
     KEYS,

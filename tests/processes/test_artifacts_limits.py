@@ -19,16 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.api import (
-    ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
-    NoSpaceError,
-    SmartcacheError,
-    artifacts_compact,
-    artifacts_engine,
-    artifacts_packs,
-)
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine import compact as artifacts_compact
+from smartcache.artifacts.engine import engine as artifacts_engine
+from smartcache.artifacts.engine import packs as artifacts_packs
+from smartcache.errors import ArtifactNotFoundError, NoSpaceError, SmartcacheError
 from tests.artifacts.crafting import Crafted
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.artifacts.packreader import packs_of

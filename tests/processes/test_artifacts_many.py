@@ -20,17 +20,12 @@ from typing import Literal
 
 import pytest
 
-from tests.api import (
-    ArtifactError,
-    ArtifactNotFoundError,
-    ArtifactSet,
-    ArtifactSets,
-    Job,
-    check_key,
-    delete_exactly,
-    silent,
-)
-from tests.api import store_faults as faults
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.artifacts.engine.write import delete_exactly
+from smartcache.artifacts.keys import check_key
+from smartcache.errors import ArtifactError, ArtifactNotFoundError
+from smartcache.progress import Job, silent
+from smartcache.system import faults
 from tests.artifacts.opening import array, engine_of, open_set
 from tests.processes.artifact_writers import (
     KEYS,

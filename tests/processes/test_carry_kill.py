@@ -17,9 +17,7 @@ from safetensors import safe_open
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import ArtifactSets
-from tests.api import carry_plan_export as plan_export
-from tests.api import carry_plan_import as plan_import
+from smartcache.artifacts import ArtifactSets, plan_export, plan_import
 from tests.artifacts.opening import array, open_set
 from tests.processes.killing import (
     Moment,

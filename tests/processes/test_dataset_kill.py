@@ -14,7 +14,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import SmartCache
+from smartcache.cache import SmartCache
 from tests.cli.computed import Made
 from tests.cli.running import Here
 from tests.processes.killing import Moment, fail_with, moments_of, problems_of_kills

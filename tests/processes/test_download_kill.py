@@ -26,8 +26,10 @@ from click.testing import CliRunner
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import ModelFolder, look, main
-from tests.api import hub_layout as layout
+from smartcache.cli import main
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import look
+from smartcache.hub import layout
 from tests.hub.caches import refs_of
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of

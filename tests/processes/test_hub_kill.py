@@ -18,7 +18,10 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("fork and SIGKILL", allow_module_level=True)
 
-from tests.api import Store, opened, plan_repair, scan_caches, verify_repos
+from smartcache.hub.care.bundle import opened
+from smartcache.hub.care.verify import plan_repair, verify_repos
+from smartcache.hub.layout import scan_caches
+from smartcache.store.store import Store
 from tests.hub.bundles import add_repo, bring, everything, export, faults_of, planned, two_repos
 from tests.processes.children import Child
 from tests.processes.killing import fail_with, moments_of, problems_of_kills

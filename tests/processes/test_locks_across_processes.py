@@ -16,15 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    KeyLocks,
-    LockTimeoutError,
-    StoreError,
-    StoreUnwritableError,
-    claim,
-    is_free,
-    lock,
-)
+from smartcache.errors import LockTimeoutError, StoreError, StoreUnwritableError
+from smartcache.system.locks import KeyLocks, claim, is_free, lock
 from tests.processes.children import NOBODY, folder_of
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock, fork and SIGKILL")

@@ -26,12 +26,15 @@ from blake3 import blake3
 if sys.platform == "win32":
     pytest.skip("fork", allow_module_level=True)
 
-from tests.api import Blob, BlobNotFoundError, FileSkippedError, Store, Volume
-from tests.api import links_Kind as Kind
-from tests.api import store_faults as faults
-from tests.api import store_links as links
-from tests.api import store_proof as proof
-from tests.api import store_replace as replace
+from smartcache.errors import BlobNotFoundError, FileSkippedError
+from smartcache.store import Kind
+from smartcache.store import blobs as proof
+from smartcache.store.changes import place as links
+from smartcache.store.changes import replace
+from smartcache.store.records import Blob
+from smartcache.store.store import Store
+from smartcache.store.volume import Volume
+from smartcache.system import faults
 from tests.processes.children import Child
 
 Rounds = Callable[[int], int]

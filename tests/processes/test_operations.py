@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 import smartcache
-from tests.api import FileSkippedError, NoSpaceError, SmartcacheError, StoreUnwritableError
+from smartcache.errors import FileSkippedError, NoSpaceError, SmartcacheError, StoreUnwritableError
 from tests.processes.checks import (
     WAYS,
     Reference,

@@ -29,21 +29,14 @@ from blake3 import blake3
 if sys.platform != "linux":
     pytest.skip("leases and RENAME_EXCHANGE", allow_module_level=True)
 
-from tests.api import (
-    Adoption,
-    BlobNotFoundError,
-    DamagedBlobError,
-    FileBusyError,
-    FileSkippedError,
-    Replacement,
-    Spot,
-    Store,
-    give_back,
-    plan_dedup,
-)
-from tests.api import store_faults as faults
-from tests.api import store_kernel as kernel
-from tests.api import store_swap as swap
+from smartcache.errors import BlobNotFoundError, DamagedBlobError, FileBusyError, FileSkippedError
+from smartcache.folders.dedup import plan_dedup
+from smartcache.store.changes import spot as swap
+from smartcache.store.changes.adopt import Adoption
+from smartcache.store.changes.replace import Replacement, give_back
+from smartcache.store.changes.spot import Spot
+from smartcache.store.store import Store
+from smartcache.system import faults, kernel
 from tests.cli.running import PATIENCE, Smartcache
 from tests.folders.deduping import (
     inodes_of,

@@ -15,8 +15,10 @@ from typing import Self
 
 from blake3 import blake3
 
-from tests.api import Store, extents, load_settings
-from tests.api import layout_Layout as Layout
+from smartcache.config import load_settings
+from smartcache.store.store import Store
+from smartcache.store.volume import Layout
+from smartcache.system.kernel import extents
 
 SETTLED_NS = 1_700_000_000_000_000_000
 """A time long ago: nothing waits for a young file's clock tick to pass."""

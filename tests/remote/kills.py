@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.api import Job, Progress, SmartCache, Tier, plan_pull, plan_push, silent, verify_tier
+from smartcache.cache import SmartCache
+from smartcache.progress import Job, Progress, silent
+from smartcache.remote import Tier, plan_pull, plan_push, verify_tier
 from tests.hub.bundles import everything, faults_of, two_repos
 from tests.processes.children import Child
 from tests.processes.killing import Moment, die_at, in_child, points_of, was_killed

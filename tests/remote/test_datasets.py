@@ -15,14 +15,9 @@ import numpy as np
 import pytest
 
 from smartcache import SmartCache
+from smartcache.errors import DamagedObjectError, MissingObjectError, OutputMissingError, TierError
 from smartcache.remote import Tier, pull_dataset, push_dataset
 from smartcache.training import Batches, Dataset, Encoder, Item, Prefetcher, Sources
-from tests.api import (
-    DamagedObjectError,
-    MissingObjectError,
-    OutputMissingError,
-    TierError,
-)
 
 HERE = Path(__file__).resolve().parents[2]
 COUNT = 40

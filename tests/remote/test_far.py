@@ -18,8 +18,10 @@ import pytest
 from blake3 import blake3
 
 from smartcache import SmartCache
+from smartcache.artifacts import ArtifactSet
+from smartcache.artifacts.engine.far import FarPack, Skeleton
+from smartcache.errors import DamagedObjectError, SmartcacheError
 from smartcache.remote import Delivery, Tier, attach_set, pull_set, push_set
-from tests.api import ArtifactSet, DamagedObjectError, FarPack, Skeleton, SmartcacheError
 from tests.remote.places import s3_tier
 from tests.remote.test_sets import HERE, MIB, check, chunks_of, fill, keys_of, opened
 

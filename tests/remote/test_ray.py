@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from smartcache.cache import SmartCache
+from smartcache.errors import ConfigError, EncoderError
+from smartcache.progress import silent
 from smartcache.remote import RayEngine, Tier
 from smartcache.training import Dataset, Encoder, Sources
-from tests.api import ConfigError, EncoderError, SmartCache, silent
 from tests.training.workers import Encode, encodes, names_in, processes, scratch_of
 
 pytestmark = [

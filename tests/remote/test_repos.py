@@ -12,17 +12,10 @@ import huggingface_hub
 import pytest
 from blake3 import blake3
 
-from tests.api import (
-    DamagedObjectError,
-    MissingObjectError,
-    RepoNotCachedError,
-    SmartCache,
-    Tier,
-    plan_pull,
-    plan_push,
-    store_tiers,
-    verify_tier,
-)
+from smartcache.cache import SmartCache
+from smartcache.errors import DamagedObjectError, MissingObjectError, RepoNotCachedError
+from smartcache.remote import Tier, plan_pull, plan_push, verify_tier
+from smartcache.store import tiers as store_tiers
 from tests.hub.bundles import everything, faults_of
 from tests.hub.clients import Client, sha256, weights
 from tests.hub_server import Hub

@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from smartcache import SmartCache
-from smartcache.remote import Tier, attach_set, pull_set, push_set
-from tests.api import (
+from smartcache.artifacts import ArtifactSet
+from smartcache.config import load_settings
+from smartcache.errors import (
     ArtifactNotFoundError,
-    ArtifactSet,
     DamagedObjectError,
     MissingObjectError,
     TierError,
-    load_settings,
 )
+from smartcache.remote import Tier, attach_set, pull_set, push_set
 from tests.remote import places
 
 HERE = Path(__file__).resolve().parents[2]

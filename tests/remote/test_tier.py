@@ -13,8 +13,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smartcache.errors import ConfigError, DamagedObjectError, MissingObjectError, TierError
 from smartcache.remote import Found, Tier, check_options, check_url, in_parallel
-from tests.api import ConfigError, DamagedObjectError, MissingObjectError, TierError
 from tests.remote import places
 
 SIZES = (0, 1, 70_000, (8 << 20) + 5, 20 << 20)

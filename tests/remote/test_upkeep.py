@@ -12,17 +12,9 @@ from pathlib import Path
 import obstore
 import pytest
 
-from tests.api import (
-    ConfigError,
-    DamagedObjectError,
-    Remotes,
-    Tier,
-    TierError,
-    config_remotes_file,
-    plan_gc,
-    plan_push,
-    verify_tier,
-)
+from smartcache.config import remotes_file as config_remotes_file
+from smartcache.errors import ConfigError, DamagedObjectError, TierError
+from smartcache.remote import Remotes, Tier, plan_gc, plan_push, verify_tier
 from tests.hub.bundles import ENCODER, FIRST, SECOND, UNET, add_repo
 from tests.hub.clients import Client, sha256
 from tests.remote.places import s3_tier

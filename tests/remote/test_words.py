@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.api import BadDigestError, MissingObjectError, RepoNotCachedError, SmartCache, TierError
+from smartcache.cache import SmartCache
+from smartcache.errors import BadDigestError, MissingObjectError, RepoNotCachedError, TierError
 from tests.hub.bundles import FIRST, add_repo, everything
 from tests.hub.clients import Client, weights
 from tests.remote import places, test_datasets

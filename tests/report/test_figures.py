@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import ModelFolder, Report, Store, make_report, scan
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import scan_folders as scan
+from smartcache.report.figures import Report, make_report
+from smartcache.store.store import Store
 from tests.folders.trees import SIZE, content, gguf, hf_repo, safetensors, write
 
 

@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.api import ModelFolder, Report, Store, Sums, make_report, printable, scan
-from tests.api import report_html as html
+from smartcache.cli._output import printable
+from smartcache.folders.programs import ModelFolder
+from smartcache.folders.scan import scan_folders as scan
+from smartcache.report import html
+from smartcache.report.figures import Report, Sums, make_report
+from smartcache.store.store import Store
 from tests.folders.trees import SIZE, hf_repo, safetensors, write
 from tests.report.values import (
     COMFYUI,

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import ModelFolder, Namer
-from tests.api import folders_names as names
+from smartcache.folders.programs import ModelFolder
+from smartcache.report import names
+from smartcache.report.names import Namer
 from tests.folders.trees import (
     COMMIT,
     Machine,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Known, ModelFolder, Naming, from_home
+from smartcache.folders.programs import ModelFolder
+from smartcache.report.naming import Known, Naming, from_home
 from tests.folders.trees import gguf, hf_repo, safetensors, write
 from tests.report.values import PLAIN, copy, group
 

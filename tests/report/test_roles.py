@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.api import roles
+from smartcache.report.roles import roles
 from tests.report.values import copy, group
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.api import Across, Left, Report, Section, SharedFile, Sums, sections
+from smartcache.folders.groups import Left
+from smartcache.report.figures import Across, Report, SharedFile, Sums
+from smartcache.report.text import Section, sections
 from tests.report.values import GB, report, set_info
 
 

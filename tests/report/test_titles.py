@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import LONGEST, MOST_READ, kind_of, one_line, read_title, title_of
+from smartcache.report.titles import LONGEST, MOST_READ, kind_of, one_line, read_title, title_of
 from tests.folders.trees import (
     checkpoint,
     content,

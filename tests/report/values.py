@@ -5,8 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.api import Copy, ModelFolder, Name, Options, Report, Seen, SetInfo, Sums
-from tests.api import records_Group as Group
+from smartcache.artifacts import SetInfo
+from smartcache.artifacts.setfolder import Options
+from smartcache.folders.checks import Copy, Name
+from smartcache.folders.groups import Group
+from smartcache.folders.programs import ModelFolder
+from smartcache.report.figures import Report, Sums
+from smartcache.store.records import Seen
 from tests.folders.counting import Unhindered
 
 COMFYUI = ModelFolder(path=Path("/c/models"), program="ComfyUI")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Store, probe
-from tests.api import store_faults as faults
-from tests.api import store_kernel as kernel
+from smartcache.store.store import Store
+from smartcache.system import faults, kernel
+from smartcache.system.filesystems import probe
 from tests.store.files import WEIGHTS
 
 

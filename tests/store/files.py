@@ -16,7 +16,9 @@ from typing import NoReturn
 
 from blake3 import blake3
 
-from tests.api import Job, Owner, Store, Unit
+from smartcache.progress import Job, Unit
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
 
 AtPoint = Callable[[str, Callable[[], object]], None]
 """The fixture `at_point`: somebody acts at that point of a change, once."""

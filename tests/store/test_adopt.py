@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    Algorithm,
+from smartcache.errors import (
     BadDigestError,
     DamagedBlobError,
     DigestMismatchError,
@@ -20,11 +19,11 @@ from tests.api import (
     FileChangedError,
     FileSkippedError,
     NoSpaceError,
-    Owner,
-    Store,
     StoreUnwritableError,
-    Trust,
 )
+from smartcache.store.records import Owner, Trust
+from smartcache.store.store import Store
+from smartcache.system.hashing import Algorithm
 from tests.store.files import (
     OTHER,
     WEIGHTS,

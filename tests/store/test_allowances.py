@@ -15,7 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.api import Allowance, FileSkippedError, Replacement, Store
+from smartcache.errors import FileSkippedError
+from smartcache.store.changes.replace import Replacement
+from smartcache.store.changes.userfile import Allowance
+from smartcache.store.store import Store
 from tests.processes.children import NOBODY
 from tests.store.files import (
     WEIGHTS,

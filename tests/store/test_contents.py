@@ -14,20 +14,14 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
-from tests.api import (
-    BUFFER_SIZE,
-    HEAD_SIZE,
-    RACY_NS,
-    TAIL_SIZE,
-    Candidate,
-    Learned,
-    Settings,
-    Store,
-    What,
-    learn,
-    signed,
-)
-from tests.api import store_contents as contents
+from smartcache.config import Settings
+from smartcache.store import hashes as contents
+from smartcache.store.catalog import Candidate
+from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned, What, learn
+from smartcache.store.store import Store
+from smartcache.system.hashing import BUFFER_SIZE
+from smartcache.system.kernel import RACY_NS
+from smartcache.system.sqlite import signed
 from tests.processes.children import Child, folder_of
 from tests.store.files import (
     OTHER,

@@ -10,17 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    KINDS,
-    BlobNotFoundError,
-    DamagedBlobError,
-    SmartcacheError,
-    Store,
-    Trust,
-    probe,
-)
-from tests.api import store_faults as faults
-from tests.api import store_hold as hold
+from smartcache.errors import BlobNotFoundError, DamagedBlobError, SmartcacheError
+from smartcache.store import KINDS
+from smartcache.store.changes import userfile as hold
+from smartcache.store.records import Trust
+from smartcache.store.store import Store
+from smartcache.system import faults
+from smartcache.system.filesystems import probe
 from tests.store.files import (
     OTHER,
     WEIGHTS,

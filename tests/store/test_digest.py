@@ -24,26 +24,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import (
+from smartcache.errors import (
+    BadDigestError,
+    FileChangedError,
+    FileSkippedError,
+    SizeMismatchError,
+    StoreError,
+)
+from smartcache.progress import Job, Unit
+from smartcache.system.hashing import (
     AHEAD_MIN_SIZE,
     BUFFER_SIZE,
     Algorithm,
-    BadDigestError,
-    FileChangedError,
     FilePath,
-    FileSkippedError,
     Hashed,
     Hasher,
     Hashes,
-    Job,
-    SizeMismatchError,
-    StatKey,
-    StoreError,
-    Unit,
     check_hex,
     hash_file,
     hash_many,
 )
+from smartcache.system.kernel import StatKey
 from tests.processes.children import Child
 from tests.store.files import digest_of, git_sha1_of, row, sha256_of
 

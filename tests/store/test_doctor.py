@@ -11,21 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from smartcache import __version__
-from tests.api import (
-    Diagnosis,
-    Family,
-    Mount,
-    Place,
-    Store,
-    boot_id,
-    examine,
-    filesystem_id,
-    volume_root,
-)
-from tests.api import doctor_Finding as Finding
-from tests.api import layout_Layout as Layout
-from tests.api import store_doctor as doctor
+from smartcache import __version__, doctor
+from smartcache.doctor import Diagnosis, Finding, Place, examine
+from smartcache.store.store import Store
+from smartcache.store.volume import Layout, volume_root
+from smartcache.system.filesystems import Family, Mount, filesystem_id
+from smartcache.system.kernel import boot_id
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.store.files import raising, row, snapshot, write
 from tests.store.small_disks import PAGE, Disk, bind, in_own_namespace, mount

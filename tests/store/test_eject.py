@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import BlobInUseError, NoSpaceError, Store, store_room
+from smartcache.errors import BlobInUseError, NoSpaceError
+from smartcache.store.store import Store
+from smartcache.system import filesystems as store_room
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import Extent, mount_of
-from tests.api import store_kernel as kernel
+from smartcache.system import kernel
+from smartcache.system.filesystems import mount_of
+from smartcache.system.kernel import Extent
 from tests.store.files import raising
 from tests.store.reflink_disks import DISKS, reflink_disk
 

@@ -20,14 +20,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from tests.api import (
-    CannotLinkError,
-    FileSkippedError,
-    NoSpaceError,
-    Store,
-    StoreUnwritableError,
-)
-from tests.api import blobs_explained as explained
+from smartcache.errors import CannotLinkError, FileSkippedError, NoSpaceError, StoreUnwritableError
+from smartcache.store.blobs import explained
+from smartcache.store.store import Store
 from tests.processes.children import Child
 from tests.store.files import snapshot
 from tests.store.reflink_disks import reflink_disk

@@ -13,24 +13,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.api import (
+from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.system import filesystems, kernel
+from smartcache.system import filesystems as mounts
+from smartcache.system.filesystems import (
     Family,
     Mount,
-    NoSpaceError,
-    StoreUnwritableError,
     family_of,
     filesystem_id,
     find_mount,
+    free_bytes,
     is_network,
     mount_of,
     nearest_existing,
     parse_mountinfo,
     probe,
 )
-from tests.api import filesystems_free_bytes as free_bytes
-from tests.api import store_filesystems as filesystems
-from tests.api import store_kernel as kernel
-from tests.api import store_mounts as mounts
 from tests.processes.children import NOBODY
 from tests.store.files import raising, row
 

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 import pytest
 
-from tests.api import BlobNotFoundError, Store, StoreError
+from smartcache.errors import BlobNotFoundError, StoreError
+from smartcache.store.store import Store
 from tests.store.files import OTHER, WEIGHTS, digest_of, write
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -12,25 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    SCHEMA,
-    VERSION,
-    Catalog,
-    Index,
-    IndexDamagedError,
-    Memo,
-    Owner,
-    Sighting,
-    StatKey,
-    Store,
-    StoreError,
-    StoreFormatError,
-    Trust,
-    connect,
-    rebuild,
-    replace_damaged_index,
-    signed,
-)
+from smartcache.errors import IndexDamagedError, StoreError, StoreFormatError
+from smartcache.store.catalog import Catalog
+from smartcache.store.index import SCHEMA, VERSION, Index
+from smartcache.store.records import Memo, Owner, Sighting, Trust
+from smartcache.store.store import Store
+from smartcache.store.upkeep.verify import rebuild, replace_damaged_index
+from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import connect, signed
 from tests.processes.children import Child
 from tests.store.files import row, write
 

@@ -15,17 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    Batch,
-    Change,
-    Journal,
-    NoSpaceError,
-    Store,
-    StoreUnwritableError,
-    beside,
-    claim,
-)
-from tests.api import store_volume as volume
+from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.store import volume
+from smartcache.store.changes.journal import Batch, Change, Journal
+from smartcache.store.changes.spot import beside
+from smartcache.store.store import Store
+from smartcache.system.locks import claim
 from tests.processes.children import Child
 from tests.store.files import (
     WEIGHTS,

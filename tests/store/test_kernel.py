@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import mount_of
-from tests.api import store_filesystems as filesystems
-from tests.api import store_kernel as kernel
+from smartcache.system import filesystems, kernel
+from smartcache.system.filesystems import mount_of
 from tests.processes.children import NOBODY, Child
 from tests.store.files import raising, row
 

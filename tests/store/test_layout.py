@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    FORMAT,
-    Store,
-    StoreFormatError,
-    StoreUnwritableError,
-    Volume,
-    is_digest,
-    load_settings,
-)
-from tests.api import layout_Layout as Layout
+from smartcache.config import load_settings
+from smartcache.errors import StoreFormatError, StoreUnwritableError
+from smartcache.store.store import Store
+from smartcache.store.volume import FORMAT, Layout, Volume
+from smartcache.system.hashing import is_digest
 from tests.store.files import WEIGHTS, blob_path, mode_of, row, snapshot, write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX modes")
@@ -40,7 +35,7 @@ class TestNew:
         assert tag.startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
 
     def test_every_path_is_named_in_the_docstring(self, store: Store) -> None:
-        from tests.api import store_layout as module
+        from smartcache.store import volume as module
 
         store.put_stream([WEIGHTS])
         for name in os.listdir(store.root):

@@ -22,8 +22,9 @@ from typing import TypeVar
 
 import pytest
 
-from tests.api import KeyLocks, LockTimeoutError, StoreError, claim, is_free, lock
-from tests.api import store_faults as faults
+from smartcache.errors import LockTimeoutError, StoreError
+from smartcache.system import faults
+from smartcache.system.locks import KeyLocks, claim, is_free, lock
 from tests.store.files import raising, row
 
 T = TypeVar("T")

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import FileSkippedError, Memo, StatKey, Store, filesystem_id, judge, signed
+from smartcache.errors import FileSkippedError
+from smartcache.store.records import Memo, judge
+from smartcache.store.store import Store
+from smartcache.system.filesystems import filesystem_id
+from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import signed
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -17,16 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.api import (
-    NoSpaceError,
-    StoreUnwritableError,
-    filesystem_id,
-    filesystems_free_bytes,
-    mount_of,
-    probe,
-)
-from tests.api import store_filesystems as filesystems
-from tests.api import store_kernel as kernel
+from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.system import filesystems, kernel
+from smartcache.system.filesystems import filesystem_id, mount_of, probe
+from smartcache.system.filesystems import free_bytes as filesystems_free_bytes
 from tests.store.files import row, write
 from tests.store.small_disks import CannotMountError, in_own_namespace
 

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    BlobNotFoundError,
-    DamagedBlobError,
-    Store,
-    UnsafeFileError,
-    open_own,
-    read_own,
-)
+from smartcache.errors import BlobNotFoundError, DamagedBlobError, UnsafeFileError
+from smartcache.store.store import Store
+from smartcache.system.ownfiles import open_own, read_own
 from tests.store.files import OTHER, WEIGHTS, blob_path, digest_of, row, write
 
 DIGEST = digest_of(WEIGHTS)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import FileSkippedError, Spot, store_kernel
+from smartcache.errors import FileSkippedError
+from smartcache.store.changes.spot import Spot
+from smartcache.system import kernel as store_kernel
 
 
 @pytest.fixture(params=["one call", "folder by folder"])

@@ -17,13 +17,9 @@ from blake3 import blake3
 if sys.platform == "win32" or os.geteuid() != 0:
     pytest.skip("only root can become other users", allow_module_level=True)
 
-from tests.api import (
-    SmartcacheError,
-    Store,
-    UnsafeFileError,
-    UnsafeStoreError,
-    volume_root,
-)
+from smartcache.errors import SmartcacheError, UnsafeFileError, UnsafeStoreError
+from smartcache.store.store import Store
+from smartcache.store.volume import volume_root
 from tests.processes.children import Child, folder_of
 
 T = TypeVar("T")

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    DEFAULT_PIN,
-    BadDigestError,
-    BlobInUseError,
-    BlobNotFoundError,
-    Owner,
-    Store,
-    link_liveness,
-)
+from smartcache.errors import BadDigestError, BlobInUseError, BlobNotFoundError
+from smartcache.store import DEFAULT_PIN
+from smartcache.store.owners import link_liveness
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -10,21 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    KINDS,
+from smartcache.config import load_settings
+from smartcache.errors import (
     BadDigestError,
     BlobNotFoundError,
     CannotLinkError,
     DestinationExistsError,
     NoSpaceError,
-    Owner,
-    Store,
     StoreError,
-    Trust,
-    load_settings,
-    probe,
 )
-from tests.api import links_Kind as Kind
+from smartcache.store import KINDS, Kind
+from smartcache.store.records import Owner, Trust
+from smartcache.store.store import Store
+from smartcache.system.filesystems import probe
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import BlobNotFoundError, Owner, PrunePlan, PruneRefusedError, Store
+from smartcache.errors import BlobNotFoundError, PruneRefusedError
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
+from smartcache.store.upkeep.prune import PrunePlan
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    Algorithm,
+from smartcache.errors import (
     BadDigestError,
     BlobNotFoundError,
     DigestMismatchError,
@@ -21,11 +20,12 @@ from tests.api import (
     FileSkippedError,
     NoSpaceError,
     SizeMismatchError,
-    Store,
     StoreUnwritableError,
-    Trust,
 )
-from tests.api import store_kernel as kernel
+from smartcache.store.records import Trust
+from smartcache.store.store import Store
+from smartcache.system import kernel
+from smartcache.system.hashing import Algorithm
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import NothingToUndoError, Store, hash_file
-from tests.api import store_replace as recovery
+from smartcache.errors import NothingToUndoError
+from smartcache.store.changes import replace as recovery
+from smartcache.store.store import Store
+from smartcache.system.hashing import hash_file
 from tests.processes.children import NOBODY, Child, folder_of
 from tests.processes.killing import Moment, die_at, in_child, was_killed
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
+from smartcache.errors import (
     BadDigestError,
     BlobNotFoundError,
     FileBusyError,
     FileChangedError,
     FileSkippedError,
-    Owner,
-    Store,
     StoreError,
-    Trust,
 )
+from smartcache.store.records import Owner, Trust
+from smartcache.store.store import Store
 from tests.store.files import (
     OTHER,
     WEIGHTS,

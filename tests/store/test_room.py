@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import NoSpaceError, Store
+from smartcache.errors import NoSpaceError
+from smartcache.store.store import Store
 from tests.store.files import WEIGHTS, write
 from tests.store.small_disks import PAGE, Disk, in_own_namespace
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import FileSkippedError, NoSpaceError, Store, plan_separate, store_separate
+from smartcache.errors import FileSkippedError, NoSpaceError
+from smartcache.store.changes import separate as store_separate
+from smartcache.store.changes.separate import plan_separate
+from smartcache.store.store import Store
 from tests.processes.killing import Moment, die_at, in_child, was_killed
 from tests.store.files import (
     OTHER,

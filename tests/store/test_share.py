@@ -10,19 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    FileBusyError,
-    FileSkippedError,
-    NothingToUndoError,
-    Replacement,
-    Store,
-    load_settings,
-    mount_of,
-    probe,
-    store_share,
-)
-from tests.api import filesystems_free_bytes as free_bytes
-from tests.api import store_kernel as kernel
+from smartcache.config import load_settings
+from smartcache.errors import FileBusyError, FileSkippedError, NothingToUndoError
+from smartcache.store.changes import share as store_share
+from smartcache.store.changes.replace import Replacement
+from smartcache.store.store import Store
+from smartcache.system import kernel
+from smartcache.system.filesystems import free_bytes, mount_of, probe
 from tests.processes.children import NOBODY, Child
 from tests.store.files import (
     OTHER,

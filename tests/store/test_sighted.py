@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    Candidate,
-    Catalog,
-    FolderSums,
-    Index,
-    Member,
-    Scope,
-    Trust,
-)
+from smartcache.store.catalog import Candidate, Catalog, FolderSums, Member, Scope
+from smartcache.store.index import Index
+from smartcache.store.records import Trust
 from tests.store.files import row
 
 A, B = bytes([1]) * 32, bytes([2]) * 32

@@ -38,21 +38,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.api import (
-    DEFAULT_PIN,
-    KINDS,
-    REBUILT,
+from smartcache.errors import (
     BlobNotFoundError,
     DamagedBlobError,
     NothingToUndoError,
-    Owner,
-    PrunePlan,
     PruneRefusedError,
     SmartcacheError,
-    Store,
-    UndoPlan,
 )
-from tests.api import links_Kind as Kind
+from smartcache.store import DEFAULT_PIN, KINDS, Kind
+from smartcache.store.changes.undo import UndoPlan
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
+from smartcache.store.upkeep.prune import REBUILT, PrunePlan
 from tests.store.files import allocated, digest_of, edit, inode_of, mode_of, write
 
 if sys.platform == "win32":

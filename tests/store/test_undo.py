@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import NoSpaceError, NothingToUndoError, Store, store_room
-from tests.api import links_Kind as Kind
+from smartcache.errors import NoSpaceError, NothingToUndoError
+from smartcache.store import Kind
+from smartcache.store.store import Store
+from smartcache.system import filesystems as store_room
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import REBUILT, Owner, Store, StoreError, store_index
+from smartcache.errors import StoreError
+from smartcache.store import index as store_index
+from smartcache.store.records import Owner
+from smartcache.store.store import Store
+from smartcache.store.upkeep.prune import REBUILT
 from tests.store.files import (
     OTHER,
     WEIGHTS,

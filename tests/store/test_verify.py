@@ -11,19 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
+from smartcache.errors import (
     BlobNotFoundError,
     DamagedBlobError,
     IndexDamagedError,
-    Owner,
     PruneRefusedError,
     SmartcacheError,
-    Store,
-    Trust,
-    VerifyReport,
-    rebuild,
-    replace_damaged_index,
 )
+from smartcache.store.records import Owner, Trust
+from smartcache.store.store import Store
+from smartcache.store.upkeep.verify import VerifyReport, rebuild, replace_damaged_index
 from tests.store.files import (
     OTHER,
     WEIGHTS,

@@ -24,9 +24,9 @@ import numpy as np
 from blake3 import blake3
 
 from smartcache import SmartCache
+from smartcache.progress import Job, Unit, silent
 from smartcache.training import BuildReport, Dataset, Encoder, Item, Sources
 from smartcache.training import look as look_module
-from tests.api import Job, Unit, silent
 
 HERE = Path(__file__).resolve().parents[2]
 

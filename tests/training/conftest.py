@@ -20,9 +20,10 @@ import pytest
 from blake3 import blake3
 from PIL import Image
 
+from smartcache.cache import SmartCache
 from smartcache.training import Item, Sources
-from tests.api import Listing, SmartCache, SourceTable
-from tests.api import training_look as look
+from smartcache.training.look import Listing, look
+from smartcache.training.table import SourceTable
 
 if TYPE_CHECKING:
     import torch

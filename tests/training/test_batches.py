@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from smartcache.cache import SmartCache
+from smartcache.errors import ConfigError, DatasetChangedError, DatasetError, OutputMissingError
 from smartcache.training import Batches, Dataset, Encoder, Item, Prefetcher, Sources
-from tests.api import ConfigError, DatasetChangedError, DatasetError, OutputMissingError, SmartCache
 
 SIZES = ((64, 64), (96, 48), (48, 96))
 TEXTS = 11

@@ -18,26 +18,22 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from PIL import Image
 
+from smartcache.errors import ConfigError, DatasetError, EncoderError
 from smartcache.training import Buckets, Encoder, Item, Sources
-from tests.api import (
+from smartcache.training.dataset import file_digest
+from smartcache.training.encoder import (
     SIDE,
     SINGLE,
     ChangedError,
-    ConfigError,
-    DatasetError,
-    EncoderError,
     ItemError,
     Keys,
-    Listing,
-    SourceTable,
     as_kept,
-    file_digest,
     nan_in,
     pad,
     split,
-    stat_key,
-    value_digest,
 )
+from smartcache.training.look import Listing, stat_key, value_digest
+from smartcache.training.table import SourceTable
 from tests.training.conftest import Counting, Looker, Photos
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from smartcache.cache import SmartCache
+from smartcache.errors import ConfigError, EncoderError
+from smartcache.progress import silent
 from smartcache.training import Dataset, Encoder, ProcessEngine, Sources
-from tests.api import ConfigError, EncoderError, SmartCache, silent
 from tests.processes.children import Child
 from tests.training.conftest import Photos
 from tests.training.workers import (

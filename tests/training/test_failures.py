@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from smartcache.training import Dataset, Encoder, Item, Sources
-from smartcache.training import encoder as training_encoder
-from tests.api import (
+from smartcache.cache import SmartCache
+from smartcache.errors import (
     ConfigError,
     DatasetChangedError,
     DatasetError,
     EncoderError,
     OutputMissingError,
-    SmartCache,
     SourcesVanishedError,
 )
+from smartcache.training import Dataset, Encoder, Item, Sources
+from smartcache.training import encoder as training_encoder
 from tests.training.conftest import Counting, Photos, encoded, opening
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 import pytest
 
+from smartcache.errors import ConfigError, SmartcacheError
 from smartcache.training import Prefetcher, PrefetchStats
-from tests.api import ConfigError, SmartcacheError, StepSource
+from smartcache.training.prefetch import StepSource
 from tests.processes.children import Child
 
 if TYPE_CHECKING:

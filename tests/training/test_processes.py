@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smartcache.training import Dataset
-from tests.api import (
+from smartcache.cache import SmartCache
+from smartcache.errors import (
     DatasetChangedError,
     DatasetError,
     EncoderError,
-    KeyLocks,
     OutputMissingError,
-    SmartCache,
     SourcesVanishedError,
     StoreError,
 )
+from smartcache.system.locks import KeyLocks
+from smartcache.training import Dataset
 from tests.processes.children import Child
 from tests.training.builder import Builder, World, image, value_of
 

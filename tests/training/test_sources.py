@@ -15,16 +15,11 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
+from smartcache.cache import SmartCache
+from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError
 from smartcache.training import Encoder, Sources
-from tests.api import (
-    ConfigError,
-    DatasetError,
-    Listing,
-    SmartCache,
-    SourcesVanishedError,
-    SourceTable,
-    stat_key,
-)
+from smartcache.training.look import Listing, stat_key
+from smartcache.training.table import SourceTable
 from tests.training.conftest import Counting, Looker, Photos, age, names_of, opening
 
 PassTime = Callable[[float], None]

@@ -26,9 +26,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from smartcache.cache import SmartCache
+from smartcache.errors import SourcesVanishedError
 from smartcache.training import Dataset
 from smartcache.training import look as look_module
-from tests.api import SmartCache, SourcesVanishedError
 from tests.processes.children import Child
 from tests.processes.killing import in_child, was_killed
 from tests.training.builder import Clock, World, image, value_of

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smartcache.training import Dataset, Encoder, Item, Sources, copy_dataset
-from tests.api import (
-    ArtifactSet,
-    ArtifactSets,
+from smartcache.artifacts import ArtifactSet, ArtifactSets
+from smartcache.cache import SmartCache
+from smartcache.errors import (
     DatasetError,
     DestinationExistsError,
     OutputMissingError,
-    SmartCache,
     SourcesVanishedError,
 )
+from smartcache.training import Dataset, Encoder, Item, Sources, copy_dataset
 from tests.processes.killing import in_child, was_killed
 from tests.training.builder import Builder, World, image, value_of
 from tests.training.conftest import Counting, Photos
@@ -139,7 +138,7 @@ class TestExport:
             dataset.build()
 
             def die() -> None:
-                from tests.api import Job
+                from smartcache.progress import Job
 
                 class Dying(Job):
                     count = 0
