@@ -84,6 +84,7 @@ class Copy:
         report.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
+            "--assert=plain",  # in CI pytest would compare 100 KB line by line, for minutes
             f"--basetemp={self.room / 'tests'}", f"--junitxml={report}", *shlex.split(tests),
         ]  # fmt: skip
         process = subprocess.Popen(

@@ -3,128 +3,52 @@
 The public names are imported on first use: `import smartcache` itself loads nothing but this file.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # what type checkers take for True; `typing` would take 7 ms
 if TYPE_CHECKING:
-    from smartcache.artifacts import compute_key, register_codec
-    from smartcache.cache import SmartCache
-    from smartcache.config import Settings, load_settings
-    from smartcache.errors import (
-        ArtifactError,
-        ArtifactNotFoundError,
-        BlobNotFoundError,
-        ConfigError,
-        DamagedArtifactError,
-        DamagedBlobError,
-        DigestMismatchError,
-        FileSkippedError,
-        HubError,
-        LockTimeoutError,
-        MissingWeightsError,
-        NoSpaceError,
-        PretrainedError,
-        SharedComponentError,
-        SmartcacheError,
-        StoreError,
-        UnknownClassError,
-        UnreadableConfigError,
-        UnsupportedValueError,
-        WrongVariantError,
-    )
-    from smartcache.functions import (
-        cache_mapping,
-        hf_hub_download,
-        plan_download,
-        snapshot_download,
-    )
-    from smartcache.pretrained import (
-        components,
-        disable,
-        enable,
-        from_pretrained,
-        from_single_file,
-        load_encoders,
-        unshare,
-    )
-    from smartcache.store.store import Store
+    from smartcache.artifacts import compute_key as compute_key
+    from smartcache.artifacts import register_codec as register_codec
+    from smartcache.cache import SmartCache as SmartCache
+    from smartcache.config import Settings as Settings
+    from smartcache.config import load_settings as load_settings
+    from smartcache.errors import *  # noqa: F403 - each is public
+    from smartcache.functions import cache_mapping as cache_mapping
+    from smartcache.functions import hf_hub_download as hf_hub_download
+    from smartcache.functions import plan_download as plan_download
+    from smartcache.functions import snapshot_download as snapshot_download
+    from smartcache.pretrained import components as components
+    from smartcache.pretrained import disable as disable
+    from smartcache.pretrained import enable as enable
+    from smartcache.pretrained import from_pretrained as from_pretrained
+    from smartcache.pretrained import from_single_file as from_single_file
+    from smartcache.pretrained import load_encoders as load_encoders
+    from smartcache.pretrained import unshare as unshare
+    from smartcache.store.store import Store as Store
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ArtifactError",
-    "ArtifactNotFoundError",
-    "BlobNotFoundError",
-    "ConfigError",
-    "DamagedArtifactError",
-    "DamagedBlobError",
-    "DigestMismatchError",
-    "FileSkippedError",
-    "HubError",
-    "LockTimeoutError",
-    "MissingWeightsError",
-    "NoSpaceError",
-    "PretrainedError",
-    "Settings",
-    "SharedComponentError",
-    "SmartCache",
-    "SmartcacheError",
-    "Store",
-    "StoreError",
-    "UnknownClassError",
-    "UnreadableConfigError",
-    "UnsupportedValueError",
-    "WrongVariantError",
-    "__version__",
-    "cache_mapping",
-    "components",
-    "compute_key",
-    "disable",
-    "enable",
-    "from_pretrained",
-    "from_single_file",
-    "hf_hub_download",
-    "load_encoders",
-    "load_settings",
-    "plan_download",
-    "register_codec",
-    "snapshot_download",
-    "unshare",
-]
-
+_LOADERS = "from_pretrained from_single_file load_encoders components unshare enable disable"
 _HOMES = {
-    "Settings": "config",
-    "SmartCache": "cache",
-    "Store": "store.store",
-    "cache_mapping": "functions",
-    "components": "pretrained",
-    "compute_key": "artifacts",
-    "disable": "pretrained",
-    "enable": "pretrained",
-    "from_pretrained": "pretrained",
-    "from_single_file": "pretrained",
-    "hf_hub_download": "functions",
-    "load_encoders": "pretrained",
-    "load_settings": "config",
-    "plan_download": "functions",
-    "register_codec": "artifacts",
-    "snapshot_download": "functions",
-    "unshare": "pretrained",
+    "artifacts": "compute_key register_codec",
+    "cache": "SmartCache",
+    "config": "Settings load_settings",
+    "functions": "cache_mapping hf_hub_download plan_download snapshot_download",
+    "pretrained": _LOADERS,
+    "store.store": "Store",
 }
-"""The module of each public name that is not an error."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-
-if not TYPE_CHECKING:  # A type checker that saw it would believe in any name.
+if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
+    __all__ = [*_HOME_OF, "__version__"]  # noqa: PLE0604 - these are strings
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        home = "errors" if name.endswith("Error") else _HOME_OF.get(name)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
-        globals()[name] = value
+        value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    errors = (name for name in dir(import_module(f"{__name__}.errors")) if name.endswith("Error"))
+    return sorted({*globals(), *_HOME_OF, *errors})

@@ -1,4 +1,4 @@
-"""The facade that wires the layers together; it has no logic of its own.
+"""The facade that wires the layers together.
 
 `SmartCache` reads the settings and opens the store once; the layers above the store are given this
 one object. A layer is imported when it is first used.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from smartcache.config import Settings, remotes_file, with_home
 from smartcache.progress import Progress, silent
+from smartcache.store.layout import Layout
 from smartcache.store.store import Store
 
 if TYPE_CHECKING:
@@ -26,20 +27,25 @@ if TYPE_CHECKING:
     from smartcache.folders.scan import Scan
     from smartcache.hub import CacheMapping, Call, DownloadPlan
     from smartcache.remote import Remotes, Sent, Tier
-    from smartcache.store.tiers import BlobSource
+    from smartcache.store.sources import BlobSource
     from smartcache.training import Dataset, Encoder, Miss, Sources, Validate
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NEVER = datetime.min.replace(tzinfo=UTC)
 
 
 class SmartCache:
     """One copy of every model file and every computed tensor on this machine."""
 
-    def __init__(self, home: str | Path | None = None, *, settings: Settings | None = None) -> None:
+    def __init__(
+        self, home: str | Path | None = None, *, settings: Settings | None = None,
+        only_look: bool = False,
+    ) -> None:  # fmt: skip
+        """Open the store, which makes nothing; `only_look`: nor does anything that is asked."""
         self.settings = with_home(settings, home)
-        self.store = Store(settings=self.settings)
-        self.store.open_tiers = self._open_tiers
+        self.store = Store(settings=self.settings, only_look=only_look)
+        self.store.open_sources = self._open_sources
         self._remotes: Remotes | None = None
         self._looking = threading.Lock()
 
@@ -59,10 +65,6 @@ class SmartCache:
         Without `progress` huggingface_hub's own bars are shown.
         """
         return call.download(self.store, look=self.look_again, progress=progress)
-
-    def dry_run(self, call: Call) -> object:
-        """Say what such a call would download, as huggingface_hub does: of a file, or of all."""
-        return call.dry_run(self.store, look=self.look_again)
 
     def plan_download(
         self, call: Call, *, also: Iterable[str | Path] = (), progress: Progress = silent
@@ -87,13 +89,9 @@ class SmartCache:
         return not has_snapshot(request) and pull_without_hub(self.store, request)
 
     def attending(
-        self,
-        call: Call,
-        *,
-        inside: str = "",
-        has_weights: bool = True,
+        self, call: Call, *, inside: str = "", has_weights: bool = True,
         mapping: MutableMapping[str, str] | None = None,
-    ) -> AbstractContextManager[str]:
+    ) -> AbstractContextManager[str]:  # fmt: skip
         """Let a library load from a repo in a `with` block that gives the commit.
 
         Whatever it downloads is answered with what this machine has; what it fetches is proven and
@@ -112,40 +110,28 @@ class SmartCache:
 
         The blobs are set aside, so that nobody else gets these bytes; the files stay.
         """
-        return self.store.look_for_damage(folder)
+        from smartcache.store.blobs import look_for_damage
+
+        return look_for_damage(self.store, Path(folder))
 
     def look_again(self, *, after: timedelta = timedelta(hours=1)) -> None:
         """See the files of model folders again that were not walked for a while; stats only."""
-        with self._looking:  # who waited finds that it is done
-            self._look_again(after)
-
-    def _look_again(self, after: timedelta) -> None:
         from smartcache.folders.scan import downloads_folder, folders_to_scan, known_folders, look
 
-        now = datetime.now(UTC)
-        known = {folder.path: folder for folder in self.store.folders()}
-        found, _ = folders_to_scan(self.store)
-        found += [each for each in downloads_folder() if each.path not in known]
-        found += known_folders(self.store, beside=found)
-        stale = [
-            folder
-            for folder in found
-            if (seen := known.get(folder.path)) is None
-            or seen.walked_at is None
-            or now - seen.walked_at >= after
-        ]
-        if stale:
-            look(self.store, stale)
+        with self._looking:  # who waited finds that it is done
+            known = {folder.path: folder.walked_at for folder in self.store.folders()}
+            folders, _ = folders_to_scan(self.store)
+            folders += [each for each in downloads_folder() if each.path not in known]
+            folders += known_folders(self.store, beside=folders)
+            since = datetime.now(UTC) - after
+            stale = [each for each in folders if (known.get(each.path) or _NEVER) <= since]
+            if stale:
+                look(self.store, stale)
 
     def scan(
-        self,
-        *folders: str | Path,
-        only: Sequence[str] = (),
-        min_size: int | None = None,
-        exclude: Sequence[str] = (),
-        any_file: bool = False,
-        progress: Progress = silent,
-    ) -> Scan:
+        self, *folders: str | Path, only: Sequence[str] = (), min_size: int | None = None,
+        exclude: Sequence[str] = (), any_file: bool = False, progress: Progress = silent,
+    ) -> Scan:  # fmt: skip
         """Scan these folders, or else those of programs and those remembered; changes nothing.
 
         `only` keeps some programs, `exclude` leaves out paths by pattern, `any_file` counts kinds
@@ -154,10 +140,9 @@ class SmartCache:
         from smartcache.folders.scan import MIN_SIZE, folders_to_scan, scan_folders
 
         found, _ = folders_to_scan(self.store, folders, only)
-        least = MIN_SIZE if min_size is None else min_size
         return scan_folders(
-            self.store, found, min_size=least, exclude=exclude, any_file=any_file,
-            progress=progress,
+            self.store, found, min_size=MIN_SIZE if min_size is None else min_size,
+            exclude=exclude, any_file=any_file, progress=progress,
         )  # fmt: skip
 
     def plan_dedup(
@@ -177,14 +162,9 @@ class SmartCache:
             self._remotes = Remotes()
         return self._remotes
 
-    @property
-    def tiers(self) -> list[Tier]:
-        """The tiers behind all remotes; nothing was asked of them yet."""
-        return self.remotes.tiers()
-
-    def tier(self, name: str) -> Tier:
-        """Return the tier of a remote; ConfigError if there is none of that name."""
-        return self.remotes.tier(name)
+    def tier(self, tier: str | Tier) -> Tier:
+        """Return the tier of a remote, by name; ConfigError if there is none of that name."""
+        return self.remotes.tier(tier) if isinstance(tier, str) else tier
 
     def push(
         self, tier: str, *names: str, exact: bool = False, progress: Progress = silent
@@ -198,43 +178,34 @@ class SmartCache:
         return push(self.store, self.sets, self.tier(tier), names, progress, exact=exact)
 
     def pull(
-        self,
-        tier: str,
-        *names: str,
-        cache_dir: str | Path | None = None,
+        self, tier: str, *names: str, cache_dir: str | Path | None = None,
         progress: Progress = silent,
-    ) -> Sent:
+    ) -> Sent:  # fmt: skip
         """Pull repos (into the HF cache), blobs, sets and datasets from a tier."""
         from smartcache.remote import pull
 
         cache = None if cache_dir is None else Path(cache_dir)
         return pull(self.store, self.sets, self.tier(tier), names, progress, cache_dir=cache)
 
-    def _open_tiers(self) -> list[BlobSource]:
+    def _open_sources(self) -> list[BlobSource]:
         if self._remotes is None and not os.path.exists(remotes_file()):
             return []  # and nothing is loaded
-        return list(self.tiers)
+        return list(self.remotes.tiers())
 
     @property
     def sets(self) -> ArtifactSets:
-        """All sets of artifacts of this store."""
+        """All sets of artifacts of this store, which is made if it is not there."""
+        if not self.store.only_look:
+            self.store.ready()
         return sets_of(self.store)
 
     def artifacts(  # noqa: PLR0913 - a set has so many options
-        self,
-        name: str,
-        *,
-        fingerprint: Mapping[str, object],
-        max_size: float | None = None,
-        ttl: float | timedelta | None = None,
-        evictable: bool | None = None,
-        durable: bool | None = None,
-        unused_for: float | timedelta | None = None,
-        compression: Rule | None = None,
-        memory: float | str | Memory | None = None,
-        read_only: bool = False,
-        tier: str | Tier | None = None,
-    ) -> ArtifactSet:
+        self, name: str, *, fingerprint: Mapping[str, object], max_size: float | None = None,
+        ttl: float | timedelta | None = None, evictable: bool | None = None,
+        durable: bool | None = None, unused_for: float | timedelta | None = None,
+        compression: Rule | None = None, memory: float | str | Memory | None = None,
+        read_only: bool = False, tier: str | Tier | None = None,
+    ) -> ArtifactSet:  # fmt: skip
         """Open the set of a name and a fingerprint, made if it is not there.
 
         `max_size` (bytes), `ttl` (from a put) and `unused_for` (from the last use) bound it,
@@ -261,23 +232,15 @@ class SmartCache:
         if tier is not None:
             from smartcache.remote import attach_set
 
-            attach_set(opened, self._tier(tier))
+            attach_set(opened, self.tier(tier))
         return opened
 
-    def _tier(self, tier: str | Tier) -> Tier:
-        return self.tier(tier) if isinstance(tier, str) else tier
-
     def memoize(
-        self,
-        *,
-        fingerprint: Mapping[str, object] | None = None,
-        ignore: Iterable[str] = (),
-        ttl: float | timedelta | None = None,
-        name: str | None = None,
-        max_size: float | None = None,
-        compression: Rule | None = None,
+        self, *, fingerprint: Mapping[str, object] | None = None, ignore: Iterable[str] = (),
+        ttl: float | timedelta | None = None, name: str | None = None,
+        max_size: float | None = None, compression: Rule | None = None,
         memory: float | str | Memory | None = None,
-    ) -> Callable[[Callable[P, R]], Memoized[P, R]]:
+    ) -> Callable[[Callable[P, R]], Memoized[P, R]]:  # fmt: skip
         """Decorate a function whose results are to be kept: tensors, and plain values.
 
         `fingerprint` says what a result depends on besides the arguments; without it the source of
@@ -293,23 +256,14 @@ class SmartCache:
                 memory=memory,
             )  # fmt: skip
 
-        def decorate(function: Callable[P, R]) -> Memoized[P, R]:
-            return memoized(
-                function, open_set, name=name, fingerprint=fingerprint, ignore=ignore, ttl=ttl
-            )
-
-        return decorate
+        return lambda function: memoized(
+            function, open_set, name=name, fingerprint=fingerprint, ignore=ignore, ttl=ttl
+        )
 
     def dataset(
-        self,
-        name: str,
-        sources: Sources | str | Path,
-        *,
-        validate: Validate | None = None,
-        miss: Miss = "raise",
-        tier: str | Tier | None = None,
-        **outputs: Encoder,
-    ) -> Dataset:
+        self, name: str, sources: Sources | str | Path, *, validate: Validate | None = None,
+        miss: Miss = "raise", tier: str | Tier | None = None, **outputs: Encoder,
+    ) -> Dataset:  # fmt: skip
         """Open the dataset of a name: sources, and what encoders make of them, by output.
 
         Nothing is read or encoded yet: `plan` and `build` look at the sources. `validate="trust"`
@@ -328,12 +282,10 @@ class SmartCache:
         if tier is not None:
             from smartcache.remote import attach_outputs
 
-            attach_outputs(dataset, self._tier(tier))
+            attach_outputs(dataset, self.tier(tier))
         return dataset
 
-    def open_dataset(
-        self, path_or_name: str | Path, *, tier: str | Tier | None = None
-    ) -> Dataset:  # fmt: skip
+    def open_dataset(self, path_or_name: str | Path, *, tier: str | Tier | None = None) -> Dataset:
         """Open a dataset without its sources and encoders: an export, or one of this store.
 
         With a `tier`, one that was pushed there: its outputs are read through.
@@ -344,9 +296,7 @@ class SmartCache:
         if tier is not None:
             from smartcache.remote import attached_dataset
 
-            return attached_dataset(
-                self.sets, self._tier(tier), str(path_or_name), threads=threads
-            )  # fmt: skip
+            return attached_dataset(self.sets, self.tier(tier), str(path_or_name), threads=threads)
         folder = dataset_folder(self.sets.root, str(path_or_name))
         if os.sep not in str(path_or_name) and folder.is_dir():
             return stored_dataset(folder, self.sets, threads=threads)
@@ -369,12 +319,9 @@ def sets_of(store: Store) -> ArtifactSets:
 
     settings = store.settings
     return ArtifactSets(
-        store.volume.layout.sets,
-        threads=settings.threads,
-        max_size=settings.artifacts_max_size,
-        ttl=settings.artifacts_ttl,
-        far=Far(_connected, settings.remote_max_size),
-    )
+        Layout(store.root).sets, threads=settings.threads, max_size=settings.artifacts_max_size,
+        ttl=settings.artifacts_ttl, far=Far(_connected, settings.remote_max_size),
+    )  # fmt: skip
 
 
 def _connected(description: Mapping[str, object]) -> Tier:
@@ -386,7 +333,7 @@ def _connected(description: Mapping[str, object]) -> Tier:
 
 def sets_in(store: Store) -> ArtifactSets | None:
     """Return the sets of artifacts of a store; None, and nothing loaded, if there is no set."""
-    return sets_of(store) if any(store.volume.layout.set_folders()) else None
+    return sets_of(store) if any(Layout(store.root).set_folders()) else None
 
 
 def usage_of_sets(store: Store) -> list[tuple[SetInfo, int]]:
@@ -396,15 +343,16 @@ def usage_of_sets(store: Store) -> list[tuple[SetInfo, int]]:
 
 
 def prunable_size(store: Store) -> int:
-    """Return what `smartcache prune` would free now: on all volumes, blobs and artifacts."""
+    """Return what `smartcache prune` would free now, blobs and artifacts."""
     return sum(prunable_sizes(store).values())
 
 
 def prunable_sizes(store: Store) -> dict[str, int]:
     """Return what `smartcache prune` would free now on each filesystem."""
-    found = Counter[str]()
-    for each in store.stores():
-        found[each.volume.filesystem] += each.plan_prune(after_rebuild=True).freed_size
+    by_root = Counter[Path]()
+    for victim in store.plan_prune().victims:
+        by_root[victim.pool] += victim.allocated
     if (sets := sets_in(store)) is not None:
-        found[store.volume.filesystem] += sets.plan_prune().freed_size
-    return found
+        by_root[store.root] += sets.plan_prune().freed_size
+    pools = {pool.root: pool for pool in store.pools()}
+    return {pools[root].filesystem: size for root, size in by_root.items()}

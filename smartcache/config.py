@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from smartcache.errors import ConfigError
 from smartcache.sizes import parse_age, parse_size
@@ -23,15 +24,9 @@ from smartcache.sizes import parse_age, parse_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+_YES, _NO = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _MOST_THREADS = 1024
-
-_T = TypeVar("_T")
-
-
-def _default_threads() -> int:
-    return min(os.cpu_count() or 1, 8)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +34,7 @@ class Settings:
     """Everything that can be set. `home` is absolute; a `lock_timeout` of None waits for ever."""
 
     home: Path
-    threads: int = field(default_factory=_default_threads)
+    threads: int = field(default_factory=lambda: min(os.cpu_count() or 1, 8))
     keep_writable: bool = False
     link_min_size: int = 65_536
     lock_timeout: float | None = None
@@ -47,65 +42,46 @@ class Settings:
     artifacts_max_size: int | None = None
     artifacts_ttl: float | None = None
     remote_max_size: int = 64 << 30
-    """What a set may keep of artifacts that it reads through from a tier."""
+    """What a set may keep of artifacts that it reads through from a remote."""
     skip_validation: bool = False
 
 
-class Overrides(TypedDict, total=False):
-    """The arguments of `load_settings`; None counts as not given."""
-
-    home: str | Path | None
-    threads: int | str | None
-    keep_writable: bool | str | None
-    link_min_size: int | str | None
-    lock_timeout: float | str | None
-    everywhere: bool | str | None
-    artifacts_max_size: int | str | None
-    artifacts_ttl: float | str | None
-    remote_max_size: int | str | None
-    skip_validation: bool | str | None
-
-
-def load_settings(**overrides: Unpack[Overrides]) -> Settings:
+def load_settings(**overrides: object) -> Settings:
     """Return the settings in force: argument > environment > config file > default.
 
-    `lock_timeout=math.inf` (or "none") waits for ever, whatever the other sources say. Raises
-    `ConfigError` naming the source of a value that cannot be used, and for unknown arguments and
-    unknown keys of the config file.
+    Arguments are named like the fields of `Settings` and may be written as in the file; None counts
+    as not given. `lock_timeout=math.inf` (or "none") waits for ever, whatever the other sources
+    say. Raises `ConfigError` naming the source of a value that cannot be used, and for unknown
+    arguments and unknown keys of the config file.
     """
     values = {name: found.value for name, found in resolve(**overrides).items()}
     return Settings(**values)  # type: ignore[arg-type]  # each value went through the parser of its field
-
-
-Source = Literal["argument", "variable", "file", "default"]
 
 
 class Resolved(NamedTuple):
     """The value of a setting, and where it comes from: that is where it can be changed."""
 
     value: object
-    source: Source
+    source: Literal["argument", "variable", "file", "default"]
     place: str = ""
     """The name of the variable, or the path of the file."""
 
 
-def resolve(**overrides: Unpack[Overrides]) -> dict[str, Resolved]:
+def resolve(**overrides: object) -> dict[str, Resolved]:
     """Return every setting with its value and its source; raises as `load_settings` does."""
-    given = cast("Mapping[str, object]", overrides)
-    _refuse_unknown(given, "argument")
+    _refuse_unknown(overrides, "argument")
     path, stored = _read_file()
     _refuse_unknown(stored, f"{path}")
     found: dict[str, Resolved] = {}
     for name, setting in SETTINGS.items():
-        parse, variable_name = setting.parse, setting.variable
-        if (value := given.get(name)) is not None:
-            parsed = _parsed(parse, value, f"argument {name}", Path())
+        if (value := overrides.get(name)) is not None:
+            parsed = _parsed(setting.parse, value, f"argument {name}")
             found[name] = Resolved(parsed, "argument")
-        elif (value := variable(variable_name)) is not None:
-            parsed = _parsed(parse, value, variable_name, Path())
-            found[name] = Resolved(parsed, "variable", variable_name)
+        elif (value := variable(setting.variable)) is not None:
+            parsed = _parsed(setting.parse, value, setting.variable)
+            found[name] = Resolved(parsed, "variable", setting.variable)
         elif (value := stored.get(name)) is not None:
-            parsed = _parsed(parse, value, f"{path}: {name}", path.parent)
+            parsed = _parsed(setting.parse, value, f"{path}: {name}", path.parent)
             found[name] = Resolved(parsed, "file", str(path))
         else:
             found[name] = Resolved(_default_of(name), "default")
@@ -128,18 +104,28 @@ def config_file() -> Path:
     """Return where the config file is looked for, whether or not it exists."""
     named = variable("SMARTCACHE_CONFIG")
     if named is not None:
-        return _parsed(_path, named, "SMARTCACHE_CONFIG", Path())
-    return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "config.toml"
+        return _parsed(_path, named, "SMARTCACHE_CONFIG")
+    return _config_folder() / "config.toml"
 
 
 def ignore_file() -> Path:
-    """Return where the list of folders and patterns to leave alone is (`folders/ignored.py`)."""
-    return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "ignore"
+    """Return where the list of folders and patterns to leave alone is (`folders/programs.py`)."""
+    return _config_folder() / "ignore"
 
 
 def remotes_file() -> Path:
     """Return where the remotes are kept that the user has named (`remote/remotes.py`)."""
-    return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache" / "remotes.json"
+    return _config_folder() / "remotes.json"
+
+
+def _config_folder() -> Path:
+    return _xdg("XDG_CONFIG_HOME", ".config") / "smartcache"
+
+
+def _xdg(name: str, below_home: str) -> Path:
+    """Return an XDG directory; a relative value is ignored, as the XDG specification asks."""
+    named = variable(name)
+    return Path(named) if named and os.path.isabs(named) else _expand("~") / below_home
 
 
 def _read_file() -> tuple[Path, Mapping[str, object]]:
@@ -167,20 +153,19 @@ def _read_file() -> tuple[Path, Mapping[str, object]]:
 
 def _refuse_unknown(names: Iterable[str], source: str) -> None:
     """Raise for the first name that no setting has, with the nearest that one has."""
-    known = list(SETTINGS)
     for name in names:
-        if name in known:
-            continue
-        from difflib import get_close_matches  # for the hint alone
+        if name not in SETTINGS:
+            from difflib import get_close_matches  # for the hint alone
 
-        near = get_close_matches(name.casefold().replace("-", "_"), known, n=1, cutoff=0)
-        raise ConfigError(
-            f"{source}: unknown setting {name!r}",
-            hint=f"Did you mean {near[0]!r}? The settings are {', '.join(known)}.",
-        )
+            word = name.casefold().replace("-", "_")
+            (near,) = get_close_matches(word, SETTINGS, n=1, cutoff=0)
+            hint = f"Did you mean {near!r}? The settings are {', '.join(SETTINGS)}."
+            raise ConfigError(f"{source}: unknown setting {name!r}", hint=hint)
 
 
-def _parsed(parse: Callable[[object, Path], _T], value: object, source: str, base: Path) -> _T:
+def _parsed(
+    parse: Callable[[object, Path], T], value: object, source: str, base: Path = Path()
+) -> T:
     try:
         return parse(value, base)
     except ConfigError as error:
@@ -189,10 +174,8 @@ def _parsed(parse: Callable[[object, Path], _T], value: object, source: str, bas
 
 def _path(value: object, base: Path) -> Path:
     """Return an absolute path: a later `chdir` must not move the store."""
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"not a path: {value!r}")
-    text = os.fsdecode(value)
-    if "\0" in text:
+    text = os.fsdecode(value) if isinstance(value, str | os.PathLike) else ""
+    if not text or "\0" in text:
         raise ConfigError(f"not a path: {value!r}")
     return Path(os.path.abspath(base / _expand(text)))
 
@@ -207,25 +190,19 @@ def _expand(text: str) -> Path:
 
 
 def _count(value: object, _base: Path) -> int:
-    hint = f"Write a whole number from 1 to {_MOST_THREADS}."
-    try:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ConfigError(f"not a number: {value!r}", hint=hint)
-        number = int(value)
-    except ValueError:
-        raise ConfigError(f"not a number: {value!r}", hint=hint) from None
-    if not 1 <= number <= _MOST_THREADS:
-        raise ConfigError(f"out of range: {number}", hint=hint)
-    return number
+    text = "" if isinstance(value, bool | float) else str(value).strip()
+    # So long only: `int` refuses thousands of digits with an error of its own.
+    if not (text.isdecimal() and len(text) < 6 and 1 <= int(text) <= _MOST_THREADS):  # noqa: PLR2004
+        hint = f"Write a whole number from 1 to {_MOST_THREADS}."
+        raise ConfigError(f"not such a number: {value!r}", hint=hint)
+    return int(text)
 
 
 def _flag(value: object, _base: Path) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = value.strip().casefold() if isinstance(value, str) else None
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
-    raise ConfigError(f"neither yes nor no: {value!r}", hint="Write true or false.")
+    text = str(value).strip().casefold() if isinstance(value, bool | str) else ""
+    if text not in _YES | _NO:
+        raise ConfigError(f"neither yes nor no: {value!r}", hint="Write true or false.")
+    return text in _YES
 
 
 def _size(value: object, _base: Path) -> int:
@@ -235,14 +212,18 @@ def _size(value: object, _base: Path) -> int:
 
 
 def _timeout(value: object, _base: Path) -> float | None:
-    hint = 'Write seconds, a time like "5m", or "none" to wait forever.'
+    seconds = value
     if isinstance(value, str):
-        value = _seconds(value.strip().casefold(), hint)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+        text = value.strip().casefold()
+        seconds = math.inf if text == "none" else None
+        with suppress(ConfigError):
+            seconds = parse_age(text).total_seconds()
+        with suppress(ValueError):
+            seconds = float(text)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        hint = 'Write seconds, a time like "5m", or "none" to wait forever.'
         raise ConfigError(f"not a time: {value!r}", hint=hint)
-    if math.isnan(value) or value < 0:
-        raise ConfigError(f"not a time to wait: {value!r}", hint=hint)
-    return None if value == math.inf else float(value)
+    return None if seconds == math.inf else float(seconds)
 
 
 def _lifetime(value: object, base: Path) -> float | None:
@@ -250,27 +231,6 @@ def _lifetime(value: object, base: Path) -> float | None:
     if seconds == 0:
         raise ConfigError("a time of 0: nothing would be kept", hint='Write a time like "30d".')
     return seconds
-
-
-def _seconds(text: str, hint: str) -> float:
-    if text == "none":
-        return math.inf
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    try:
-        return parse_age(text).total_seconds()
-    except ConfigError:
-        raise ConfigError(f"not a time: {text!r}", hint=hint) from None
-
-
-def _xdg(name: str, below_home: str) -> Path:
-    """Return an XDG directory; a relative value is ignored, as the XDG specification asks."""
-    named = variable(name)
-    if named is not None and os.path.isabs(named):
-        return Path(named)
-    return _expand("~") / below_home
 
 
 def _default_of(name: str) -> object:
@@ -291,10 +251,7 @@ class Setting(NamedTuple):
 
 SETTINGS: Mapping[str, Setting] = {
     "home": Setting(_path, "SMARTCACHE_HOME", "Where the store is."),
-    "threads": Setting(
-        _count, "SMARTCACHE_THREADS",
-        "How many threads hash files at once.",
-    ),
+    "threads": Setting(_count, "SMARTCACHE_THREADS", "How many threads hash files at once."),
     "keep_writable": Setting(
         _flag, "SMARTCACHE_KEEP_WRITABLE",
         "Let `dedup` share blocks (reflinks), which keeps files writable, instead of hard links.",
@@ -316,16 +273,15 @@ SETTINGS: Mapping[str, Setting] = {
         "The most that all computed tensors together may take.",
     ),
     "artifacts_ttl": Setting(
-        _lifetime, "SMARTCACHE_ARTIFACTS_TTL",
-        "How long a computed tensor is kept at most.",
+        _lifetime, "SMARTCACHE_ARTIFACTS_TTL", "How long a computed tensor is kept at most."
     ),
     "remote_max_size": Setting(
         _size, "SMARTCACHE_REMOTE_MAX_SIZE",
-        "The most that a set keeps here of what it reads through from a tier.",
+        "The most that a set keeps here of what it reads through from a remote.",
     ),
     "skip_validation": Setting(
         _flag, "SMARTCACHE_SKIP_VALIDATION",
-        "Take it that the sources of datasets are as they were, and do not look.",
+        "Skip checking the source files of datasets for changes.",
     ),
 }  # fmt: skip
 """Every setting, in the order in which it is shown."""

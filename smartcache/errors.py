@@ -30,7 +30,7 @@
     │   ├── UnreadableConfigError(ValueError, OSError)
     │   ├── UnknownClassError(ValueError, AttributeError)
     │   └── SharedComponentError(RuntimeError)  what would change other pipelines too
-    ├── TierError(OSError)                  a tier that cannot be reached, or is none
+    ├── TierError(OSError)                  a remote that cannot be reached, or is none
     │   ├── MissingObjectError              it does not have what was asked for
     │   └── DamagedObjectError              other bytes than the name of the object says
     └── StoreError
@@ -40,7 +40,7 @@
         ├── IndexDamagedError               the index is no readable SQLite file
         ├── BadDigestError(ValueError)      no digest, or a prefix that names several blobs
         ├── BlobNotFoundError(FileNotFoundError)
-        ├── BlobInUseError                  something live still holds the blob
+        ├── BlobInUseError                  the blob is pinned
         ├── DigestMismatchError(OSError)    the bytes that arrived are not the bytes announced
         ├── SizeMismatchError(OSError)      more or fewer bytes than announced
         ├── DamagedBlobError(OSError)       a blob no longer has the bytes its name says
@@ -51,20 +51,19 @@
         ├── DestinationExistsError(FileExistsError)
         ├── CannotLinkError(OSError)        the link kind asked for does not work here
         ├── NoSpaceError(OSError)           the filesystem or a quota is full
-        ├── PruneRefusedError               pruning now could remove what is still wanted
         ├── NothingToUndoError(LookupError)
         └── LockTimeoutError(TimeoutError)
 
 A message says what failed and on which thing; `hint` says what to do about it, and tracebacks show
-it as a note. Data a program may
-want travels as attributes; `errno` is that of the system's error from which ours was raised. Every
-error survives pickling, so it can cross a process pool.
+it as a note. Data a program may want travels as attributes; `errno` is that of the system's error
+from which ours was raised. Every error survives pickling, so it can cross a process pool.
 """
 
 from __future__ import annotations
 
 import errno as _errno
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 _HINT = "Hint: "
 DISTRIBUTION = "smartcache-hub"
@@ -122,15 +121,11 @@ class SmartcacheError(Exception):
         self._data["errno"] = value
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild through `_rebuild`, because keyword-only arguments do not survive `args`."""
-        data = self._data if self.errno is None else {**self._data, "errno": self.errno}
-        return _rebuild, (type(self), self.message, self.hint, data)
-
-
-def _rebuild(
-    cls: type[SmartcacheError], message: str, hint: str, data: dict[str, object]
-) -> SmartcacheError:
-    return cls(message, hint=hint, **data)
+        """Rebuild by a partial call, because keyword-only arguments do not survive `args`."""
+        data: dict[str, Any] = {**self._data, "hint": self.hint}
+        if self.errno is not None:
+            data["errno"] = self.errno
+        return partial(type(self), **data), (self.message,)
 
 
 class ConfigError(SmartcacheError, ValueError):
@@ -307,20 +302,20 @@ class SharedComponentError(PretrainedError, RuntimeError):
 
 
 class TierError(SmartcacheError, OSError):
-    """A tier cannot be reached, refuses what is asked of it, or is none."""
+    """A remote cannot be reached, refuses what is asked of it, or is none."""
 
     default_hint = "Check network, credentials and 'smartcache remote ls', and run it again."
     tier: str = ""
 
 
 class MissingObjectError(TierError):
-    """A tier does not have what was asked for."""
+    """A remote does not have what was asked for."""
 
     default_hint = "Push it again from where it is; 'smartcache remote verify' finds more."
 
 
 class DamagedObjectError(TierError):
-    """The bytes that a tier has, or that are to go there, are not those that their name says."""
+    """The bytes that a remote has, or that are to go there, are not those that their name says."""
 
     default_hint = "Nothing of it was kept. 'smartcache remote verify' finds out what is damaged."
 
@@ -351,7 +346,7 @@ class UnsafeStoreError(StoreUnwritableError):
 
 
 class IndexDamagedError(StoreError):
-    """The index is no SQLite database any more."""
+    """A database is no SQLite file any more, or of an older version."""
 
     default_hint = "Run 'smartcache verify --rebuild': it makes the index again from the blobs."
 
@@ -366,16 +361,16 @@ class BadDigestError(StoreError, ValueError):
 
 
 class BlobNotFoundError(StoreError, FileNotFoundError):
-    """No blob of that digest or alias is in the store."""
+    """No blob of that digest or hash is in the store."""
 
     default_hint = "'smartcache ls' shows what is in the store."
     default_errno = _errno.ENOENT
 
 
 class BlobInUseError(StoreError):
-    """A live owner still holds the blob."""
+    """The blob is pinned."""
 
-    default_hint = "Unpin it or remove its owner first; 'smartcache ls -v' shows what holds it."
+    default_hint = "Unpin it first; 'smartcache ls -v' shows its pins."
 
 
 class DigestMismatchError(StoreError, OSError):
@@ -441,10 +436,6 @@ class NoSpaceError(StoreError, OSError):
 
     default_hint = "Delete a file you do not need; then 'smartcache prune' can free more."
     default_errno = _errno.ENOSPC
-
-
-class PruneRefusedError(StoreError):
-    """Pruning now could remove something that is still wanted."""
 
 
 class NothingToUndoError(StoreError, LookupError):

@@ -20,8 +20,8 @@ from smartcache.cache import SmartCache
 from smartcache.config import Settings, load_settings
 from smartcache.errors import NoSpaceError, SmartcacheError, StoreUnwritableError
 from smartcache.hub import Call, FileOptions, SnapshotOptions
+from smartcache.store.layout import Layout
 from smartcache.store.store import Store
-from smartcache.store.volume import Layout
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -40,6 +40,7 @@ def shared() -> SmartCache:
         cache, file = _open.get(key, (None, None))
         if cache is None or file is None or file != _index_file(cache):
             cache = SmartCache(settings=key[1])
+            _ = cache.store.catalog  # opened now: where it cannot be, the caller hears of it here
             _open[key] = cache, _index_file(cache)
         return cache
 
@@ -47,7 +48,7 @@ def shared() -> SmartCache:
 def _index_file(cache: SmartCache) -> tuple[int, int] | None:
     """Return which file the index is now; None: the store was moved away or removed."""
     try:
-        st = os.stat(cache.store.volume.layout.index)
+        st = os.stat(cache.store.layout.index)
     except OSError:
         return None
     return st.st_dev, st.st_ino
@@ -143,7 +144,7 @@ def _answer(call: Call, *, dry_run: bool) -> object:
     except (StoreUnwritableError, NoSpaceError) as error:
         _log.warning("smartcache is not used: %s", error)
         return call.delegate()
-    return cache.dry_run(call) if dry_run else cache.download(call)
+    return call.dry_run(cache.store, look=cache.look_again) if dry_run else cache.download(call)
 
 
 def _has_store() -> bool:

@@ -8,6 +8,7 @@ the powers of 1024.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import timedelta
 
 from smartcache.errors import ConfigError
@@ -21,34 +22,17 @@ _SIZE_HINT = 'Write a size like 500MB, "1.5 TB", 64KiB or a plain number of byte
 
 _AGE = re.compile(_NUMBER + r"\s*([A-Za-z]+)")
 _AGE_HINT = "Write an age like 45s, 30m, 12h, 7d, 2w, 6mo or 1y ('m' is minutes, 'mo' is months)."
-_SECONDS = {
-    "second": 1,
-    "minute": 60,
-    "hour": 3600,
-    "day": 86_400,
-    "week": 7 * 86_400,
-    "month": 30 * 86_400,
-    "year": 365 * 86_400,
-}
-_AGE_UNITS = {
-    "s": "second",
-    "sec": "second",
-    "m": "minute",
-    "min": "minute",
-    "h": "hour",
-    "d": "day",
-    "w": "week",
-    "mo": "month",
-    "y": "year",
-}
-# Below two weeks people count days, so "week" starts at 14 days; everything else starts at one.
-_AGE_STEPS = (
-    ("year", _SECONDS["year"]),
-    ("month", _SECONDS["month"]),
-    ("week", 2 * _SECONDS["week"]),
-    ("day", _SECONDS["day"]),
-    ("hour", _SECONDS["hour"]),
-    ("minute", _SECONDS["minute"]),
+_DAY = 86_400
+# The name of each unit, its seconds, from how many on an age is said in it, and what is short for
+# it. Below two weeks people count days.
+_AGE_UNITS = (
+    ("year", 365 * _DAY, 365 * _DAY, ("y",)),
+    ("month", 30 * _DAY, 30 * _DAY, ("mo",)),
+    ("week", 7 * _DAY, 14 * _DAY, ("w",)),
+    ("day", _DAY, _DAY, ("d",)),
+    ("hour", 3600, 3600, ("h",)),
+    ("minute", 60, 60, ("m", "min")),
+    ("second", 1, 0, ("s", "sec")),
 )
 
 
@@ -78,9 +62,9 @@ def format_size(n: int) -> str:
     sign, n = ("-", -n) if n < 0 else ("", n)
     exponent = 0
     # 999,500 is 1 MB and not 1000 KB: the digits are rounded before the unit is chosen.
-    while exponent < len(_PREFIXES) and _round_to_digits(n, 3) >= 1000 ** (exponent + 1):
+    while exponent < len(_PREFIXES) and _rounded(n) >= 1000 ** (exponent + 1):
         exponent += 1
-    whole, rest = divmod(_round_to_digits(n, 3), 1000**exponent)
+    whole, rest = divmod(_rounded(n), 1000**exponent)
     digits = f"{rest:0{3 * exponent}d}".rstrip("0") if rest else ""
     unit = f"{_PREFIXES[exponent - 1]}B" if exponent else "B"
     return f"{sign}{whole}{'.' if digits else ''}{digits} {unit}"
@@ -93,13 +77,13 @@ def parse_age(text: str) -> timedelta:
     because it may mean minutes or months.
     """
     found = _AGE.fullmatch(text.strip())
-    unit = _age_unit(found[2]) if found else None
-    if found is None or unit is None:
-        raise ConfigError(f"not an age: {text!r}", hint=_AGE_HINT)
-    try:
-        return timedelta(microseconds=_whole(found[1], _SECONDS[unit] * 1_000_000))
-    except OverflowError:
-        raise ConfigError(f"too long an age: {text!r}", hint=_AGE_HINT) from None
+    unit = "" if found is None or found[2] == "M" else found[2].casefold()
+    for name, seconds, _, short in _AGE_UNITS:
+        if found is not None and unit in (name, f"{name}s", *short):
+            with suppress(OverflowError):
+                return timedelta(microseconds=_whole(found[1], seconds * 1_000_000))
+            raise ConfigError(f"too long an age: {text!r}", hint=_AGE_HINT)
+    raise ConfigError(f"not an age: {text!r}", hint=_AGE_HINT)
 
 
 def format_age(delta: timedelta) -> str:
@@ -107,9 +91,9 @@ def format_age(delta: timedelta) -> str:
 
     A negative age (a file of the future, a clock set back) reads "0 seconds".
     """
-    seconds = max(0, delta // timedelta(seconds=1))
-    unit = next((name for name, start in _AGE_STEPS if seconds >= start), "second")
-    count = seconds // _SECONDS[unit]
+    age = max(0, delta // timedelta(seconds=1))
+    unit, seconds = next((name, size) for name, size, start, _ in _AGE_UNITS if age >= start)
+    count = age // seconds
     return f"{count} {unit}{'' if count == 1 else 's'}"
 
 
@@ -120,16 +104,7 @@ def _whole(number: str, factor: int) -> int:
     return int(digits + fraction) * factor // scale
 
 
-def _round_to_digits(n: int, digits: int) -> int:
-    step: int = 10 ** max(0, len(str(n)) - digits)
+def _rounded(n: int) -> int:
+    """Return `n` to three significant digits."""
+    step: int = 10 ** max(0, len(str(n)) - 3)
     return (n + step // 2) // step * step
-
-
-def _age_unit(text: str) -> str | None:
-    if text == "M":
-        return None
-    name = text.casefold()
-    if name in _AGE_UNITS:
-        return _AGE_UNITS[name]
-    singular = name.removesuffix("s")
-    return singular if singular in _SECONDS else None

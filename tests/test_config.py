@@ -136,7 +136,7 @@ def test_every_setting_can_come_from_an_argument(tmp_path: Path) -> None:
         "threads": 3, "keep_writable": True, "lock_timeout": 0, "everywhere": True,
         "skip_validation": True,
     }  # fmt: skip
-    settings = load_settings(**as_written, **same)  # type: ignore[arg-type]
+    settings = load_settings(**as_written, **same)
     assert dataclasses.asdict(settings) == as_meant | same
     assert {*NAMES} == as_meant.keys() | same
 
@@ -269,7 +269,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(user: Path) -> Non
 
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(ConfigError, match="argument: unknown setting 'thread'"):
-        load_settings(thread=3)  # type: ignore[call-arg]
+        load_settings(thread=3)
 
 
 def test_the_named_config_file_is_read_instead_of_the_usual_one(

@@ -32,6 +32,7 @@ HEAVY = (
     "obstore", "ray",
 )  # fmt: skip
 
+NAMES: list[str] = vars(smartcache)["__all__"]
 MAX_PUBLIC_NAMES = 20
 PUBLIC = (
     "smartcache.auto",
@@ -114,7 +115,7 @@ class TestImport:
 
     def test_the_public_names_load_nothing_heavy(self) -> None:
         """All in one process: what any of them loads stays loaded."""
-        names = ", ".join(sorted(smartcache.__all__))
+        names = ", ".join(NAMES)
         assert loaded_by(f"from smartcache import {names}") == set()
 
     def test_the_help_text_loads_nothing_heavy(self) -> None:
@@ -148,16 +149,19 @@ def loaded_by(code: str) -> set[str]:
 class TestPublicNames:
     def test_there_are_few(self) -> None:
         """Besides the errors that a program catches."""
-        names = [name for name in smartcache.__all__ if not name.endswith("Error")]
-        assert len(names) <= MAX_PUBLIC_NAMES
+        assert len(NAMES) <= MAX_PUBLIC_NAMES
 
     def test_each_one_exists_and_is_listed(self) -> None:
-        assert [name for name in smartcache.__all__ if getattr(smartcache, name) is None] == []
-        assert set(smartcache.__all__) <= set(dir(smartcache))
+        """So is every error."""
+        assert [name for name in NAMES if getattr(smartcache, name) is None] == []
+        assert smartcache.NoSpaceError is errors.NoSpaceError
+        assert {*NAMES, "NoSpaceError", "SmartcacheError"} <= set(dir(smartcache))
 
     def test_another_name_is_an_attribute_error(self) -> None:
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             _ = smartcache.nonsense  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError, match="no attribute 'NonsenseError'"):
+            _ = smartcache.NonsenseError  # type: ignore[attr-defined]
 
 
 class TestPackaging:

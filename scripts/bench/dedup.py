@@ -462,22 +462,29 @@ def in_child(name: str, folder: Path, count: int = 0, size: int = 0) -> str:
 
 def fill(home: Path, rows: int, _: int) -> None:
     """Write sightings and their digests as scans of large folders would have."""
+    from smartcache.store.catalog import Learned
     from smartcache.store.store import Store
+    from smartcache.system.kernel import StatKey
 
     with Store(home) as store:
         index = store.catalog
         with index.write():
             folder = index.set_folder(Path("/nowhere"), program="ComfyUI")
-            filesystem = index.filesystem_number(store.volume.filesystem)
+            filesystem = index.filesystem_number(store.layout.filesystem)
             for start in range(0, rows, 1000):
                 directory = index.set_directory(b"/nowhere/%d" % start, folder)
                 files = [row_of(number) for number in range(start, min(rows, start + 1000))]
                 index.put_seen(
-                    (directory, b"%d.bin" % inode, size, filesystem, inode, OLD, OLD, 1, size)
+                    (
+                        directory,
+                        b"%d.bin" % inode,
+                        (filesystem, inode, size, OLD, OLD, 1, size, 0o644, 0),
+                        0,
+                    )
                     for inode, size, _ in files
                 )
                 index.learn(
-                    (store.volume.filesystem, inode, size, OLD, OLD, 0, digest, None)
+                    Learned(filesystem, inode, StatKey(size, OLD, OLD), 0, digest, None, "")
                     for inode, size, digest in files
                 )
 
@@ -495,24 +502,22 @@ def find(home: Path, rows: int, _: int) -> None:
     from smartcache.folders.checks import Checks
     from smartcache.folders.programs import ModelFolder
     from smartcache.folders.walk import Walked
-    from smartcache.progress import silent
     from smartcache.store.catalog import Scope
     from smartcache.store.store import Store
 
     class Unseen(Checks):
         """Takes files as they are in the index: there is nothing to look at."""
 
-        def is_ordinary(self, filesystem: str, path: bytes) -> bool:
-            del filesystem, path
+        def is_ordinary(self, filesystem: str, folder: str) -> bool:
+            del filesystem, folder
             return True
 
-    vars(scanning)["Checks"] = Unseen
+    place = Path("/nowhere")
     with Store(home) as store:
-        volume, place = store.volume, Path("/nowhere")
         number = store.catalog.set_folder(place, program="")
-        walked = Walked(folders={number: ModelFolder(path=place)}, files=rows)
-        scope = Scope(home=volume.filesystem, boot=volume.boot, folders=(number,))
-        found = scanning.find_duplicates(store, walked, scope, progress=silent)
+        walked = Walked(folders={number: ModelFolder(path=place)})
+        vars(scanning).update(Checks=Unseen, look=lambda *_, **__: (walked, Scope((number,))))
+        found = scanning.scan_folders(store, [])
         largest = list(found.largest(10))
     if found.total.files != rows or found.groups != rows // 10 or len(largest) != 10:
         raise SystemExit(f"{found.total.files} files, {found.groups} groups: not what was written")

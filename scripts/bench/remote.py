@@ -236,8 +236,10 @@ def transfer(table: Table, folder: Path, sizes: list[int], *, is_folder: bool) -
     plain = cache / REPO_FOLDER / "blobs"
     source = SmartCache(folder / "source")
     time.sleep(YOUNG)
-    for _ in source.store.adopt_many(list(plain.iterdir()), algorithms=("sha256", "git-sha1")):
-        pass
+    adopting = source.store.link_many(
+        plain.iterdir(), label="add --adopt", algorithms=("sha256", "git-sha1")
+    )
+    list(adopting)
     program = shutil.which("rclone", path=os.path.dirname(sys.executable)) or "rclone"
     copy = [program, "copy", "--transfers", str(THREADS), "--config", os.devnull, "-q"]
     with ExitStack() as stack:

@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,12 @@ from typing import TypeVar
 import _measure
 from _measure import Table, child_seconds, median_seconds
 
-from smartcache.store.hashes import hash_all
+from smartcache.store.catalog import Learned
+from smartcache.store.hashes import Read
+from smartcache.store.layout import Layout
 from smartcache.store.store import Store
-from smartcache.store.volume import Layout
 from smartcache.system.hashing import hash_many
+from smartcache.system.kernel import StatKey
 
 SMALL_FILES = 10_000
 LARGE_FILES = 20
@@ -116,15 +117,16 @@ def one_round(
     originals = list(make(work / "originals", count))
     copies = list(make(work / "copies", count))
     time.sleep(2.1)  # a file younger than two seconds is hashed under a lease, which is hashing
-    hash_all(store.volume, originals)
-    hash_all(store.volume, copies)
-    adopted, seconds = timed(lambda: list(store.adopt_many(originals)))
+    read = Read()
+    for path in (*originals, *copies):
+        store.digest_of(path, read=read)
+    adopted, seconds = timed(lambda: list(store.link_many(originals, label="bench", read=read)))
     yield "adopt", count / seconds
-    digest_of = {item.path: item.digest for item in adopted}
-    pairs = [(copy, digest_of[original]) for copy, original in zip(copies, originals, strict=True)]
-    replaced, seconds = timed(lambda: list(store.replace_many(pairs)))
-    if any(result.outcome != "replaced" for result in replaced):
-        raise SystemExit(f"not replaced: {replaced[0]}")
+    linked, seconds = timed(
+        lambda: list(store.link_many(copies, label="bench", replace=True, read=read))
+    )
+    if any(result.outcome != "linked" for result in linked):
+        raise SystemExit(f"not linked: {linked[0]}")
     yield "replace", count / seconds
     (work / "placed").mkdir()
 
@@ -159,7 +161,8 @@ def million_rows(room: Path, table: Table, scale: float) -> None:
 
 def _in_child(root: Path, rows: int, *, files: int) -> list[float]:
     """Return seconds to open a store and to use `df`, and the megabytes before, between, after."""
-    Store(root).close()
+    with Store(root) as store:
+        store.ready()
     fill(root, rows, files)
     command = [sys.executable, __file__, "--rows-child", str(root)]
     found = []
@@ -170,33 +173,37 @@ def _in_child(root: Path, rows: int, *, files: int) -> list[float]:
 
 
 def fill(root: Path, rows: int, files: int) -> None:
-    """Write rows as the store would have them: a tenth held only by smartcache, ten owners."""
+    """Write rows as a scan would have them; of the blobs a tenth has no other name."""
     for n in range(1, files + 1):
-        path = Path(Layout(root).blob(blob_row(n)[1].hex()))
-        path.parent.mkdir(exist_ok=True)
+        path = Path(Layout(root).blob(digest_of(n).hex()))
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o444)
         if n % 10:
             path.with_name(f"{path.name}.outside").hardlink_to(path)
-    database = sqlite3.connect(root / "index.sqlite3")
-    with database:
-        database.executemany(
-            "INSERT INTO blobs VALUES (?, ?, 4096, 4096, ?, 0, 0, ?, 0, NULL, ?, ?)",
-            (blob_row(n) for n in range(1, rows + 1)),
-        )
-        database.executemany(
-            "INSERT INTO owners VALUES (?, 'pin', ?, NULL, NULL, NULL, ?)",
-            ((n, b"owner %d" % n, OLD) for n in range(1, 11)),
-        )
-        database.executemany(
-            "INSERT INTO holds VALUES (?, ?)", ((1 + n % 10, n) for n in range(1, rows + 1))
-        )
-    database.close()
+    with Store(root) as store:
+        catalog = store.catalog
+        with catalog.write():
+            filesystem = catalog.filesystem_number(store.layout.filesystem)
+            folder = catalog.set_folder(Path("/nowhere"), program="ComfyUI")
+            for start in range(1, rows + 1, 1000):
+                directory = catalog.set_directory(b"/nowhere/%d" % start, folder)
+                some = range(start, min(rows + 1, start + 1000))
+                catalog.put_seen(
+                    (
+                        directory,
+                        b"%d.bin" % n,
+                        (filesystem, n, 4096, OLD, OLD, 1, 4096, 0o644, 0),
+                        0,
+                    )
+                    for n in some
+                )
+                key = StatKey(4096, OLD, OLD)
+                catalog.learn(Learned(filesystem, n, key, 0, digest_of(n), None, "") for n in some)
 
 
-def blob_row(n: int) -> tuple[int, bytes, int, int, int, int]:
-    """Return id, digest, inode, links and times of a made-up blob."""
-    digest = hashlib.blake2b(b"%d" % n, digest_size=32).digest()
-    return n, digest, n, 1 + (n % 10 > 0), OLD, OLD + n
+def digest_of(n: int) -> bytes:
+    """Return the digest of a made-up file."""
+    return hashlib.blake2b(b"%d" % n, digest_size=32).digest()
 
 
 def _rows_child(root: Path) -> None:

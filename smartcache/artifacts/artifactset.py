@@ -536,7 +536,7 @@ class ArtifactSet:
         with ExitStack() as stack:
             try:
                 # A claim costs a tenth of `hold`; who finds the key taken waits for it with that.
-                if not key_locks.try_hold([key], stack, what="computing"):
+                if not key_locks.try_hold([key], stack):
                     stack.enter_context(key_locks.hold(key, what="computing"))
             except (NoSpaceError, StoreUnwritableError) as error:
                 self._warn_unkept(key, error)
@@ -679,7 +679,7 @@ class ArtifactSet:
         self._engine.refuse_read_only()
         stack = ExitStack()
         try:
-            held = set(self._engine.key_locks.try_hold(keys, stack, what="computing"))
+            held = set(self._engine.key_locks.try_hold(keys, stack))
             # Between the look and the lock another one may have computed it.
             present = self._present([key for key in keys if key in held]) if held else set()
         except BaseException:

@@ -18,7 +18,6 @@ types of JSON and no others, so that set.json shows it as it is.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -50,15 +49,13 @@ from smartcache.errors import (
     ArtifactError,
     BadSetNameError,
     ConfigError,
-    NoSpaceError,
     SetFormatError,
-    StoreUnwritableError,
     UnsupportedValueError,
 )
 from smartcache.system.faults import reached
 from smartcache.system.kernel import sync_directory
 from smartcache.system.locks import claim
-from smartcache.system.ownfiles import atomically
+from smartcache.system.ownfiles import atomically, unwritable
 
 FORMAT = 2
 FILE = "set.json"
@@ -67,7 +64,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _LARGEST = 1 << 24
 _OURS = re.compile(
-    r"set\.json|index\.sqlite3(-wal|-shm|-journal)?|lock(\.turn)?|leases|far|[0-9a-f]{16}\.(pack|far)"
+    r"set\.json|index\.sqlite3(-wal|-shm|-journal)?|lock|leases|far|[0-9a-f]{16}\.(pack|far)"
 )
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DOMAIN: Final = b"smartcache artifact set 2\0"
@@ -400,7 +397,7 @@ class SetFolder:
                 raise SetFormatError(f"{path} is not the set that its name says", path=path)
             return found
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(f"Cannot use the set {path}", path, error) from error
 
     @classmethod
     def _make(cls, path: Path, name: str, fingerprint: Fingerprint, options: Options) -> None:
@@ -410,7 +407,6 @@ class SetFolder:
         _make_folder(place)
         check_folder(place)
         make_private(place / "lock")
-        make_private(place / "lock.turn")
         _make_folder(place / "leases")
         reached("set: begun")
         cls(
@@ -432,7 +428,7 @@ class SetFolder:
         try:
             changed.write()
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(f"Cannot use the set {self.path}", self.path, error) from error
         return changed
 
     @classmethod
@@ -500,9 +496,3 @@ class SetFolder:
         }
         with atomically(self.path / FILE) as file:
             file.write(json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n")
-
-
-def _unwritable(path: Path, error: OSError) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError(f"No space left to make the set {path}", path=path)
-    return StoreUnwritableError(f"Cannot use the set {path}: {error.strerror or error}", path=path)

@@ -39,7 +39,7 @@ from smartcache.artifacts.values.compression import Rule, check_rule, need_packa
 from smartcache.errors import ArtifactError, BadSetNameError, SetFormatError, SmartcacheError
 from smartcache.progress import Progress, silent
 from smartcache.system.kernel import allocated_bytes
-from smartcache.system.locks import lock
+from smartcache.system.locks import store_lock
 
 _REMOVED = re.compile(r"\.removed-[0-9a-f]{32}-[0-9a-f]{8}")
 _UNASKED = 256 << 20
@@ -476,7 +476,7 @@ def _remove_folder(path: Path) -> None:
     name = f"the set {path}"
     with (
         closed_here(path),
-        lock(path / "lock", exclusive=True, timeout=5, what="removing", name=name),
+        store_lock(path / "lock", "removing", timeout=5, name=name),
     ):
         gone = path.with_name(f".removed-{path.name}-{secrets.token_hex(4)}")
         try:

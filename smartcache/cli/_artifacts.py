@@ -43,26 +43,21 @@ _REASONS = {
 @contextmanager
 def all_sets(session: Session) -> Iterator[ArtifactSets]:
     """Open the store for its sets; where there is none yet, say so and give no set."""
-    from smartcache.artifacts import ArtifactSets
     from smartcache.cache import sets_of
-    from smartcache.store.volume import Layout
 
-    with session.stores() as stores:
-        nothing = Layout(session.settings.home).sets
-        yield sets_of(stores[0]) if stores else ArtifactSets(nothing)
+    with session.store_as_it_is() as store:
+        yield sets_of(store)
 
 
 @contextmanager
 def sets_to_fill(session: Session, *, create: bool) -> Iterator[ArtifactSets]:
     """Open the store for its sets, made if it may be."""
-    from smartcache.cache import sets_of
-
     if not create:
         with all_sets(session) as sets:
             yield sets
         return
-    with session.store(create=True) as store:
-        yield sets_of(store)
+    with session.cache() as cache:
+        yield cache.sets
 
 
 def chosen(sets: ArtifactSets, words: Sequence[str]) -> list[SetInfo]:

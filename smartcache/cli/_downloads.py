@@ -123,8 +123,6 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
         if files:
             size = format_size(sum(each.size for each in files))
             words = "fetched again, as you asked" if plan.request.force else meaning
-            if plan.opened is None and source == "fetch":
-                words = "not there yet: comes from the Hub"
             rows.append([source, counted(len(files), "file"), size, words])
     return rows
 
@@ -134,20 +132,13 @@ def _sums(plan: DownloadPlan) -> list[list[str]]:
 
 def cautions(plan: DownloadPlan, *, dry_run: bool) -> list[str]:
     """Return what the user may not expect of this plan, one sentence or two on each matter."""
-    from smartcache.hub import LocalPlace, near_store
+    from smartcache.hub import LocalPlace, near_pool
     from smartcache.report.naming import from_home
     from smartcache.system.kernel import effective_user
 
     weights = [each for each in plan.files if each.is_weight and each.source != "present"]
     found = [f"{warning}." for warning in plan.warnings]
-    if plan.opened is None:
-        where = "the place of the download"
-        where += " and --also were" if plan.request.also else " was"
-        found.append(
-            f"There is no store yet, so only {where} looked at. 'smartcache scan' makes one and "
-            "finds what other programs have."
-        )
-    elif weights and near_store(plan.store, plan.place.root) is None:
+    if weights and near_pool(plan.store, plan.place.root) is None:
         found.append(
             f"{from_home(plan.folder)} is on another filesystem than the store "
             f"({from_home(plan.store.root)}): nothing can be linked, every file takes its own "
@@ -203,11 +194,8 @@ def _file_document(each: PlannedFile, known: dict[str, str]) -> dict[str, object
 
 def _digests(plan: DownloadPlan) -> dict[str, str]:
     """Return the digests of the files that are proven to be what the Hub announced."""
-    from smartcache.hub import near_store
-
-    store = near_store(plan.store, plan.place.root) or plan.store
     places = {each.file.path: plan.place.found(each.file) for each in plan.files}
-    known = store.known_hashes(path for path in places.values() if path is not None)
+    known = plan.store.known_hashes(path for path in places.values() if path is not None)
     digests: dict[str, str] = {}
     for each in plan.files:
         path = places[each.file.path]

@@ -81,7 +81,7 @@ def _inside(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
     """Return what is in a folder, the last name first; nothing of a store."""
     from pathlib import Path
 
-    from smartcache.store.volume import Layout
+    from smartcache.store.layout import Layout
 
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name, reverse=True)

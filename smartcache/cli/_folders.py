@@ -106,7 +106,7 @@ def in_quotes(line: str) -> str:
     return f"`{line}`" if "'" in line else f"'{line}'"
 
 
-def remembered(_: object) -> str:
+def remembered() -> str:
     """Say, when a scan is interrupted, that it was not in vain."""
     return "What was read is remembered: the next scan goes on from there."
 

@@ -28,7 +28,7 @@ def cache_dirs_option(function: _F) -> _F:
     )(function)  # fmt: skip
 
 
-def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
+def hf_caches(given: tuple[Path, ...], store: Store) -> list[Path]:
     """Return the HF caches to look at: those given, else the default one and all known ones.
 
     One that was given must be there.
@@ -41,7 +41,7 @@ def hf_caches(given: tuple[Path, ...], stores: list[Store]) -> list[Path]:
                 hint = "--cache-dir is the folder that has models--org--name in it."
                 raise RepoNotCachedError(f"There is no HF cache at {each}", hint=hint)
         return list(given)
-    known = known_caches(stores[0] if stores else None)
+    known = known_caches(store)
     if not known:
         out.talk(f"There is no HF cache at {default_cache_dir()}; --cache-dir names another.")
     return known

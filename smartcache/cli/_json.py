@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from datetime import datetime
-from enum import Enum
 from typing import Any
 
 
@@ -43,7 +42,6 @@ def picked(value: object, names: str = "") -> dict[str, object]:
 
 
 _FORMS: dict[type, Callable[[Any], object]] = {
-    Enum: lambda value: value.name.lower(),
     datetime: lambda value: value.isoformat(timespec="seconds").replace("+00:00", "Z"),
     os.PathLike: os.fspath,
     BaseException: str,

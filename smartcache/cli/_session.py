@@ -1,4 +1,4 @@
-"""One run of the program: its settings, the stores it opens, and how it ends.
+"""One run of the program: its settings, the store it opens, and how it ends.
 
 Nothing is imported here before it is needed: the help text pays for this file.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from smartcache.cache import SmartCache
     from smartcache.cli._output import Colour
     from smartcache.config import Settings
+    from smartcache.store.journal import Batch
     from smartcache.store.records import Blob
     from smartcache.store.store import Store
 
@@ -32,8 +33,8 @@ class Session:
         self.colour: Colour = "auto"
         self.opened_root: Path | None = None
         """The store this run has opened, to be set right after an interruption."""
-        self.how_far: Callable[[list[Store]], str] | None = None
-        """Says, after an interruption, what was done; given the stores, set right."""
+        self.how_far: Callable[[], str] | None = None
+        """Says, after an interruption, what was done."""
 
     def open_closed_streams(self) -> None:
         """Let output go nowhere where the caller has closed it (`>&-`)."""
@@ -64,37 +65,15 @@ class Session:
 
     def has_store(self) -> bool:
         """Say whether there is a store at the home."""
-        from smartcache.store.volume import Layout
+        from smartcache.store.layout import Layout
 
         return Layout(self.settings.home).exists()
-
-    @contextmanager
-    def _to_open(self, *, only_look: bool) -> Iterator[Settings]:
-        """Give the settings; to look where there is no store, those of one that is gone afterwards.
-
-        It is beside the place of the store: what can be linked depends on the filesystem.
-        """
-        settings = self.settings
-        if not only_look or self.has_store():
-            self.opened_root = settings.home
-            yield settings
-            return
-        from dataclasses import replace
-        from pathlib import Path
-        from tempfile import TemporaryDirectory
-
-        from smartcache.system.filesystems import nearest_existing
-
-        beside = nearest_existing(settings.home)
-        place = beside if os.access(beside, os.W_OK) else None
-        with TemporaryDirectory(prefix=".smartcache-", dir=place) as folder:
-            yield replace(settings, home=Path(folder))
 
     @contextmanager
     def store(self, *, create: bool = False, only_look: bool = False) -> Iterator[Store]:
         """Open the store; one that does not exist is an error unless it may be made.
 
-        `only_look`: none is made for good.
+        It is made by the first change, never by opening; `only_look`: nor by anything else.
         """
         from smartcache.errors import StoreFormatError
         from smartcache.store.store import Store
@@ -104,76 +83,82 @@ class Session:
             message = f"There is no store at {settings.home} yet"
             hint = "'smartcache scan' makes one; --home or SMARTCACHE_HOME says where it is."
             raise StoreFormatError(message, hint=hint, root=settings.home)
-        with self._to_open(only_look=only_look) as settings, Store(settings=settings) as store:
-            _say_what_is_waited_for(store)
+        with Store(settings=settings, only_look=only_look) as store:
+            self._opened(store, only_look=only_look)
+            yield store
+
+    @contextmanager
+    def store_as_it_is(self, *, says_none: bool = True) -> Iterator[Store]:
+        """Open the store; where there is none yet, say so, and give one that makes nothing."""
+        has_store = self.has_store()
+        if says_none and not has_store:
+            from smartcache.cli._output import out
+
+            home = self.settings.home
+            out.talk(f"There is no store at {home} yet: 'smartcache scan' makes one.")
+        with self.store(only_look=not has_store) as store:
             yield store
 
     @contextmanager
     def cache(self, *, only_look: bool = False) -> Iterator[SmartCache]:
-        """Open the store, which is made if there is none, with the layers above it."""
+        """Open the store, made by the first change if there is none, with the layers above it."""
         from smartcache.cache import SmartCache
 
-        with self._to_open(only_look=only_look) as settings, SmartCache(settings=settings) as cache:
-            _say_what_is_waited_for(cache.store)
+        with SmartCache(settings=self.settings, only_look=only_look) as cache:
+            self._opened(cache.store, only_look=only_look)
             yield cache
 
-    @contextmanager
-    def stores(self, *, says_none: bool = True) -> Iterator[list[Store]]:
-        """Open the store and its neighbours; where there is no store yet, say so and give none."""
-        if not self.has_store():
-            from smartcache.cli._output import out
+    def _opened(self, store: Store, *, only_look: bool) -> None:
+        from smartcache.cli._output import out
 
-            if says_none:
-                home = self.settings.home
-                out.talk(f"There is no store at {home} yet: 'smartcache scan' makes one.")
-            yield []
-            return
-        with self.store() as store:
-            yield list(store.stores())
+        store.on_wait = out.wait
+        self.opened_root = None if only_look else store.root
+
+    @contextmanager
+    def batch(self, store: Store, label: str, *, goes_on: str = "") -> Iterator[Batch]:
+        """Let the changes of a block be one entry of the history; if interrupted, say how many."""
+        with store.batch(label) as batch:
+            self.how_far = lambda: _done(batch, goes_on)
+            yield batch
+        self.how_far = None
 
     def set_right(self) -> str:
         """Finish or take back what an interrupted change left; return what is known of it."""
-        if self.opened_root is None or not self.has_store():
-            return ""
-        from smartcache.store.store import Store
+        if self.opened_root is not None and self.has_store():
+            from smartcache.store.store import Store
 
-        with Store(settings=self.settings) as store:
-            stores = list(store.stores())
-            return "" if self.how_far is None else self.how_far(stores)
+            with Store(settings=self.settings) as store:
+                store.recover()
+        return "" if self.how_far is None else self.how_far()
 
 
-def _say_what_is_waited_for(store: Store) -> None:
+def _done(batch: Batch, goes_on: str) -> str:
+    number = len(batch.changes)
+    done = f"{number:,} {'file' if number == 1 else 'files'} changed so far"
+    undo = f"'smartcache undo {batch.id}' takes that back" if number else ""
+    return f"{'; '.join(filter(None, (done, undo, goes_on)))}."
+
+
+def say_unfinished(store: Store) -> None:
+    """Warn of changes that a dead process left half done and that cannot be finished now."""
     from smartcache.cli._output import out
 
-    for each in store.stores():
-        each.volume.on_wait = out.wait
+    for text in store.unfinished():
+        out.warn(f"Unfinished: {text}. {FORGET}")
 
 
-@contextmanager
-def one_entry(store: Store, label: str) -> Iterator[None]:
-    """Let all changes of this block be one entry of the history, on whichever volume they are."""
-    with ExitStack() as batches:
-        for each in store.stores():
-            batches.enter_context(each.batch(label))
-        yield
+FORGET = "'smartcache undo --forget' closes entries that cannot be finished any more."
 
 
-def holders(store: Store, text: str) -> list[tuple[Store, Blob]]:
-    """Return the blob a user means on every volume that has it; at least one, or an error."""
-    from smartcache.errors import BadDigestError, BlobNotFoundError
+def meant(store: Store, text: str) -> Blob:
+    """Return the blob a user means by a digest, its beginning or another hash."""
+    from smartcache.errors import BadDigestError
 
     try:
-        digest = store.resolve(text).digest
+        return store.resolve(text)
     except BadDigestError as error:
         matches: list[str] = getattr(error, "matches", [])
         if matches:
             shown = ", ".join(match[:16] for match in matches[:3])
             error.hint = f"Write more of it: {shown}{' ...' if matches[3:] else ''}"
         raise
-    found = []
-    for each in store.stores():
-        try:
-            found.append((each, each.get(digest)))
-        except BlobNotFoundError:
-            continue
-    return found

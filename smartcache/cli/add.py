@@ -16,7 +16,7 @@ from smartcache.cli._failures import FAILED, BadUsageError
 from smartcache.cli._files import Chosen, chosen_files
 from smartcache.cli._output import out
 from smartcache.cli._progress import Share, bars
-from smartcache.cli._session import Session, one_entry
+from smartcache.cli._session import Session
 from smartcache.cli._words import counted, named, near, short
 from smartcache.errors import (
     FileSkippedError,
@@ -65,14 +65,14 @@ class Added:
     help="Let the file itself be the blob: it needs no space and stays where it is, read-only.",
 )  # fmt: skip
 @click.option(
-    "--make-volume", is_flag=True,
-    help="With --adopt: make a volume on other filesystems that have none (MOUNT/.smartcache-UID).",
+    "--make-pool", is_flag=True,
+    help="With --adopt: make a pool on other filesystems that have none (MOUNT/.smartcache-UID).",
 )  # fmt: skip
 @click.option("-r", "--recursive", is_flag=True, help="Also add the files in folders.")
 @click.option(
     "--pin", "pin", metavar="NAME", help=f'Keep it under this name; for copies "{DEFAULT_PIN}".'
 )
-@click.option("--no-pin", is_flag=True, help="Let prune remove copies that nothing else holds.")
+@click.option("--no-pin", is_flag=True, help="Do not pin copies: prune may remove them later.")
 @dry_run
 @click.pass_context
 def add_command(
@@ -80,7 +80,7 @@ def add_command(
     *,
     files: tuple[Path, ...],
     how: How,
-    make_volume: bool,
+    make_pool: bool,
     recursive: bool,
     pin: str | None,
     no_pin: bool,
@@ -89,13 +89,13 @@ def add_command(
     """Bring files into the store.
 
     What the store already has takes no more space. Copies are pinned, so that prune leaves them
-    alone; an adopted file needs no pin, because it holds its bytes itself.
+    alone; an adopted file needs no pin: it is a name of the bytes itself.
     """
     session = ctx.ensure_object(Session)
     if pin is not None and no_pin:
         raise BadUsageError("--pin and --no-pin cannot be used together", hint="Leave one out.")
-    if make_volume and how != "adopt":
-        message = "--make-volume is for --adopt"
+    if make_pool and how != "adopt":
+        message = "--make-pool is for --adopt"
         raise BadUsageError(message, hint="Copies go into the store you have.")
     chosen, unread = chosen_files(files, recursive=recursive)
     obstacle: StoreError | None = None
@@ -104,9 +104,10 @@ def add_command(
     else:
         name = pin or (DEFAULT_PIN if how == "copy" and not no_pin else None)
         with session.store(create=True) as store:
-            if make_volume:
-                _make_volumes(store, chosen)
-            results, obstacle = _add(store, chosen, how, name)
+            store.ready()
+            if make_pool:
+                _make_pools(store, chosen)
+            results, obstacle = _add(session, store, chosen, how, name)
     _show(results, dry_run=dry_run)
     if obstacle is not None:
         raise obstacle
@@ -116,19 +117,18 @@ def add_command(
         ctx.exit(FAILED)
 
 
-def _make_volumes(store: Store, chosen: list[Chosen]) -> None:
-    """Make a volume on every filesystem of the files that has none."""
+def _make_pools(store: Store, chosen: list[Chosen]) -> None:
+    """Make a pool on every filesystem of the files that has none."""
     for file in chosen:
         try:
-            store.volume_of(file.path)
+            store.pool_of(file.path)
         except FileSkippedError:
-            made = store.make_volume_for(file.path)
-            out.talk(f"Made a volume at {made.root}.")
+            out.talk(f"Made a pool at {store.make_pool_for(file.path).root}.")
 
 
 def _plan(file: Chosen, how: How) -> Added:
     """Say what would be done to a file as far as that can be told without reading it."""
-    from smartcache.store.changes.userfile import refuse_unsuitable
+    from smartcache.store.userfile import refuse_unsuitable
 
     try:
         refuse_unsuitable(file.path, file.path.stat() if how == "copy" else file.path.lstat())
@@ -140,18 +140,17 @@ def _plan(file: Chosen, how: How) -> Added:
 
 
 def _add(
-    store: Store, chosen: list[Chosen], how: How, pin: str | None
+    session: Session, store: Store, chosen: list[Chosen], how: How, pin: str | None
 ) -> tuple[list[Added], StoreError | None]:
     """Add files; return what became of each, and what stopped it before the last."""
     results: list[Added] = []
     obstacle = None
-    names = [str(file.path) for file in chosen] or ["nothing"]
-    adding = _adopt(store, chosen) if how == "adopt" else _put(store, chosen)
-    with one_entry(store, f"add --{how} {named(names, 'file')}"), closing(adding):
+    adding = _adopt(session, store, chosen) if how == "adopt" else _put(store, chosen)
+    with closing(adding):
         try:
-            for holder, added in adding:
+            for added in adding:
                 if pin is not None and added.digest is not None:
-                    holder.pin(added.digest, pin)
+                    store.pin(added.digest, pin)
                 results.append(added)
         except (NoSpaceError, StoreUnwritableError) as error:
             obstacle = error
@@ -160,7 +159,7 @@ def _add(
     return results, obstacle
 
 
-def _put(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]:
+def _put(store: Store, chosen: list[Chosen]) -> Generator[Added]:
     """Copy files one by one; one that cannot be taken is told and passed over."""
     began = datetime.now(UTC).replace(microsecond=0)
     seen: set[str] = set()
@@ -174,35 +173,30 @@ def _put(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]:
             except (NoSpaceError, StoreUnwritableError):
                 raise  # the next file would fare no better
             except (SmartcacheError, OSError) as error:
-                yield store, _skipped(file, error)
+                yield _skipped(file, error)
                 continue
             is_new = blob.added_at >= began and blob.digest not in seen
             seen.add(blob.digest)
             outcome: Outcome = "copied" if is_new else "present"
             share.finish()
-            yield store, Added(path=file.path, outcome=outcome, size=blob.size, digest=blob.digest)
+            yield Added(path=file.path, outcome=outcome, size=blob.size, digest=blob.digest)
 
 
-def _adopt(store: Store, chosen: list[Chosen]) -> Generator[tuple[Store, Added]]:
-    """Adopt files, those of each filesystem on the volume there."""
-    groups: dict[Store, list[Chosen]] = {}
-    for file in chosen:
-        try:
-            groups.setdefault(store.volume_of(file.path), []).append(file)
-        except FileSkippedError as error:
-            yield store, _skipped(file, error)
+def _adopt(session: Session, store: Store, chosen: list[Chosen]) -> Generator[Added]:
+    """Let files be blobs, where they are: one entry of the history."""
     sizes = {file.path: file.size for file in chosen}
-    for holder, files in groups.items():
-        total = sum(file.size for file in files)
-        with bars("Adopting", total, "bytes") as job:
-            share = Share(job, total)  # the hashing, which is what takes time
-            for each in holder.adopt_many([file.path for file in files], progress=share):
-                size = each.size or sizes.get(each.path, 0)
-                reason = None if each.error is None else _reason(each.error)
-                yield holder, Added(
-                    path=each.path, outcome=each.outcome, size=size, digest=each.digest or None,
-                    reason=reason,
-                )  # fmt: skip
+    label = f"add --adopt {named([str(path) for path in sizes] or ['nothing'], 'file')}"
+    total = sum(sizes.values())
+    with session.batch(store, label) as batch, bars("Adopting", total, "bytes") as job:
+        share = Share(job, total)  # the hashing, which is what takes time
+        for each in store.link_many(sizes, label=label, batch=batch, progress=share):
+            done = "adopted" if each.outcome == "became" else each.outcome
+            yield Added(
+                path=each.path, outcome=done,  # type: ignore[arg-type]  # nothing is replaced
+                size=each.size or sizes.get(each.path, 0),
+                digest=each.digest or None,
+                reason=None if each.error is None else _reason(each.error),
+            )  # fmt: skip
 
 
 def _skipped(file: Chosen, error: Exception) -> Added:

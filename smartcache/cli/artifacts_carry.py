@@ -123,7 +123,7 @@ def import_command(
     written again. If it is interrupted, run the same command again to continue.
     """
     from smartcache.artifacts import ArtifactSets, plan_import
-    from smartcache.store.volume import Layout
+    from smartcache.store.layout import Layout
 
     session = ctx.ensure_object(Session)
     values = None if fingerprint is None else _fingerprint(fingerprint)
@@ -155,7 +155,7 @@ def _carry(session: Session, plan: CarryPlan, *, dry_run: bool) -> Carried | Non
     """Execute a plan, unless it is only to be shown."""
     if dry_run:
         return None
-    session.how_far = lambda _: "What was copied is kept; run the same command again to continue."
+    session.how_far = lambda: "What was copied is kept; run the same command again to continue."
     result = plan.execute(bars)
     session.how_far = None
     for text in result.problems[:_MOST_SHOWN]:

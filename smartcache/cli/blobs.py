@@ -10,7 +10,7 @@ import click
 from smartcache.cli._command import FILE, asks, command, dry_run
 from smartcache.cli._output import out
 from smartcache.cli._progress import bars
-from smartcache.cli._session import Session, holders, one_entry
+from smartcache.cli._session import Session, meant
 from smartcache.cli._words import counted, short
 from smartcache.errors import BlobInUseError, DestinationExistsError, StoreError
 from smartcache.sizes import format_size
@@ -54,7 +54,7 @@ def link_command(
     from pathlib import Path
 
     with session.store() as store:
-        blob = holders(store, digest)[0][1]
+        blob = meant(store, digest)
         target = Path(os.path.abspath(path))
         _refuse_bad_target(target)
         document: dict[str, object] = {
@@ -68,10 +68,10 @@ def link_command(
             text = f"Would put {short(blob.digest)} ({format_size(blob.size)}) at {target}"
         else:
             try:
-                with one_entry(store, f"link {target}"):
-                    made = store.place(
-                        blob.digest, target, kind=kind, overwrite=force, progress=bars
-                    )
+                made = store.place(
+                    blob.digest, target, kind=kind, overwrite=force, label=f"link {target}",
+                    progress=bars,
+                )  # fmt: skip
             except DestinationExistsError as error:
                 error.hint = "Choose another path, or replace it with --force."
                 raise
@@ -110,11 +110,11 @@ def pin_command(session: Session, *, digests: tuple[str, ...], name: str, dry_ru
     one is gone.
     """
     with session.store() as store:
-        found = [pair for text in digests for pair in holders(store, text)]
+        found = _all_meant(store, digests)
         if not dry_run:
-            for holder, blob in found:
-                holder.pin(blob.digest, name)
-        text = f"{'Would pin' if dry_run else 'Pinned'} {_blobs(found)} as {name!r}"
+            for blob in found:
+                store.pin(blob.digest, name)
+        text = f"{'Would pin' if dry_run else 'Pinned'} {counted(len(found), 'blob')} as {name!r}"
         _show_pins(found, text, name, dry_run=dry_run)
 
 
@@ -134,35 +134,29 @@ def unpin_command(
 ) -> None:
     """Unpin blobs.
 
-    The blobs stay until `smartcache prune` frees what nothing holds.
+    The blobs stay until `smartcache prune` frees what has no other name.
     """
     with session.store() as store:
-        found = [pair for text in digests for pair in holders(store, text)]
         ended = []
-        for holder, blob in found:
-            pins = [
-                owner.name
-                for owner, _ in holder.holders_of(blob)
-                if owner.kind == "pin" and name in (None, owner.name)
-            ]
-            if pins and not dry_run:
-                holder.unpin(blob.digest, name)
-            if pins:
-                ended.append((holder, blob))
+        for blob in _all_meant(store, digests):
+            if bool(blob.pins) if name is None else name in blob.pins:
+                ended.append(blob)
+                if not dry_run:
+                    store.unpin(blob.digest, name)
             else:
                 out.warn(f"{short(blob.digest)} is not pinned{f' as {name!r}' if name else ''}")
-        text = f"{'Would unpin' if dry_run else 'Unpinned'} {_blobs(ended)}"
+        text = f"{'Would unpin' if dry_run else 'Unpinned'} {counted(len(ended), 'blob')}"
         _show_pins(ended, text, name, dry_run=dry_run)
 
 
-def _blobs(found: list[tuple[Store, Blob]]) -> str:
-    return counted(len({blob.digest for _, blob in found}), "blob")
+def _all_meant(store: Store, words: tuple[str, ...]) -> list[Blob]:
+    """Return the blobs that words mean, each once."""
+    found = (meant(store, word) for word in words)
+    return list({blob.digest: blob for blob in found}.values())
 
 
-def _show_pins(
-    found: list[tuple[Store, Blob]], text: str, name: str | None, *, dry_run: bool
-) -> None:
-    digests = list(dict.fromkeys(blob.digest for _, blob in found))
+def _show_pins(blobs: list[Blob], text: str, name: str | None, *, dry_run: bool) -> None:
+    digests = [blob.digest for blob in blobs]
     out.show(
         human=lambda: out.line(text),
         document=lambda: {"dry_run": dry_run, "name": name, "digests": digests},
@@ -181,59 +175,53 @@ def _show_pins(
 @asks
 @click.pass_obj
 def rm_command(session: Session, *, digests: tuple[str, ...], dry_run: bool, yes: bool) -> None:
-    """Remove blobs that nothing holds.
+    """Remove blobs that are not pinned.
 
     They are deleted; this cannot be undone. Files outside the store that share the bytes stay as
     they are.
     """
     with session.store() as store:
-        found = list(dict.fromkeys(pair for text in digests for pair in holders(store, text)))
-        for holder, blob in found:
-            _refuse_held(holder, blob)
+        found = _all_meant(store, digests)
+        for blob in found:
+            _refuse_pinned(blob)
         freed: list[int] = []
         if not dry_run:
             if not yes and out.mode == "human":
                 _show_victims(found, as_talk=True)
-            size = format_size(sum(blob.size for _, blob in found))
+            size = format_size(sum(blob.size for blob in found))
             out.confirm(f"Remove {counted(len(found), 'blob')} ({size})?", yes=yes)
-            freed = [holder.remove(blob.digest) for holder, blob in found]
+            freed = [store.remove(blob.digest) for blob in found]
         out.show(
             human=lambda: _say_removed(found, freed, dry_run=dry_run),
             document=lambda: {
                 "dry_run": dry_run,
-                "blobs": [
-                    {"digest": blob.digest, "size": blob.size, "root": holder.root}
-                    for holder, blob in found
-                ],
+                "blobs": [{"digest": blob.digest, "size": blob.size} for blob in found],
                 "removed": len(freed),
                 "freed_size": sum(freed),
             },
-            ids=lambda: dict.fromkeys(blob.digest for _, blob in found),
+            ids=lambda: [blob.digest for blob in found],
         )
 
 
-def _refuse_held(store: Store, blob: Blob) -> None:
+def _refuse_pinned(blob: Blob) -> None:
     """Raise before anything is removed if one of the blobs cannot be; `remove` looks once more."""
-    names = [str(owner) for owner, _ in store.holders_of(blob)]
-    if not names:
-        return
-    is_pin = any(owner.kind == "pin" for owner, _ in store.holders_of(blob))
-    hint = f"Unpin it first: 'smartcache unpin {short(blob.digest)}'." if is_pin else None
-    message = f"{short(blob.digest)} is held by {', '.join(names)}; nothing was removed"
-    raise BlobInUseError(message, hint=hint, digest=blob.digest, holders=names)
+    if blob.pins:
+        hint = f"Unpin it first: 'smartcache unpin {short(blob.digest)}'."
+        message = f"{short(blob.digest)} is pinned ({', '.join(blob.pins)}); nothing was removed"
+        raise BlobInUseError(message, hint=hint, digest=blob.digest)
 
 
-def _show_victims(found: list[tuple[Store, Blob]], *, as_talk: bool) -> None:
+def _show_victims(found: list[Blob], *, as_talk: bool) -> None:
     columns = ("DIGEST", "SIZE>", "LINKS>")
-    rows = ([short(b.digest), format_size(b.size), str(b.links - 1)] for _, b in found)
+    rows = ([short(b.digest), format_size(b.size), f"{b.names:,}"] for b in found)
     out.table(columns, rows, as_talk=as_talk)
 
 
-def _say_removed(found: list[tuple[Store, Blob]], freed: list[int], *, dry_run: bool) -> None:
+def _say_removed(found: list[Blob], freed: list[int], *, dry_run: bool) -> None:
     blobs = counted(len(found), "blob")
     if dry_run:
         _show_victims(found, as_talk=False)
-        size = format_size(sum(blob.size for _, blob in found))
+        size = format_size(sum(blob.size for blob in found))
         out.line(f"Would remove {blobs} ({size}).")
     else:
         out.line(f"Removed {blobs}, freed {format_size(sum(freed))}.")

@@ -602,7 +602,7 @@ def _copying(
         message = f"The dataset takes {format_size(size)}, but only {format_size(free)} is free"
         hint = "Choose another place, or make room there."
         raise NoSpaceError(f"{message} at {target.root}", hint=hint, needed=size, free=free)
-    session.how_far = lambda _: "What was copied is kept; run the same command again to continue."
+    session.how_far = lambda: "What was copied is kept; run the same command again to continue."
     yield {"name": dataset.name, "items": len(dataset), "artifacts": artifacts, "size": size}
     session.how_far = None
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from smartcache.folders.dedup import DedupPlan, DedupResult, GroupPlan
     from smartcache.folders.scan import Scan
     from smartcache.report.naming import Naming
-    from smartcache.store.changes.userfile import Allowance
     from smartcache.store.store import Store
+    from smartcache.store.userfile import Allowance
 
 _MOST_SHOWN = 5
 _ALLOWANCES: tuple[Allowance, ...] = ("group", "mode", "xattr")
@@ -105,14 +105,13 @@ def dedup_command(
     with session.store(create=True, only_look=dry_run) as store:
         chosen, warnings = folders_to_scan(store, given, only)
         found = scan_folders(
-            store, chosen, min_size=min_size, exclude=exclude, any_file=any_file,
-            is_whole=not (given or only or warnings), progress=bars,
-        )  # fmt: skip
+            store, chosen, min_size=min_size, exclude=exclude, any_file=any_file, progress=bars
+        )
         planned = partial(
             plan_dedup, store, found, keep_writable=keep_writable, allow=frozenset(allow)
         )
         plan = planned()
-        warn_of([*warnings, *found.warnings, *plan.warnings], found.problems)
+        warn_of([*warnings, *plan.warnings], found.problems)
         if interactive and plan.files:
             plan = planned(digests=_chosen(plan))
         result: DedupResult | None = None
@@ -186,20 +185,8 @@ def _question(plan: DedupPlan) -> str:
 
 
 def _execute(session: Session, store: Store, plan: DedupPlan, again: str) -> DedupResult:
-    """Carry out a plan; when interrupted, the history says how far it came."""
-    before = {entry.id for each in store.stores() for entry in each.history()}
-
-    def how_far(stores: list[Store]) -> str:
-        made = [entry for each in stores for entry in each.history() if entry.id not in before]
-        done = sum(entry.changes for entry in made)
-        ids = " ".join(entry.id for entry in made)
-        undo = f"; 'smartcache undo {ids}' takes that back" if made else ""
-        return f"{counted(done, 'file')} changed so far{undo}, {again} goes on."
-
-    session.how_far = how_far
-    result = plan.execute(progress=bars)
-    session.how_far = None
-    return result
+    with session.batch(store, "dedup", goes_on=f"{again} goes on") as batch:
+        return plan.execute(batch=batch, progress=bars)
 
 
 # the plan
@@ -249,7 +236,7 @@ def _terms(plan: DedupPlan) -> list[str]:
         f"{counted(number, 'file')} {'becomes' if number == 1 else 'become'} {what}."
         for what, number in plan.permissions.items()
     ]
-    terms += [f"A volume will be made at {path}." for path in plan.new_volumes]
+    terms += [f"A pool will be made at {path}." for path in plan.new_pools]
     if any(each.kind == "reflink" for each in plan.groups):
         terms.append(
             "A file that shares blocks keeps its date and mode; a program that writes to it gets "
@@ -337,11 +324,11 @@ def _document(
         "groups": [_group_document(each, naming) for each in plan.groups],
         "files": plan.files,
         "planned_size": plan.freed_size,
-        **picked(plan, "kinds new_volumes read_only permissions"),
+        **picked(plan, "kinds new_pools read_only permissions"),
         "skipped": skipped,
         "busy": found.busy,
         "problems": found.problems,
-        "warnings": [*found.warnings, *plan.warnings],
+        "warnings": plan.warnings,
         "replaced": 0 if result is None else result.replaced,
         "changed": 0 if result is None else result.changed,
         "freed_size": 0 if result is None else result.freed,

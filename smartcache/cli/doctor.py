@@ -10,7 +10,7 @@ from smartcache.cli._command import FILE, command
 from smartcache.cli._failures import FAILED
 from smartcache.cli._json import picked
 from smartcache.cli._output import out
-from smartcache.cli._session import Session
+from smartcache.cli._session import FORGET, Session
 from smartcache.errors import StoreError
 from smartcache.sizes import format_size
 
@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
     from smartcache.doctor import Diagnosis, Finding, Place
 
-_NAMES = {
-    "hard_link": "hard links",
-    "reflink": "reflinks",
-    "symlink": "symlinks",
-    "lease": "leases",
-    "exchange": "exchange of names",
-    "flock": "locks",
-    "unnamed_tmp": "unnamed files",
-}
+_NAMES = {"reflink": "reflinks", "lease": "leases"}
 
 
 @command(
@@ -43,17 +35,17 @@ _NAMES = {
 def doctor_command(ctx: click.Context, *, paths: tuple[Path, ...]) -> None:
     """Say what works here, what will be slow or unsafe, and why.
 
-    Abilities of the filesystems are tried, in a directory that is removed again. Exits with 1 if
-    something makes the store unusable.
+    What the filesystems can do is tried, with files that have no name. Exits with 1 if something
+    makes the store unusable.
     """
     from smartcache.doctor import LEVELS, examine, other_package
 
     session = ctx.ensure_object(Session)
-    roots, problems = _volumes(session)
+    roots, problems = _pools(session)
     problems += other_package()
     diagnosis = examine(roots[0], paths)
-    neighbours = [examine(root).places[0] for root in roots[1:]]
-    places = [diagnosis.places[0], *neighbours, *diagnosis.places[1:]]
+    pools = [examine(root).places[0] for root in roots[1:]]
+    places = [diagnosis.places[0], *pools, *diagnosis.places[1:]]
     findings = [*problems, *(finding for place in places for finding in place.findings)]
     out.show(
         human=lambda: _show(diagnosis, places, problems),
@@ -73,16 +65,18 @@ def _is_bad(findings: list[Finding] | tuple[Finding, ...]) -> bool:
     return any(finding.level == "problem" for finding in findings)
 
 
-def _volumes(session: Session) -> tuple[list[Path], list[Finding]]:
-    """Return the roots of all volumes, and why the store cannot be opened, if it cannot."""
-    from smartcache.doctor import Finding
+def _pools(session: Session) -> tuple[list[Path], list[Finding]]:
+    """Return the roots of all pools, and what is wrong with the store."""
+    from smartcache.doctor import Finding, about_damage
 
     home = session.settings.home
     try:
-        if not session.has_store():
-            return [home], []
-        with session.store() as store:
-            return [home, *(each.root for each in store.stores()[1:])], []
+        with session.store(only_look=True) as store:
+            unfinished = [
+                Finding(level="warning", text=f"Unfinished: {text}.", hint=FORGET)
+                for text in store.unfinished()
+            ]
+            return [pool.root for pool in store.pools()], [*unfinished, *about_damage(store)]
     except StoreError as error:
         text = f"The store cannot be opened: {error.message}."
         return [home], [Finding(level="problem", text=text, hint=error.hint)]

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from smartcache.cache import SmartCache
     from smartcache.hub import Call, DownloadPlan, DownloadResult, Repo
-    from smartcache.store.store import Store
 
 _MOST_NAMED = 3
 _WILD = "*?["
@@ -132,8 +131,7 @@ def download_command(
     }  # fmt: skip
     given = {name: value for name, value in arguments.items() if value is not None}
     call = wanted.call(given, max_workers)
-    is_only_looking = dry_run and not session.has_store()
-    with nullcontext() if is_only_looking else session.cache() as cache, hub_through_out():
+    with session.cache(only_look=dry_run) as cache, hub_through_out():
         run = _Run(session, cache, wanted, call, also, dry_run=dry_run)
         plan = run.plan()
         if plan is None:
@@ -225,7 +223,7 @@ class _Run:
     def __init__(
         self,
         session: Session,
-        cache: SmartCache | None,
+        cache: SmartCache,
         wanted: _Wanted,
         call: Call,
         also: tuple[str, ...],
@@ -242,14 +240,8 @@ class _Run:
 
     def plan(self) -> DownloadPlan | None:
         """Plan it; None if the Hub cannot be asked, and perhaps the HF cache can answer."""
-        from smartcache.hub import plan_download, with_folders
-
         try:
-            if self._cache is None:
-                request = with_folders(self._call.request(), self._also)
-                plan = plan_download(None, request, progress=bars)
-            else:
-                plan = self._cache.plan_download(self._call, also=self._also, progress=bars)
+            plan = self._cache.plan_download(self._call, also=self._also, progress=bars)
         except Exception as error:
             if is_missing_file(error):
                 raise self._no_such_file(list(self._wanted.files)) from error
@@ -316,7 +308,7 @@ class _Run:
 
         call, error = self._call, self._error
         assert error is not None  # noqa: S101 - for the type checker
-        if dry_run or self._cache is None:
+        if dry_run:
             raise error
         arguments = {**call.arguments, "force_download": False, "local_files_only": True}
         local = replace(call, arguments=arguments)
@@ -350,7 +342,7 @@ class _Run:
         """Say whether a tier has what the Hub does not give: then it is in the HF cache now."""
         from smartcache.hub import pull_without_hub
 
-        if self._cache is None or self._dry_run:
+        if self._dry_run:
             return False
         return pull_without_hub(self._cache.store, self._call.request(), progress=bars)
 
@@ -421,6 +413,5 @@ def _nearest(missing: list[str], paths: list[str]) -> str:
     return "'smartcache download REPO --dry-run -v' shows all files of a repo."
 
 
-def _how_to_go_on(stores: list[Store]) -> str:
-    del stores
+def _how_to_go_on() -> str:
     return "Run the same command again to go on: finished files are not fetched again."

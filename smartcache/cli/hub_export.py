@@ -69,8 +69,8 @@ def export_command(
         _refuse_stream()
     session = ctx.ensure_object(Session)
     wanted = [Wanted.parse(word, repo_type) for word in words]
-    with session.stores(says_none=False) as stores:
-        caches = hf_caches(cache_dirs, stores)
+    with session.store_as_it_is(says_none=False) as store:
+        caches = hf_caches(cache_dirs, store)
     path = Path(os.path.abspath(destination))
     try:
         plan = plan_export(caches, wanted, progress=bars)

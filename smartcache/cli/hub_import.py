@@ -65,7 +65,7 @@ def import_command(
 
     place = sys.stdin.buffer if str(bundle) == _STREAM else bundle
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    session.how_far = lambda _: "What has arrived is kept; run the same command again to continue."
+    session.how_far = lambda: "What has arrived is kept; run the same command again to continue."
     with (
         session.store(create=True, only_look=dry_run) as store,
         plan_import(

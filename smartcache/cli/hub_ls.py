@@ -93,10 +93,10 @@ def ls_command(
     """
     from smartcache.hub import Census, scan_caches
 
-    with session.stores(says_none=False) as stores:
-        repos = scan_caches(hf_caches(cache_dirs, stores))
-        census = Census(repos, stores)
-        held = prunable(stores)
+    with session.store_as_it_is(says_none=False) as store:
+        repos = scan_caches(hf_caches(cache_dirs, store))
+        census = Census(repos, store)
+        held = prunable(store)
     rows = [row for repo in repos for row in _rows(census, repo, revisions=revisions)]
     rows = _FIELDS.sorted((row for row in rows if all(test(row) for test in tests)), sort)[:limit]
     out.show(

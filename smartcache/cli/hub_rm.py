@@ -51,15 +51,15 @@ def rm_command(
     """Remove repos or revisions, and say what that really frees.
 
     Only files whose last name is removed free their disk space: what another repo, a folder or a
-    pin also has stays. Blobs that the store held only for these revisions are removed too. A repo
+    pin also has stays. Their blobs in the store go too, where nothing else has them. A repo
     is removed with its last revision. There is no undo; you would have to download it again.
     """
     from smartcache.hub import Census, plan_removal, scan_caches
 
     session = ctx.ensure_object(Session)
-    with session.stores(says_none=False) as stores:
-        census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
-        plan = plan_removal(census, chosen(census.repos, repos), stores, keep_blobs=keep_blobs)
+    with session.store_as_it_is(says_none=False) as store:
+        census = Census(scan_caches(hf_caches(cache_dirs, store)), store)
+        plan = plan_removal(census, chosen(census.repos, repos), keep_blobs=keep_blobs)
         _carry_out(ctx, plan, dry_run=dry_run, yes=yes)
 
 
@@ -94,10 +94,10 @@ def prune_command(
     """
     from smartcache.hub import Census, plan_cache_prune, scan_caches
 
-    with ctx.ensure_object(Session).stores(says_none=False) as stores:
-        census = Census(scan_caches(hf_caches(cache_dirs, stores)), stores)
+    with ctx.ensure_object(Session).store_as_it_is(says_none=False) as store:
+        census = Census(scan_caches(hf_caches(cache_dirs, store)), store)
         plan = plan_cache_prune(
-            census, stores, unused_for=unused_for or timedelta(0), keep_blobs=keep_blobs
+            census, unused_for=unused_for or timedelta(0), keep_blobs=keep_blobs
         )
         _carry_out(ctx, plan, dry_run=dry_run, yes=yes)
 
@@ -150,7 +150,7 @@ def _show(plan: RemovalPlan, *, as_talk: bool) -> None:
         for each in plan.removals
     )
     out.table(_COLUMNS, rows, as_talk=as_talk)
-    blobs = sum(map(len, plan.digests.values()))
+    blobs = len(plan.digests)
     if blobs:
         files, more = format_size(plan.files_size), format_size(plan.blobs_size)
         text = f"Frees {files} with the files, {more} with {counted(blobs, 'blob')} of the store."
@@ -209,7 +209,7 @@ def _document(
         "planned_size": plan.freed_size,
         "planned_files_size": plan.files_size,
         "planned_blobs_size": plan.blobs_size,
-        "planned_blobs": sum(map(len, plan.digests.values())),
+        "planned_blobs": len(plan.digests),
         "kept": plan.kept,
         "removed": 0 if result is None else result.removed,
         "freed_size": 0 if result is None else result.freed_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from smartcache.hub import CachedRepo, Finding, RepairPlan, RepairResult, RepoVerifyReport
-    from smartcache.store.store import Store
 
 _MOST_SHOWN = 20
 
@@ -64,16 +62,13 @@ def verify_command(
     session = ctx.ensure_object(Session)
     if dry_run and not repair:
         raise BadUsageError("--dry-run is for --repair", hint="Verify alone changes no file.")
-    with ExitStack() as stack:
-        store: Store | None = None
-        if repair or session.has_store():  # to look, none is made
-            store = stack.enter_context(session.store(create=True, only_look=dry_run))
-        stores = [] if store is None else store.stores()
-        everything = scan_caches(hf_caches(cache_dirs, stores))
+    only_look = dry_run or not (repair or session.has_store())
+    with session.store(create=True, only_look=only_look) as store:
+        everything = scan_caches(hf_caches(cache_dirs, store))
         wanted = _wanted(everything, repos)
         report = verify_repos(store, wanted, full=full, progress=bars)
         plan: RepairPlan | None = None
-        if repair and store is not None:
+        if repair:
             plan = plan_repair(store, everything, report.damage)
             _ask(report, plan, dry_run=dry_run, yes=yes)
         result = None

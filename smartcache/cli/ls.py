@@ -17,7 +17,7 @@ from smartcache.cli._words import ago, counted, short
 from smartcache.sizes import format_size
 
 if TYPE_CHECKING:
-    from smartcache.cli._selection import Found, Test
+    from smartcache.cli._selection import Test
     from smartcache.store.records import Blob
     from smartcache.store.store import Store
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     help="By size, added, used or digest; :asc or :desc.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="At most N.")
-@click.option("-v", "--verbose", is_flag=True, help="All hashes, links and holders of each.")
+@click.option("-v", "--verbose", is_flag=True, help="All hashes, names and pins of each.")
 @click.pass_obj
 def ls_command(
     session: Session,
@@ -53,54 +53,43 @@ def ls_command(
     """List the blobs in the store.
 
     LINKS counts the files outside the store that are the same file on disk. A blob without any is
-    held only by smartcache.
+    only in the store: 'smartcache prune' removes it, unless it is pinned.
     """
-    with session.stores() as stores:
-        found = islice(select(stores, tests, sort), limit)
+    with session.store_as_it_is() as store:
+        found = islice(select(store, tests, sort), limit)
         out.show(
-            human=lambda: _show(found, several=len(stores) > 1, verbose=verbose),
-            document=lambda: (_document(each, verbose=verbose) for each in found),
-            ids=lambda: (blob.digest for _, blob in found),
+            human=lambda: _show(store, found, verbose=verbose),
+            document=lambda: (_document(store, blob, verbose=verbose) for blob in found),
+            ids=lambda: (blob.digest for blob in found),
         )
 
 
-def _show(found: Iterator[Found], *, several: bool, verbose: bool) -> None:
+def _show(store: Store, found: Iterator[Blob], *, verbose: bool) -> None:
     if verbose:
-        for store, blob in found:
+        for blob in found:
             _show_one(store, blob)
         return
-    columns = ("DIGEST", "SIZE>", "LINKS>", "USED>", "HELD BY~", *["VOLUME~"] * several, "FILE~")
+    several = len(store.pools()) > 1
+    columns = ("DIGEST", "SIZE>", "LINKS>", "USED>", "PINS~", *["POOL~"] * several, "FILE~")
     count = size = 0
 
     def rows() -> Iterator[list[str]]:
         nonlocal count, size
-        for store, blob in found:
+        for blob in found:
             count += 1
             size += blob.size
-            row = [short(blob.digest), format_size(blob.size), f"{blob.links - 1:,}"]
-            row += [ago(blob.used_at), _held_by(store, blob)]
-            yield [*row, *([str(store.root)] if several else []), _known_as(store, blob)]
+            row = [short(blob.digest), format_size(blob.size), f"{blob.names:,}"]
+            row += [ago(blob.used_at), _and_more(blob.pins), *([str(blob.pool)] if several else [])]
+            yield [*row, _and_more(store.names_of(blob.digest))]
 
     out.table(columns, rows())
     out.talk(f"{counted(count, 'blob')}, {format_size(size)}")
 
 
-def _held_by(store: Store, blob: Blob) -> str:
-    """Say in a word or two what keeps a blob alive."""
-    owners = [str(owner) for owner, _ in store.holders_of(blob)]
-    if owners:
-        return owners[0] + _and_more(owners)
-    return "nobody" if blob.is_held_only_by_smartcache else "its links"
-
-
-def _known_as(store: Store, blob: Blob) -> str:
-    """Return a file that people may know a blob by: one that shares it, else where it came from."""
-    links = sorted(store.links_of(blob), key=lambda link: link.kind == "copy")
-    return str(links[0].path) + _and_more(links) if links else "-"
-
-
 def _and_more(names: Sequence[object]) -> str:
-    return f" (+{len(names) - 1})" if names[1:] else ""
+    """Return the first of several names, and how many more there are."""
+    more = f" (+{len(names) - 1})" if names[1:] else ""
+    return f"{names[0]}{more}" if names else "-"
 
 
 def _show_one(store: Store, blob: Blob) -> None:
@@ -108,27 +97,25 @@ def _show_one(store: Store, blob: Blob) -> None:
     out.line(
         f"  {format_size(blob.size)} ({blob.size} bytes), {format_size(blob.allocated)} on disk"
     )
-    out.line(f"  added {ago(blob.added_at)}, used {ago(blob.used_at)}, {blob.trust.name.lower()}")
-    for name, value in store.aliases_of(blob).items():
+    out.line(f"  added {ago(blob.added_at)}, used {ago(blob.used_at)}")
+    for name, value in store.hashes_of(blob.digest).items():
         out.line(f"  {name}:{value}")
-    for link in store.links_of(blob):
-        out.line(f"  {link.kind} {link.path}")
-    for owner, state in store.holders_of(blob):
-        out.line(f"  held by {owner}{'' if state == 'live' else f' ({state})'}")
-    out.line(f"  in {store.root}")
+    known = store.names_of(blob.digest)
+    for path in known:
+        out.line(f"  {path}")
+    if blob.names > len(known):
+        out.line(f"  {counted(blob.names - len(known), 'name')} more, not in any known folder")
+    for pin in blob.pins:
+        out.line(f"  pinned as {pin!r}")
+    out.line(f"  in {blob.pool}")
 
 
-def _document(found: Found, *, verbose: bool) -> dict[str, object]:
-    store, blob = found
-    document = picked(blob, "digest size allocated links trust added_at used_at")
-    document |= {"links": blob.links - 1, "root": store.root}
+def _document(store: Store, blob: Blob, *, verbose: bool) -> dict[str, object]:
+    document = picked(blob, "digest size allocated added_at used_at pins pool")
+    document |= {"links": blob.names}
     if verbose:
-        document["aliases"] = store.aliases_of(blob)
-        document["paths"] = [{"path": li.path, "kind": li.kind} for li in store.links_of(blob)]
-        document["owners"] = [
-            {"kind": owner.kind, "name": owner.name, "state": state}
-            for owner, state in store.holders_of(blob)
-        ]
+        document["hashes"] = store.hashes_of(blob.digest)
+        document["paths"] = store.names_of(blob.digest)
     return document
 
 
@@ -136,11 +123,11 @@ def _document(found: Found, *, verbose: bool) -> dict[str, object]:
     "dir",
     examples=(
         ("smartcache dir", "where the store is, or would be made"),
-        ("smartcache dir -v", "each path in it, and the volumes on other filesystems"),
+        ("smartcache dir -v", "each path in it"),
         ("du -sh $(smartcache dir)", "for other programs"),
     ),
 )
-@click.option("-v", "--verbose", is_flag=True, help="Each path in the store, and its volumes.")
+@click.option("-v", "--verbose", is_flag=True, help="Show each path in the store.")
 @click.pass_obj
 def dir_command(session: Session, *, verbose: bool) -> None:
     """Print where the store is.
@@ -148,7 +135,7 @@ def dir_command(session: Session, *, verbose: bool) -> None:
     Nothing is made or opened: the store may not exist yet.
     """
     from smartcache.config import config_file
-    from smartcache.store.volume import Layout
+    from smartcache.store.layout import Layout
 
     layout = Layout(session.settings.home)
     paths = {**picked(layout, "root index journal blobs sets bad"), "config": config_file()}

@@ -219,7 +219,7 @@ def push_command(
         tier = cache.tier(name)
         if not words:
             raise _name_some("push", pushable(cache.store, cache.sets))
-        caches = hf_caches(cache_dirs, list(cache.store.stores())) if cache_dirs else None
+        caches = hf_caches(cache_dirs, cache.store) if cache_dirs else None
         steps = plan_push(
             cache.store, cache.sets, tier, words, caches=caches, exact=exact, progress=bars
         )
@@ -286,7 +286,7 @@ def _move(session: Session, tier: Tier, steps: list[Step], verb: str, *, dry_run
     for step in steps:
         for text in step.warnings:
             out.warn(text)
-    session.how_far = lambda _: "What has arrived is kept; run the same command again to go on."
+    session.how_far = lambda: "What has arrived is kept; run the same command again to go on."
     done = [(step, Sent() if dry_run else step.execute(bars)) for step in steps]
     session.how_far = None
     out.show(

@@ -81,7 +81,7 @@ def report_command(
             if min_size != parse_size(MIN_SIZE):
                 words.append(f"--min-size={min_size}")
             page = _page(session, store, report, options=words, folders=[*map(str, given)])
-    warn_of([*warnings, *report.warnings], report.problems)
+    warn_of(warnings, report.problems)
     if html is not None:
         _write_page(page, html)
         return
@@ -149,6 +149,6 @@ def _document(report: Report, warnings: list[str]) -> dict[str, object]:
         **picked(report, "at folders total programs kinds repos most_shared across elsewhere"),
         "left": report.left,
         "artifact_sets": usage_documents(report.artifact_sets),
-        **picked(report, "prunable disks min_size uncompared problems"),
-        "warnings": [*warnings, *report.warnings],
+        **picked(report, "prunable disks min_size uncompared damaged problems"),
+        "warnings": warnings,
     }

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from smartcache.folders.scan import Figures, Scan
 
 _GROUPS = 10
+_DAMAGED = 3
+"""So many damaged files are named."""
 _FOLDERS = ("PROGRAM", "FILES>", "SIZE>", "ON DISK>", "SHARED>", "DUPLICATE>", "FOLDER~")
 
 
@@ -94,11 +96,11 @@ def scan_command(
         began = time.monotonic()
         found = scan_folders(
             store, chosen, min_size=min_size, exclude=exclude, any_file=any_file, is_quick=quick,
-            is_whole=not (given or only or warnings), progress=bars,
+            progress=bars,
         )  # fmt: skip
         seconds = time.monotonic() - began
-        warn_of(found.warnings, found.problems)
-        held = prunable([store])
+        warn_of((), found.problems)
+        held = prunable(store)
         count = None if everything else _GROUPS if groups is None else groups
         out.show(
             human=lambda: _show(ctx, found, count, seconds) if chosen else _show_places(only),
@@ -152,6 +154,10 @@ def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) ->
     out.line(_conclusion(found, in_quotes(same_options("dedup", ctx, *FILES))))
     for text in left_words(found.left):
         out.paragraph(text)
+    if found.damaged:
+        shown = ", ".join(f"{each.path.name} {each.reason}" for each in found.damaged[:_DAMAGED])
+        others = f" and {len(found.damaged) - _DAMAGED:,} more" if found.damaged[_DAMAGED:] else ""
+        out.paragraph(f"Damaged: {shown}{others}. Get them again.")
 
 
 def _matters(group: Group) -> bool:
@@ -224,11 +230,11 @@ def _document(found: Scan, warnings: list[str]) -> dict[str, object]:
             group_document(each, naming, is_likely=found.is_quick) for each in _largest(found, None)
         ],
         **picked(found, "freeable elsewhere editable left min_size is_quick hashed busy"),
-        **picked(found, "unfinished problems"),
-        "warnings": [*warnings, *found.warnings],
+        **picked(found, "unfinished damaged problems"),
+        "warnings": warnings,
     }
 
 
 def _figures(each: Figures) -> dict[str, object]:
-    figures = picked(each, "files logical physical shared freeable seen_at")
+    figures = picked(each, "files logical physical shared freeable")
     return figures if each.folder is None else {**picked(each.folder), **figures}

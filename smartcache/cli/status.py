@@ -1,6 +1,6 @@
 """What `smartcache` alone prints: what is stored, saved, waiting to be freed, and what to do next.
 
-From the index alone, in no time; nothing is scanned, and no store is made.
+Nothing is scanned or made; each blob costs a stat.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smartcache.cli._output import out
+from smartcache.cli._session import say_unfinished
 from smartcache.cli._words import counted
 from smartcache.sizes import format_size
 
@@ -22,8 +23,9 @@ def show_status(session: Session) -> None:
     """Print a few lines about the store, and the next command to type."""
     out.begin(session.colour)
     if session.has_store():
-        with session.store() as store:
+        with session.store(only_look=True) as store:
             rows, next_step = _figures(store)
+            say_unfinished(store)
     else:
         rows = [["Store", f"none yet; it will be at {session.settings.home}"]]
         next_step = "'smartcache scan' finds duplicate model files. It changes none of them."
@@ -36,23 +38,19 @@ def show_status(session: Session) -> None:
 def _figures(store: Store) -> tuple[list[list[str]], str]:
     from smartcache.cache import usage_of_sets
 
-    stores = list(store.stores())
-    figures = [each.usage() for each in stores]
-    size = format_size(sum(each.physical for each in figures))
-    freeable = sum(each.reclaimable for each in figures)
-    freeable += sum(freed for _, freed in usage_of_sets(store))
-    entries = sum(len(each.history()) for each in stores)
-    blobs = sum(each.blobs for each in figures)
+    usage = store.usage()
+    freeable = usage.reclaimable + sum(freed for _, freed in usage_of_sets(store))
+    entries = len(store.history())
     rows = [
-        ["Store", ", ".join(str(each.root) for each in stores)],
-        ["Stored", f"{size} in {counted(blobs, 'file')}"],
-        ["Computed", format_size(sum(each.sets for each in figures))],
-        ["Saved", f"{format_size(sum(each.saved for each in figures))} by sharing"],
+        ["Store", ", ".join(str(pool.root) for pool in store.pools())],
+        ["Stored", f"{format_size(usage.physical)} in {counted(usage.blobs, 'file')}"],
+        ["Computed", format_size(usage.sets)],
+        ["Saved", f"{format_size(usage.saved)} by sharing"],
         ["Can be freed", format_size(freeable)],
         ["Can be undone", f"{entries:,} {'entry' if entries == 1 else 'entries'}"],
     ]
     if freeable:
-        return rows, "'smartcache prune' frees what only smartcache holds and nobody wants."
+        return rows, "'smartcache prune' frees what only smartcache has and nobody wants."
     if entries:
         return rows, "'smartcache report' shows what could still be freed."
     return rows, "'smartcache scan' finds duplicate model files. It changes none of them."

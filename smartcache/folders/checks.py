@@ -1,9 +1,10 @@
 """What may be done with each copy of a group: the checks that `scan` counts with and `dedup` obeys.
 
-One code path for both, so that what a scan promises is what a plan frees. Owner, mode, group,
-attributes, folder and mount of every copy are looked at now; nothing is changed. Per filesystem
-there is one kind of link: hard links, or reflinks where they work and files must stay writable or
-are written by root, whom read-only files do not stop.
+One code path for both, so that what a scan promises is what a plan frees. A scan decides by what
+its walk has just seen of owner, mode, group and attributes; a plan looks at each file that it would
+touch once more. Nothing is changed. Per filesystem there is one kind of link: hard links, or
+reflinks where they work and files must stay writable or are written by root, whom read-only files
+do not stop.
 
 Which copy survives is decided here too: by `survival`, of those that a link would not change
 visibly.
@@ -13,26 +14,25 @@ from __future__ import annotations
 
 import copy as copying
 import os
-import stat
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
-from smartcache.errors import FileSkippedError
 from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
-from smartcache.store.changes.spot import read_attributes
-from smartcache.store.changes.userfile import (
-    Allowance,
-    refuse_unshareable,
-    refuse_unsuitable,
-    refuse_visible_change,
-)
+from smartcache.store.catalog import access
+from smartcache.store.layout import pool_root
 from smartcache.store.store import Store
-from smartcache.store.volume import volume_root
-from smartcache.system.filesystems import Mount, mount_of, mount_points, probe
+from smartcache.store.userfile import Allowance, read_attributes
+from smartcache.system.filesystems import (
+    Mount,
+    can_reflink,
+    filesystem_id,
+    mount_of,
+    mount_points,
+    nearest_existing,
+)
 from smartcache.system.kernel import StatKey, effective_user
-from smartcache.system.sqlite import signed
 
 Kind = Literal["hardlink", "reflink"]
 Allow = frozenset[Allowance]
@@ -52,10 +52,10 @@ _REFLINKS: Final = {
 }  # fmt: skip
 """Filesystems whose files may share blocks; True: they compare and share blocks when asked to."""
 _NO_HARD_LINKS: Final = frozenset({"vfat", "exfat", "msdos"})
+SPECIAL: Final = 0o7000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Name:
+class Name(NamedTuple):
     """One path of a copy, and the folder of the scan it lies in."""
 
     path: Path
@@ -77,6 +77,10 @@ class Copy:
     allocated: int
     """Disk blocks in bytes."""
     mtime_ns: int
+    mode: int = 0o644
+    """Permissions; -1: it belongs to another user."""
+    gid: int = 0
+    has_attributes: bool = False
     is_blob: bool = False
     """The store has this very inode as a blob already."""
     is_only_in_store: bool = False
@@ -106,24 +110,16 @@ class Copy:
     def survival(self) -> tuple[object, ...]:
         """Its place among those who could survive."""
         return survival(
-            self.mtime_ns,
-            os.fsencode(self.path),
+            self.mtime_ns, os.fsencode(self.path), is_linkable=self.is_linkable,
+            is_blob=self.is_blob, is_outside=self.outside_names > 0,
             is_keyed=any(name.folder.program in KEYS_ON_MTIME for name in self.names),
-            is_linkable=self.is_linkable,
-            is_blob=self.is_blob,
-            is_outside=self.outside_names > 0,
-        )
+        )  # fmt: skip
 
 
 def survival(
-    mtime_ns: int,
-    path: bytes,
-    *,
-    is_keyed: bool,
-    is_linkable: bool = True,
-    is_blob: bool = False,
-    is_outside: bool = False,
-) -> tuple[object, ...]:
+    mtime_ns: int, path: bytes, *, is_linkable: bool = True, is_blob: bool = False,
+    is_keyed: bool = False, is_outside: bool = False,
+) -> tuple[object, ...]:  # fmt: skip
     """Return what copies are sorted by, survivors first.
 
     Of those that no program edits in place, the one that is a blob of the store already; else one
@@ -156,45 +152,46 @@ class Verdict:
     replaced: tuple[Copy, ...] = ()
     skipped: tuple[Skip, ...] = ()
     freed: int = 0
-    read_only: int = 0
-    """Names that lose their write permission."""
-    permissions: tuple[str, ...] = ()
-    """What the change of mode means for each name that gets another one: "readable by ..."."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class Decided(NamedTuple):
     """How files of one filesystem are linked (None: not at all), and why, in words."""
 
     kind: Kind | None
     words: str
     mount: Path
-    new_volume: Path | None = None
-
-
-_Held = tuple[Copy, os.stat_result]
+    new_pool: Path | None = None
 
 
 class Checks:
     """Decides group by group; what holds for a filesystem or a folder is asked once."""
 
     def __init__(
-        self, store: Store, *, keep_writable: bool | None = None, allow: Iterable[Allowance] = ()
+        self,
+        store: Store,
+        *,
+        keep_writable: bool | None = None,
+        allow: Allow = frozenset(),
+        looks: bool = False,
     ) -> None:
-        """Take a store; whether files stay writable is a setting of it, unless said here."""
+        """Take a store; whether files stay writable is a setting of it, unless said here.
+
+        `looks`: each file is looked at now.
+        """
         setting = store.settings.keep_writable
         self._keep_writable = setting if keep_writable is None else keep_writable
-        self.allow: Allow = frozenset(allow)
-        self._roots = {each.volume.filesystem: each.root for each in store.stores()}
+        self.allow = allow
+        self._looks = looks
+        self._roots: dict[str, Path] = {}
+        for pool in store.pools():
+            root = nearest_existing(pool.root)
+            self._roots.setdefault(filesystem_id(root), root)
         points = mount_points()
         self._points = None if points is None else set(map(str, points))
         self._decided: dict[str, Decided] = {}
-        self._may_share: dict[str, bool] = {}
         # By the text of a folder's path: to compare paths takes ten times as long.
         self._mounts: dict[str, Mount] = {}
         self._is_writable: dict[str, bool] = {}
-        self._is_ordinary: dict[bytes, bool] = {}
-        self._list_attributes: Callable[[bytes], list[str]] = getattr(os, "listxattr", lambda _: [])
 
     def allowing(self, more: Iterable[Option]) -> Self:
         """Return the same checks with more allowed."""
@@ -204,79 +201,63 @@ class Checks:
 
     # filesystems and folders
 
-    def may_share(self, filesystem: str, path: bytes | Path) -> bool:
-        """Say whether files of a filesystem, of which `path` is one, may share blocks."""
-        if filesystem not in self._may_share:
-            mount = self._mount(os.path.dirname(os.fsdecode(path)))
-            self._may_share[filesystem] = mount.fstype in _REFLINKS
-        return self._may_share[filesystem]
+    def may_share(self, folder: str) -> bool:
+        """Say whether files of a folder may share blocks with others."""
+        return self._mount(folder).fstype in _REFLINKS
 
-    def of(self, filesystem: str, example: Path) -> Decided:
-        """Return how the files of a filesystem are linked, of which `example` is one."""
+    def of(self, filesystem: str, folder: str) -> Decided:
+        """Return how the files of a filesystem are linked, of which `folder` has one."""
         if filesystem not in self._decided:
-            self._decided[filesystem] = self._decide(filesystem, example)
+            self._decided[filesystem] = self._decide(filesystem, folder)
         return self._decided[filesystem]
 
-    def _decide(self, filesystem: str, example: Path) -> Decided:
+    def _decide(self, filesystem: str, folder: str) -> Decided:
         root = self._roots.get(filesystem)
-        mount = self._mount(os.path.dirname(example)) if root is None else mount_of(root)
-        new_volume = place_for_volume(example, mount.point) if root is None else None
-        if root is None and new_volume is None:
-            words = "no folder on its filesystem can be written"
-            return Decided(kind=None, words=words, mount=mount.point)
-        has_reflinks = _REFLINKS.get(mount.fstype, False) and (root is None or probe(root).reflink)
-        kind: Kind | None = None if mount.fstype in _NO_HARD_LINKS else "hardlink"
-        if self._keep_writable:
-            kind = "reflink" if has_reflinks else None
-            words = "reflinks: files stay writable, as asked"
-            if kind is None:
-                words = f"{mount.fstype} has no reflinks, and files are to stay writable"
+        mount = self._mount(folder) if root is None else mount_of(root)
+        new_pool = _place_for_pool(folder, mount.point) if root is None else None
+        has_reflinks = _REFLINKS.get(mount.fstype, False) and (root is None or can_reflink(root))
+        kind: Kind | None = None
+        if self._keep_writable and not has_reflinks:
+            words = f"{mount.fstype} has no reflinks, and files are to stay writable"
+        elif self._keep_writable:
+            kind, words = "reflink", "reflinks: files stay writable, as asked"
         elif has_reflinks and effective_user() == 0:
             kind = "reflink"
             words = "reflinks: root can write to read-only files, so hard links would be unsafe"
-        elif kind == "hardlink":
-            words = f"hard links: {mount.fstype} has no reflinks"
-            if has_reflinks:
-                words = "hard links: they share memory too, and are counted exactly"
-        else:
+        elif mount.fstype in _NO_HARD_LINKS:
             words = f"{mount.fstype} has no hard links"
-        return Decided(kind=kind, words=words, mount=mount.point, new_volume=new_volume)
+        elif root is None and new_pool is None:
+            words = "no folder on its filesystem can be written"
+        else:
+            why = "they share memory too, and are counted exactly"
+            words = f"hard links: {why if has_reflinks else f'{mount.fstype} has no reflinks'}"
+            return Decided("hardlink", words, mount.point, new_pool)
+        return Decided(kind, words, mount.point)
 
     def _mount(self, folder: str) -> Mount:
         """Return the mount that a folder is on, given by its real path."""
-        found = self._mounts.get(folder)
-        if found is None:
+        if folder not in self._mounts:
             # Asking the kernel takes 150 microseconds: only where another mount begins.
             above = os.path.dirname(folder)
             is_begin = self._points is None or folder in self._points or folder == above
-            found = mount_of(Path(folder)) if is_begin else self._mount(above)
-            self._mounts[folder] = found
-        return found
+            self._mounts[folder] = mount_of(Path(folder)) if is_begin else self._mount(above)
+        return self._mounts[folder]
 
     def _can_write(self, folder: str) -> bool:
-        found = self._is_writable.get(folder)
-        if found is None:
-            found = self._is_writable[folder] = os.access(folder, os.W_OK)
-        return found
+        if folder not in self._is_writable:
+            self._is_writable[folder] = os.access(folder, os.W_OK)
+        return self._is_writable[folder]
 
-    def is_ordinary(self, filesystem: str, path: bytes) -> bool:
-        """Say whether nothing but its owner and mode could speak against linking a file.
+    def is_ordinary(self, filesystem: str, folder: str) -> bool:
+        """Say whether nothing of a folder and its filesystem speaks against linking a file there.
 
-        Copies with one name each that are ordinary, ours and of one mode are all replaced but the
-        first. A scan asks this of every duplicate, so it is short; the walk knows owner and mode.
+        Copies with one name each, ours, of one mode and without attributes are then all replaced
+        but the first.
         """
-        folder = path[: path.rindex(b"/")] or b"/"
-        is_ordinary = self._is_ordinary.get(folder)
-        if is_ordinary is None:
-            where = os.fsdecode(folder)
-            mount, decided = self._mount(where), self.of(filesystem, Path(os.fsdecode(path)))
-            is_near = mount.point == decided.mount and not mount.is_read_only
-            is_ordinary = is_near and decided.kind == "hardlink" and self._can_write(where)
-            self._is_ordinary[folder] = is_ordinary
-        try:
-            return is_ordinary and not self._list_attributes(path)
-        except OSError:
-            return False
+        mount, decided = self._mount(folder), self.of(filesystem, folder)
+        is_near = mount.point == decided.mount and not mount.is_read_only
+        is_plain = mount.fstype not in _REFLINKS and decided.kind == "hardlink"
+        return is_near and is_plain and self._can_write(folder)
 
     # the copies of a group
 
@@ -292,137 +273,120 @@ class Checks:
         )
 
     def _verdict(self, filesystem: str, copies: list[Copy]) -> Verdict:
-        fixed: list[Copy] = []
-        writable: list[Copy] = []
-        for copy in copies:
-            is_read_only = self._mount(os.path.dirname(copy.path)).is_read_only
-            (fixed if is_read_only else writable).append(copy)
+        fixed = [each for each in copies if self._mount(os.path.dirname(each.path)).is_read_only]
+        writable = [each for each in copies if each not in fixed]
         skips = [_skip(copy, "read-only filesystem") for copy in fixed[not writable :]]
-        decided = self.of(filesystem, writable[0].path) if len(writable) >= PAIR else None
-        if decided is None or decided.kind is None:
-            skips += [_skip(copy, decided.words) for copy in writable[1:]] if decided else []
+        chosen, kind = [], None
+        if len(writable) >= PAIR:
+            decided = self.of(filesystem, os.path.dirname(writable[0].path))
+            chosen, kind = self._chosen(writable, decided, skips), decided.kind
+        freed = sum(copy.allocated if kind == "reflink" else copy.gain for copy in chosen[1:])
+        if not freed:  # holes have no blocks
             return Verdict(filesystem=filesystem, skipped=tuple(skips))
-        held: list[_Held] = []
-        for copy in writable:
+        return Verdict(
+            filesystem=filesystem, kind=kind, survivor=chosen[0], replaced=tuple(chosen[1:]),
+            skipped=tuple(skips), freed=freed,
+        )  # fmt: skip
+
+    def _chosen(self, copies: list[Copy], decided: Decided, skips: list[Skip]) -> list[Copy]:
+        """Return the survivor and the copies that can share with it; note why others cannot."""
+        if decided.kind is None:
+            skips += [_skip(copy, decided.words) for copy in copies[1:]]
+            return []
+        held: list[Copy] = []
+        for copy in copies:
             try:
-                st = os.lstat(copy.path)
-                reason = self._obstacle(copy, st, decided)
-            except FileSkippedError as error:
-                reason = str(getattr(error, "reason", error))
+                now = self._looked_at(copy) if self._looks else copy
+                reason = self._obstacle(now, decided)
             except OSError as error:
                 reason = error.strerror or str(error)
             if reason:
                 skips.append(_skip(copy, reason))
             else:
-                held.append((copy, st))
-        chosen = self._chosen(held, decided.kind, skips) if held else []
-        return _verdict(filesystem, decided.kind, chosen, tuple(skips))
-
-    def _obstacle(self, copy: Copy, st: os.stat_result, decided: Decided) -> str:
-        """Return why a copy may not take part, "" if it may; or raise it."""
-        is_hard = decided.kind == "hardlink"
-        is_far = self._mount(os.path.dirname(copy.path)).point != decided.mount
-        if is_hard and is_far and not copy.is_only_in_store:
-            return "on another mount of its disk"  # which hard links do not leave
-        if is_hard and not copy.is_linkable:
-            return _EDITED
-        if (signed(st.st_ino), StatKey.of(st).mtime_ns) != (copy.inode, copy.mtime_ns):
-            return "changed since it was scanned"
-        if not is_hard:
-            refuse_unshareable(copy.path, st)
-        elif not copy.is_blob:
-            refuse_unsuitable(copy.path, st)
-            if not all(self._can_write(os.path.dirname(name.path)) for name in copy.names):
-                return "its folder cannot be written"
-            if "xattr" not in self.allow and read_attributes(copy.path):
-                return "has extended attributes"
-        return ""
-
-    def _chosen(self, held: list[_Held], kind: Kind, skips: list[Skip]) -> list[_Held]:
-        """Return the survivor and the copies that can share with it."""
-        if kind == "reflink":
-            return [held[0], *(each for each in held[1:] if each[0].shares_with is None)]
-        survivor = held[0]
-        if not survivor[0].is_blob:
-            alike = _alike(held, self.allow)
-            survivor = max(alike, key=lambda each: sum(copy.gain for copy, _ in each[1:]))[0]
-        result = [survivor]
-        for copy, st in held:
-            if copy is survivor[0] or copy.shares_with is not None:
+                held.append(now)
+        if decided.kind == "reflink" or not held:
+            return [*held[:1], *(copy for copy in held[1:] if copy.shares_with is None)]
+        survivor = self._survivor(held)
+        chosen = [survivor]
+        for copy in held:
+            if copy is survivor or copy.shares_with is not None:
                 continue
-            try:
-                refuse_visible_change(copy.path, st, survivor[1], self.allow)
-            except FileSkippedError as error:
-                skips.append(_skip(copy, str(getattr(error, "reason", error))))
-                continue
-            if copy.outside_names:
-                skips.append(_skip(copy, "has other names elsewhere, so nothing would be freed"))
+            if reason := self._difference(copy, survivor):
+                skips.append(_skip(copy, reason))
             else:
-                result.append((copy, st))
-        return result
+                chosen.append(copy)
+        return chosen
+
+    def _looked_at(self, copy: Copy) -> Copy:
+        """Return a copy with what a link would change of it, as it is now."""
+        st = os.lstat(copy.path)
+        if (st.st_ino, StatKey.of(st).mtime_ns) != (copy.inode, copy.mtime_ns):
+            raise OSError(0, "changed since it was scanned")
+        mode, gid = access(st)
+        has_attributes = not copy.is_blob and bool(read_attributes(copy.path))
+        if (mode, gid, has_attributes) == (copy.mode, copy.gid, copy.has_attributes):
+            return copy
+        return replace(copy, mode=mode, gid=gid, has_attributes=has_attributes)
+
+    def _obstacle(self, copy: Copy, decided: Decided) -> str:
+        """Return why a copy may not take part, "" if it may."""
+        if decided.kind != "hardlink" or copy.is_only_in_store:
+            return ""
+        folders = [os.path.dirname(name.path) for name in copy.names]
+        obstacles = (
+            # which hard links do not leave
+            (self._mount(folders[0]).point != decided.mount, "on another mount of its disk"),
+            (not copy.is_linkable, _EDITED),
+            (copy.is_blob, ""),
+            (copy.mode < 0, "belongs to another user"),
+            (copy.mode & SPECIAL, "has a special mode"),
+            (not all(map(self._can_write, folders)), "its folder cannot be written"),
+            (copy.has_attributes and "xattr" not in self.allow, "has extended attributes"),
+        )
+        return next((reason for is_so, reason in obstacles if is_so), "")
+
+    def _survivor(self, held: list[Copy]) -> Copy:
+        """Return the copy whose inode the others get: of those alike that free most, the first.
+
+        Where modes may differ, the narrowest one survives: nobody may read what he could not
+        before. But not if some copy has names elsewhere: it must survive, or nothing would be
+        freed.
+        """
+        if held[0].is_blob:
+            return held[0]
+        alike: dict[tuple[int, int], list[Copy]] = {}
+        for copy in held:
+            gid = 0 if "group" in self.allow else copy.gid
+            mode = 0 if "mode" in self.allow else copy.mode & 0o555
+            alike.setdefault((gid, mode), []).append(copy)
+        for same in alike.values() if "mode" in self.allow else ():
+            if not any(copy.outside_names for copy in same):
+                same.sort(key=lambda copy: (copy.mode & 0o555).bit_count())
+        return max(alike.values(), key=lambda same: sum(copy.gain for copy in same[1:]))[0]
+
+    def _difference(self, copy: Copy, survivor: Copy) -> str:
+        """Return why a copy may not become a link of the survivor, "" if it may."""
+        if copy.gid != survivor.gid and "group" not in self.allow:
+            return "different group"
+        if (copy.mode ^ survivor.mode) & 0o555 and "mode" not in self.allow:
+            return "different permissions"
+        return "has other names elsewhere, so nothing would be freed" if copy.outside_names else ""
 
 
 def _skip(copy: Copy, reason: str) -> Skip:
     return Skip(path=copy.path, reason=reason, option=_OPTIONS.get(reason), size=copy.gain)
 
 
-def _alike(held: list[_Held], allow: Allow) -> list[list[_Held]]:
-    """Return the copies that a link would not change visibly among each other, survivors first.
-
-    Where modes may differ, the narrowest one survives: nobody may read what he could not before.
-    But not if some copy has names elsewhere: it must survive, or nothing would be freed.
-    """
-    found: dict[tuple[object, ...], list[_Held]] = {}
-    for copy, st in held:
-        group = 0 if "group" in allow else st.st_gid
-        mode = 0 if "mode" in allow else stat.S_IMODE(st.st_mode) & 0o555
-        found.setdefault((group, mode), []).append((copy, st))
-    for same in found.values() if "mode" in allow else ():
-        if not any(copy.outside_names for copy, _ in same):
-            same.sort(key=lambda each: (each[1].st_mode & 0o555).bit_count())
-    return list(found.values())
-
-
-def _verdict(filesystem: str, kind: Kind, chosen: list[_Held], skips: tuple[Skip, ...]) -> Verdict:
-    """Return what is to be done; nothing if nothing would be freed: holes have no blocks."""
-    others = chosen[1:]
-    is_shared = kind == "reflink"
-    freed = sum(copy.allocated if is_shared else copy.gain for copy, _ in others)
-    if not freed:
-        return Verdict(filesystem=filesystem, skipped=skips)
-    read_only, permissions = 0, []
-    if not is_shared:
-        mode = chosen[0][1].st_mode
-        read_only = sum(len(copy.names) for copy, st in chosen if st.st_mode & 0o222)
-        for copy, st in others:
-            permissions += [_meaning(st.st_mode, mode)] * len(copy.names)
-    return Verdict(
-        filesystem=filesystem, kind=kind, survivor=chosen[0][0], skipped=skips, freed=freed,
-        replaced=tuple(copy for copy, _ in others), read_only=read_only,
-        permissions=tuple(filter(None, permissions)),
-    )  # fmt: skip
-
-
-def _meaning(before: int, after: int) -> str:
-    """Return what it means that a name gets another mode; "" if it stays but for writing."""
-    lost, gained = before & ~after & 0o555, after & ~before & 0o555
-    if gained & 0o044:
-        return "readable by more users"
-    if lost & 0o044:
-        return f"readable by {'fewer users' if after & 0o044 else 'you only'}"
-    return "executable by others than before" if lost or gained else ""
-
-
-def place_for_volume(path: Path, mount: Path) -> Path | None:
-    """Return where a volume can be made for a file: as near to the mount point as one may write.
+def _place_for_pool(folder: str, mount: Path) -> Path | None:
+    """Return where a pool can be made for a file: as near to the mount point as one may write.
 
     Not above the file's own device: a subvolume of btrfs is one, without being a mount.
     """
-    device = os.stat(path.parent).st_dev
+    device = os.stat(folder).st_dev
     best = None
-    for folder in path.parents:
-        if not folder.is_relative_to(mount) or os.stat(folder).st_dev != device:
+    for each in (Path(folder), *Path(folder).parents):
+        if not each.is_relative_to(mount) or os.stat(each).st_dev != device:
             break
-        if os.access(folder, os.W_OK | os.X_OK):
-            best = volume_root(folder)
+        if os.access(each, os.W_OK | os.X_OK):
+            best = pool_root(each)
     return best

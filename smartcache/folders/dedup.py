@@ -11,24 +11,25 @@ file by file: a plan is a wish, not a promise.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from os.path import dirname
 from pathlib import Path
 
 from smartcache.errors import DigestMismatchError, FileSkippedError, SmartcacheError, StoreError
-from smartcache.folders.checks import Allow, Checks, Kind, Skip, Verdict
+from smartcache.folders.checks import Allow, Checks, Copy, Kind, Skip, Verdict
 from smartcache.folders.groups import Group
-from smartcache.folders.programs import KEYS_ON_MTIME, ModelFolder
+from smartcache.folders.programs import KEYS_ON_MTIME
 from smartcache.folders.scan import Scan
-from smartcache.progress import Job, Progress, silent
-from smartcache.store.changes.replace import Replacement
-from smartcache.store.hashes import Read
+from smartcache.progress import Progress, silent
+from smartcache.store.journal import Batch
+from smartcache.store.link import Linked
+from smartcache.store.reflink import Shared
 from smartcache.store.store import Store
 
 OTHER_BYTES = "does not have the bytes that were read there before"
 """Why a file is left alone that has changed without a trace, as on a disk that fails."""
-_CHUNK_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +41,8 @@ class GroupPlan:
     kind: Kind
     survivor: Path
     """The file whose inode all others will share (or whose blocks)."""
-    spares: tuple[Path, ...]
-    """Files that may survive in its place if it cannot: in this order."""
-    is_blob: bool
-    """The survivor is in the store already."""
+    is_only_in_store: bool
+    """The survivor is a blob that no folder has."""
     replaced: tuple[Path, ...]
     skipped: tuple[Skip, ...]
     freed_size: int
@@ -63,7 +62,7 @@ class DedupResult:
     """Reflinks are among them, of whose blocks the filesystem may have kept some."""
     skipped: tuple[Skip, ...]
     batches: tuple[str, ...]
-    """The entries of the history, for `undo`."""
+    """The entry of the history, for `undo`; none if nothing was changed."""
     is_complete: bool
     """Everything planned was done or was found done."""
 
@@ -78,7 +77,7 @@ class DedupPlan:
     """Names that become links."""
     kinds: Mapping[Path, str]
     """For each mount: which kind of link, and why, in words."""
-    new_volumes: tuple[Path, ...]
+    new_pools: tuple[Path, ...]
     """Directories that will be made, because links cannot leave their filesystem."""
     read_only: int
     """Files that lose their write permission."""
@@ -86,11 +85,68 @@ class DedupPlan:
     """How many files get another mode besides, by what that means: "readable by ..."."""
     skipped: tuple[Skip, ...]
     warnings: tuple[str, ...]
-    _execute: Callable[[DedupPlan, Progress], DedupResult] = field(repr=False, compare=False)
+    _store: Store = field(repr=False, compare=False)
+    _found: Scan = field(repr=False, compare=False)
+    _allow: Allow = field(repr=False, compare=False)
 
-    def execute(self, progress: Progress = silent) -> DedupResult:
-        """Replace the files, each in one step that is journaled before and can be undone."""
-        return self._execute(self, progress)
+    def execute(self, progress: Progress = silent, *, batch: Batch | None = None) -> DedupResult:
+        """Replace the files, each in one step that is journaled before and can be undone.
+
+        With a batch all of it belongs to that one; else it is an entry of the history of its own.
+        The folders belong to smartcache's from now on.
+        """
+        store, skipped = self._store, list[Skip]()
+        for folder in (each.folder for each in self._found.folders):
+            if folder is not None:
+                store.add_folder(folder.path, program=folder.program)
+        for root in self.new_pools:
+            try:
+                store.add_pool(root)
+            except (StoreError, OSError) as error:
+                # Its files will be left alone, each with its reason.
+                skipped.append(Skip(path=root, reason=_reason(error)))
+        replaced = freed = 0
+        sizes = {path: plan.group.size for plan in self.groups for path in plan.replaced}
+        own = store.batch("dedup") if batch is None else nullcontext(batch)
+        with progress("Linking", sum(sizes.values()), "bytes") as job, own as changes:
+            before = len(changes.changes)
+            for each in self._outcomes(changes):
+                if each.outcome == "skipped":
+                    skipped.append(Skip(path=each.path, reason=_reason(each.error)))
+                replaced += each.outcome in ("linked", "shared")
+                freed += each.freed
+                job.advance(sizes.get(each.path, 0))
+            changed = len(changes.changes) - before
+        return DedupResult(
+            replaced=replaced, changed=changed, freed=freed,
+            freed_at_most=any(each.kind == "reflink" for each in self.groups),
+            skipped=tuple(skipped), batches=(changes.id,) if changed else (),
+            is_complete=not skipped,
+        )  # fmt: skip
+
+    def _outcomes(self, batch: Batch) -> Iterator[Shared | Linked]:
+        """Share blocks; let survivors become blobs, or the next that can, and the others links."""
+        yield from self._store.share_many(
+            (plan.survivor, path, plan.group.digest)
+            for plan in self.groups
+            if plan.kind == "reflink"
+            for path in plan.replaced
+        )
+        digests: dict[Path, str] = {}
+        for plan in self.groups:
+            if plan.kind == "hardlink":
+                survivor = () if plan.is_only_in_store else (plan.survivor,)
+                digests |= dict.fromkeys((*survivor, *plan.replaced), plan.group.digest)
+        before, shared = len(batch.changes), set[str]()
+        for linked in self._store.link_many(
+            digests, label="dedup", batch=batch, digests=digests, replace=True, allow=self._allow,
+            follow=False, read=self._found.read,
+        ):  # fmt: skip
+            shared |= {linked.digest} if linked.outcome == "linked" else set()
+            yield linked
+        # The last good copy need not be a blob.
+        if alone := [each for each in batch.changes[before:] if each.digest not in shared]:
+            self._store.take_back(alone, batch=batch)
 
 
 def plan_dedup(
@@ -106,7 +162,7 @@ def plan_dedup(
     Without `keep_writable` the setting of the store holds. `digests` are those of the groups to
     plan for; None: all.
     """
-    checks = Checks(store, keep_writable=keep_writable, allow=allow)
+    checks = Checks(store, keep_writable=keep_writable, allow=allow, looks=True)
     wanted = None if digests is None else set(digests)
     verdicts = [
         (group, verdict)
@@ -116,46 +172,70 @@ def plan_dedup(
     ]
     groups = [plan for each in verdicts if (plan := _group_plan(*each)) is not None]
     groups.sort(key=lambda plan: plan.freed_size, reverse=True)
-    decided = [checks.of(each.filesystem, each.survivor) for each in groups]
-    new_volumes = dict.fromkeys(each.new_volume for each in decided if each.new_volume)
-    folders = [each.folder for each in found.folders if each.folder is not None]
+    decided = [checks.of(each.filesystem, dirname(each.survivor)) for each in groups]
+    linked = [
+        (verdict.survivor, verdict.replaced)
+        for _, verdict in verdicts
+        if verdict.survivor is not None and verdict.kind == "hardlink"
+    ]
     return DedupPlan(
         groups=tuple(groups),
         freed_size=sum(plan.freed_size for plan in groups),
         files=sum(len(plan.replaced) for plan in groups),
         kinds={each.mount: each.words for each in decided},
-        new_volumes=tuple(new_volumes),
-        read_only=sum(verdict.read_only for _, verdict in verdicts),
-        permissions=Counter(word for _, verdict in verdicts for word in verdict.permissions),
+        new_pools=tuple(dict.fromkeys(each.new_pool for each in decided if each.new_pool)),
+        # Of the survivor names that nobody looked at, too.
+        read_only=sum(
+            names
+            for survivor, replaced in linked
+            for copy, names in ((survivor, survivor.links), *((c, len(c.names)) for c in replaced))
+            if copy.mode & 0o222
+        ),
+        permissions=Counter(
+            meaning
+            for survivor, replaced in linked
+            for copy in replaced
+            if (meaning := _meaning(copy.mode, survivor.mode))
+            for _ in copy.names
+        ),
         skipped=tuple(skip for _, verdict in verdicts for skip in verdict.skipped),
-        warnings=tuple(_warnings(found, [verdict for _, verdict in verdicts])),
-        _execute=lambda plan, progress: _Run(store, plan, allow, found.read).run(folders, progress),
-    )
+        warnings=tuple(_warnings(found, linked)),
+        _store=store, _found=found, _allow=allow,
+    )  # fmt: skip
 
 
 def _group_plan(group: Group, verdict: Verdict) -> GroupPlan | None:
     survivor, kind = verdict.survivor, verdict.kind
     if survivor is None or kind is None:
         return None
-    spares = tuple(copy.path for copy in verdict.replaced)
-    names = tuple(name.path for copy in verdict.replaced for name in copy.names)
+    names = (copy.names if kind == "hardlink" else copy.names[:1] for copy in verdict.replaced)
     return GroupPlan(
         group=group, filesystem=verdict.filesystem, kind=kind, survivor=survivor.path,
-        spares=spares, is_blob=survivor.is_blob, replaced=spares if kind == "reflink" else names,
-        skipped=verdict.skipped, freed_size=verdict.freed,
+        is_only_in_store=survivor.is_only_in_store, freed_size=verdict.freed,
+        replaced=tuple(name.path for same in names for name in same), skipped=verdict.skipped,
     )  # fmt: skip
 
 
-def _warnings(found: Scan, verdicts: Iterable[Verdict]) -> Iterator[str]:
+def _meaning(before: int, after: int) -> str:
+    """Return what it means that a name gets another mode; "" if it stays but for writing."""
+    lost, gained = before & ~after & 0o555, after & ~before & 0o555
+    if gained & 0o044:
+        return "readable by more users"
+    if lost & 0o044:
+        return f"readable by {'fewer users' if after & 0o044 else 'you only'}"
+    return "executable by others than before" if lost or gained else ""
+
+
+def _warnings(found: Scan, linked: Iterable[tuple[Copy, tuple[Copy, ...]]]) -> Iterator[str]:
     if found.is_quick:
         yield "A quick scan proves nothing: scan in full before 'dedup'."
-    retimed: list[set[str]] = []
-    for verdict in verdicts:
-        for copy in verdict.replaced if verdict.kind == "hardlink" else ():
-            programs = {name.folder.program for name in copy.names} & KEYS_ON_MTIME
-            if programs and verdict.survivor and copy.mtime_ns != verdict.survivor.mtime_ns:
-                retimed.append(programs)
-    if retimed:
+    keyed = (
+        {name.folder.program for name in copy.names} & KEYS_ON_MTIME
+        for survivor, replaced in linked
+        for copy in replaced
+        if copy.mtime_ns != survivor.mtime_ns
+    )
+    if retimed := list(filter(None, keyed)):
         names = " and ".join(sorted(set().union(*retimed)))
         files = "1 file" if len(retimed) == 1 else f"{len(retimed)} files"
         yield (
@@ -169,136 +249,15 @@ def _warnings(found: Scan, verdicts: Iterable[Verdict]) -> Iterator[str]:
         )
 
 
-class _Run:
-    """One run over a plan, volume by volume."""
-
-    def __init__(self, store: Store, plan: DedupPlan, allow: Allow, read: Read) -> None:
-        self._store = store
-        self._read = read
-        self._plan = plan
-        self._allow = allow
-        self._skipped: list[Skip] = []
-        self._batches: list[str] = []
-        self._replaced = 0
-        self._freed = 0
-        self._changed = 0
-        self._changes = 0
-        """Of the volume in work: what `undo` could take back."""
-
-    def run(self, folders: Sequence[ModelFolder], progress: Progress) -> DedupResult:
-        """Do it; the folders belong to smartcache's from now on."""
-        for folder in folders:
-            self._store.add_folder(folder.path, program=folder.program)
-        total = sum(len(plan.replaced) * plan.group.size for plan in self._plan.groups)
-        with progress("Linking", total, "bytes") as job:
-            for store, plans in self._by_volume():
-                self._run_on(store, plans, job)
-        return DedupResult(
-            replaced=self._replaced,
-            changed=self._changed,
-            freed=self._freed,
-            freed_at_most=any(plan.kind == "reflink" for plan in self._plan.groups),
-            skipped=tuple(self._skipped),
-            batches=tuple(self._batches),
-            is_complete=not self._skipped,
-        )
-
-    def _by_volume(self) -> Iterator[tuple[Store, list[GroupPlan]]]:
-        """Yield each volume, made where it is missing, with what is to be done there."""
-        by_filesystem: dict[str, list[GroupPlan]] = {}
-        for plan in self._plan.groups:
-            by_filesystem.setdefault(plan.filesystem, []).append(plan)
-        reason = "its drive is not there any more"
-        for root in self._plan.new_volumes:
-            try:
-                self._store.add_volume(root)
-            except (StoreError, OSError) as error:
-                reason = _reason(error)
-        stores = {each.volume.filesystem: each for each in self._store.stores()}
-        for filesystem, plans in by_filesystem.items():
-            if filesystem in stores:
-                yield stores[filesystem], plans
-            else:
-                paths = (path for plan in plans for path in plan.replaced)
-                self._skipped += [Skip(path=path, reason=reason) for path in paths]
-
-    def _run_on(self, store: Store, plans: list[GroupPlan], job: Job) -> None:
-        volume = store.volume
-        self._changes = 0
-        with (
-            volume.key_locks.hold("dedup", what="another dedup", on_wait=volume.on_wait),
-            store.batch("dedup") as batch,
-        ):
-            remaining = iter(plans)
-            while chunk := list(islice(remaining, _CHUNK_GROUPS)):
-                shared = [plan for plan in chunk if plan.kind == "reflink"]
-                triples = [
-                    (p.survivor, path, p.group.digest) for p in shared for path in p.replaced
-                ]
-                self._count(store.share_many(triples), shared, job, is_undoable=False)
-                self._link(store, [plan for plan in chunk if plan.kind == "hardlink"], job)
-        self._changed += self._changes
-        if self._changes:
-            self._batches.append(batch.id)
-
-    def _link(self, store: Store, plans: list[GroupPlan], job: Job) -> None:
-        """Adopt the survivors, or the next that can be, and replace the others."""
-        waiting = {plan.survivor: plan for plan in plans if not plan.is_blob}
-        pairs: list[tuple[Path, str]] = []
-        for plan in plans:
-            if plan.is_blob:
-                # The survivor too: an interrupted run may have left its link out of the index.
-                own = () if plan.survivor.is_relative_to(store.root) else (plan.survivor,)
-                pairs += [(path, plan.group.digest) for path in (*own, *plan.replaced)]
-        tried: dict[str, int] = {}
-        while waiting:
-            again: dict[Path, GroupPlan] = {}
-            digests = {path: plan.group.digest for path, plan in waiting.items()}
-            for adoption in store.adopt_many(
-                waiting, follow=False, digests=digests, read=self._read
-            ):
-                plan = waiting[adoption.path]
-                self._changes += adoption.outcome == "adopted"
-                if adoption.error is None:
-                    # Somebody else has stored these bytes meanwhile, or an interrupted run has.
-                    late = [adoption.path] if adoption.outcome != "adopted" else []
-                    pairs += [(path, adoption.digest) for path in (*late, *plan.replaced)]
-                    continue
-                self._note(adoption.path, adoption.error)
-                number = tried[plan.group.digest] = tried.get(plan.group.digest, -1) + 1
-                if number < len(plan.spares) - 1:
-                    again[plan.spares[number]] = plan
-                else:
-                    job.advance(plan.group.size * len(plan.replaced))
-            waiting = again
-        results = store.replace_many(pairs, allow=self._allow, follow=False, read=self._read)
-        self._count(results, plans, job, is_undoable=True)
-
-    def _count(
-        self, results: Iterable[Replacement], plans: list[GroupPlan], job: Job, *, is_undoable: bool
-    ) -> None:
-        sizes = {plan.group.digest: plan.group.size for plan in plans}
-        survivors = {plan.survivor for plan in plans}
-        for result in results:
-            if result.outcome == "skipped":
-                self._note(result.path, result.error)
-            else:
-                self._replaced += result.outcome == "replaced"
-                self._changes += is_undoable and result.outcome == "replaced"
-                self._freed += result.freed
-            if result.path not in survivors:
-                job.advance(sizes.get(result.digest, 0))
-
-    def _note(self, path: Path, error: Exception | None) -> None:
-        self._skipped.append(Skip(path=path, reason=_reason(error) if error else "left alone"))
-
-
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | None) -> str:
     """Return why a file was left alone, as a short phrase."""
-    if isinstance(error, DigestMismatchError) or getattr(error, "reason", "") == "different":
+    if error is None:
+        return "left alone"
+    reason = getattr(error, "reason", "")
+    if isinstance(error, DigestMismatchError) or reason == "different":
         return OTHER_BYTES
     if isinstance(error, FileSkippedError):
-        return str(getattr(error, "reason", "") or error)
+        return str(reason or error)
     if isinstance(error, SmartcacheError):
         return error.message
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -15,12 +15,14 @@ import errno
 import glob
 import json
 import os
+import re
 import shlex
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 from smartcache.config import variable
 from smartcache.folders.programs import (
@@ -32,32 +34,29 @@ from smartcache.folders.programs import (
     identify,
     program_called,
 )
+from smartcache.system.kernel import open_quietly
 
 ROOT = Path("/")
 """What places of the whole machine begin with."""
 MOST_READ: Final = 1 << 20
 _DEFAULT: Final = "default place"
 _EXTRA_PATHS: Final = "extra_model_paths.yaml"
-_CONFIG_HOMES: Final = (
-    "$XDG_CONFIG_HOME",
-    "~/.config",
-    "~/Library/Application Support",
-    "$APPDATA",
-)
-_SYSTEM_VARIABLES: Final = frozenset(
-    {"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "APPDATA"}
-)
+_CONFIG_HOMES: Final = ("$XDG_CONFIG_HOME", "~/.config", "~/Library/Application Support")
+_SYSTEM_VARIABLES: Final = frozenset({"XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"})
 """Not meant for models: a relative value is ignored, as the XDG specification asks."""
 _MOST_KEYS: Final = 10_000
 _LOADER_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError)
 """What the safe loader raises for tags that do not fit their values, such as `!!int ""`."""
 _NO_MODELS: Final = frozenset({"base_path", "is_default", "custom_nodes"})
+_ENVIRONMENT: Final = re.compile(r"(?m)^\s*Environment\s*=(.*)$")
+_OLLAMA: Final = "OLLAMA_MODELS"
 _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-_NO_ACCESS_TIME: Final = getattr(os, "O_NOATIME", 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Discovery:
+Warn = Callable[[str], object]
+
+
+class Discovery(NamedTuple):
     """The model folders of this machine, and what could not be used to find them."""
 
     folders: tuple[ModelFolder, ...]
@@ -91,7 +90,8 @@ def places() -> list[tuple[str, Path]]:
     return list(found)
 
 
-def _home_directory() -> Path | None:
+def home_directory() -> Path | None:
+    """Return the home of the user; None if there is none, or no absolute one."""
     try:
         home = Path.home()
     except RuntimeError:  # a user without one
@@ -104,9 +104,8 @@ class _Search:
     """What was found so far. Paths that are not there are passed over in silence."""
 
     warnings: dict[str, None] = field(default_factory=dict)
-    _home: Path | None = field(default_factory=_home_directory)
-    _found: list[ModelFolder] = field(default_factory=list)
-    _keys: set[tuple[int, int]] = field(default_factory=set)
+    _home: Path | None = field(default_factory=home_directory)
+    _found: dict[tuple[int, int], ModelFolder] = field(default_factory=dict)
     _listed: list[tuple[Path, list[Path]]] = field(default_factory=list)
 
     def warn(self, text: str) -> None:
@@ -161,9 +160,8 @@ class _Search:
         if self.is_too_much(real):
             self.warn(f"{real} is ignored, because it is more than a model folder ({found_by})")
             return
-        if (st.st_dev, st.st_ino) not in self._keys:
-            self._keys.add((st.st_dev, st.st_ino))
-            self._found.append(ModelFolder(path=real, program=program, found_by=found_by))
+        folder = ModelFolder(path=real, program=program, found_by=found_by)
+        self._found.setdefault((st.st_dev, st.st_ino), folder)
 
     def stat_directory(self, path: Path) -> os.stat_result | None:
         try:
@@ -178,8 +176,7 @@ class _Search:
     def list_later(self, file: Path) -> None:
         """Read the folders that a file of ComfyUI names, to be added when all others are known."""
         folders, warnings = read_extra_paths(file)
-        for warning in warnings:
-            self.warn(warning)
+        self.warnings |= dict.fromkeys(warnings)
         self._listed.append((file, folders))
 
     def add_listed(self) -> None:
@@ -191,7 +188,7 @@ class _Search:
                 whole = Path(os.path.realpath(path.parent if is_part else path))
                 if self.is_too_much(whole):
                     whole = Path(os.path.realpath(path))
-                if not any(whole.is_relative_to(found.path) for found in self._found):
+                if not any(whole.is_relative_to(found.path) for found in self._found.values()):
                     name = identify(whole) or identify(whole.parent) or "ComfyUI"
                     self.add(whole, name, f"{file.name} of {file.parent}")
 
@@ -202,40 +199,24 @@ class _Search:
 
     def result(self) -> tuple[ModelFolder, ...]:
         """Return the folders in the order of the table."""
+        found = {(each.program, each.path): each for each in self._found.values()}
         outer = [
             each
-            for each in self._found
-            if not any(
-                each.program == other.program and other.path in each.path.parents
-                for other in self._found
-            )
+            for each in found.values()
+            if not any((each.program, above) in found for above in each.path.parents)
         ]
         return tuple(sorted(outer, key=lambda each: PROGRAMS.index(each.program)))
 
     def setting(self, file: Path, key: str) -> Path | None:
         """Return the path that a key of a JSON file gives; None, perhaps with a warning."""
-        text = self.read_text(file)
-        if not text.strip():
-            return None
+        text, value = read_text(file, self.warn), None
         try:
-            settings = json.loads(text)
-        except (ValueError, RecursionError):
-            settings = None
-        if not isinstance(settings, dict):
+            value = json.loads(text)[key] if text.strip() else None
+        except KeyError:
+            pass
+        except (ValueError, TypeError, IndexError, RecursionError):
             self.warn(f"{file}: not a JSON object")
-            return None
-        value = settings.get(key)
         return None if value is None else self.absolute(value, f"{file}: {key}")
-
-    def read_text(self, file: Path) -> str:
-        """Return the text of a config file, empty if there is none."""
-        try:
-            return read_small(file, MOST_READ).decode("utf-8-sig", errors="surrogateescape")
-        except (FileNotFoundError, NotADirectoryError):
-            return ""
-        except OSError as error:
-            self.warn(f"{file}: cannot be read: {error.strerror}")
-            return ""
 
     def config_files(self, below: str) -> Iterator[Path]:
         """Go through the places where the config file of a program may be."""
@@ -253,23 +234,19 @@ def _ollama_services(search: _Search) -> None:
     )
     files = [ROOT / name for unit in units for name in sorted(glob.glob(unit, root_dir=ROOT))]
     for file in files:
-        for line in search.read_text(file).splitlines():
-            key, _, value = line.strip().partition("=")
-            if key.strip() != "Environment":
-                continue
-            try:
-                settings = shlex.split(value)
-            except ValueError:  # a quotation mark that is not closed
-                continue
+        for line in _ENVIRONMENT.findall(read_text(file, search.warn)):
+            settings: list[str] = []
+            with suppress(ValueError):  # a quotation mark that is not closed
+                settings = shlex.split(line)
             for name, _, path in (setting.partition("=") for setting in settings):
-                if name == "OLLAMA_MODELS" and (found := search.absolute(path, f"{file}: {name}")):
+                if name == _OLLAMA and (found := search.absolute(path, f"{file}: {name}")):
                     search.add(found, "Ollama", f"{file.name} of {file.parent}")
 
 
 def _lm_studio_homes(search: _Search) -> None:
     """Add the home that LM Studio's pointer file names, and the folder of its older settings."""
     if (found := search.expand("~/.lmstudio-home-pointer")) is not None:
-        lines = search.read_text(found[0]).split("\n")
+        lines = read_text(found[0], search.warn).split("\n")
         if lines[0].strip() and (home := search.absolute(lines[0].strip(), str(found[0]))):
             search.add_root(program_called("LM Studio"), home, found[0].name)
     for file in search.config_files("LM Studio/settings.json"):
@@ -292,9 +269,7 @@ def _comfyui_desktop(search: _Search) -> None:
 
 def _invokeai_models(search: _Search, root: Path) -> None:
     """Add the `models_dir` of invokeai.yaml; until version 3 it was a part of a section."""
-    value, warnings = read_yaml(root / "invokeai.yaml")
-    for warning in warnings:
-        search.warn(warning)
+    value = read_yaml(root / "invokeai.yaml", search.warn)
     for section in ("InvokeAI", "Paths"):
         if isinstance(value, dict) and isinstance(value.get(section), dict):
             value = value[section]
@@ -341,47 +316,52 @@ def read_extra_paths(file: Path) -> tuple[list[Path], list[str]]:
             loras
             /mnt/more/loras
     """
-    value, warnings = read_yaml(file)
+    warnings: list[str] = []
+    value = read_yaml(file, warnings.append)
     if value is None:
         return [], warnings
     if not isinstance(value, dict):
         return [], [f"{file}: not a list of sections"]
     found: dict[Path, None] = {}
     for section, entries in value.items():
-        if entries is None:
-            continue
-        if not isinstance(entries, dict):
+        if isinstance(entries, dict):
+            for path in _folders(entries, file, f"{file}: {section!r:.80}", warnings.append):
+                with suppress(OSError, ValueError):  # a name too long, or with a NUL in it
+                    if path.is_dir():
+                        found.setdefault(path)
+        elif entries is not None:
             warnings.append(f"{file}: {section!r:.80}: not a section with folders")
-            continue
-        for path in _folders(entries, file, f"{file}: {section!r:.80}", warnings):
-            try:
-                if path.is_dir():
-                    found.setdefault(path)
-            except (OSError, ValueError):  # a name that is too long, or has a NUL in it
-                pass
     return list(found), warnings
 
 
-def read_yaml(file: Path) -> tuple[object, list[str]]:
-    """Return the value of a YAML file, or None and, unless it is empty or missing, a warning."""
+def read_text(file: Path, warn: Warn, errors: str = "surrogateescape") -> str:
+    """Return the text of a config file, empty if there is none or it cannot be read."""
     try:
-        text = read_small(file, MOST_READ).decode()
+        return read_small(file, MOST_READ).decode("utf-8-sig", errors=errors)
     except (FileNotFoundError, NotADirectoryError):
-        return None, []
+        pass
     except OSError as error:
-        return None, [f"{file}: cannot be read: {error.strerror}"]
+        warn(f"{file}: cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:
-        return None, [f"{file}: not UTF-8 text: {error.reason}"]
+        warn(f"{file}: not UTF-8 text: {error.reason}")
+    return ""
+
+
+def read_yaml(file: Path, warn: Warn) -> object:
+    """Return the value of a YAML file; None if it is empty, missing or of no use."""
     try:
-        return _load(text), []
+        return _load(read_text(file, warn, errors="strict"))
     except RecursionError:
-        return None, [f"{file}: nested too deeply"]
+        warn(f"{file}: nested too deeply")
     except ValueError as error:
-        return None, [f"{file}: not YAML: {' '.join(str(error).split()):.200}"]
+        warn(f"{file}: not YAML: {' '.join(str(error).split()):.200}")
+    return None
 
 
 def _load(text: str) -> object:
     """Load YAML like `yaml.safe_load`, but refuse merges (`<<`) that make gigabytes of 2 KB."""
+    if not text:
+        return None
     import yaml  # some 20 ms that only users of ComfyUI and InvokeAI have to pay
 
     class Loader(yaml.SafeLoader):
@@ -392,29 +372,25 @@ def _load(text: str) -> object:
 
     try:
         value: object = Loader(text).get_single_data()
-    except _LOADER_ERRORS as error:
+    except (*_LOADER_ERRORS, yaml.YAMLError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
     return value
 
 
-def _folders(
-    entries: dict[object, object], file: Path, where: str, warnings: list[str]
-) -> Iterator[Path]:
+def _folders(entries: dict[object, object], file: Path, where: str, warn: Warn) -> Iterator[Path]:
     """Go through the folders of a section as ComfyUI understands them."""
     own = os.path.dirname(os.path.abspath(file))
     base = entries.get("base_path")
     if base is not None:
         if not isinstance(base, str) or "\0" in base:
-            warnings.append(f"{where}: base_path is not a path")
+            warn(f"{where}: base_path is not a path")
             return
         own = os.path.join(own, os.path.expandvars(os.path.expanduser(base.strip())))
     for kind, value in entries.items():
         if kind in _NO_MODELS or value is None:
             continue
         if not isinstance(value, str):
-            warnings.append(f"{where}: {kind!r:.80}: not a path")
+            warn(f"{where}: {kind!r:.80}: not a path")
             continue
         for line in filter(None, map(str.strip, value.split("\n"))):
             yield Path(os.path.normpath(os.path.join(own, line)))
@@ -423,10 +399,7 @@ def _folders(
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for unbuffered reading, without touching its access time if allowed."""
     try:
-        try:
-            descriptor = os.open(path, _FLAGS | _NO_ACCESS_TIME)
-        except PermissionError:  # EPERM: only the owner may leave the access time alone
-            descriptor = os.open(path, _FLAGS)
+        descriptor = open_quietly(path, _FLAGS)
     except ValueError as error:  # a NUL byte in a path that somebody's config file gave
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fspath(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from smartcache.config import ignore_file
 from smartcache.errors import ConfigError, StoreError
@@ -45,8 +45,7 @@ class ModelFolder:
     """The user gave it to smartcache; else it was merely discovered."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(NamedTuple):
     """A program, the places where it may be, and the folders of models there."""
 
     name: str
@@ -101,18 +100,13 @@ TABLE: Final = (
     ),
     Program(name="LM Studio", roots=("~/.lmstudio", "~/.cache/lm-studio"), models=("models",)),
     Program(name="InvokeAI", roots=("$INVOKEAI_ROOT", "~/invokeai"), models=("models",)),
-    Program(
-        name="Stability Matrix",
-        roots=("~/StabilityMatrix", "$APPDATA/StabilityMatrix"),
-        models=("Models",),
-    ),
+    Program(name="Stability Matrix", roots=("~/StabilityMatrix",), models=("Models",)),
     Program(name="ModelScope", roots=("$MODELSCOPE_CACHE", "~/.cache/modelscope")),
     Program(
         name="GPT4All",
         roots=(
             "$XDG_DATA_HOME/nomic.ai/GPT4All", "~/.local/share/nomic.ai/GPT4All",
-            "~/Library/Application Support/nomic.ai/GPT4All",
-            "~/AppData/Local/nomic.ai/GPT4All", "~/.cache/gpt4all",
+            "~/Library/Application Support/nomic.ai/GPT4All", "~/.cache/gpt4all",
         ),
     ),
     Program(
@@ -133,8 +127,7 @@ def program_called(name: str) -> Program:
 # whose folder a directory is
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(NamedTuple):
     program: str
     all: frozenset[str]
     """Entries that must be there."""

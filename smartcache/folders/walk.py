@@ -1,40 +1,43 @@
 """Walk model folders and bring what was seen in them up to date: stats only, no byte is read.
 
-Each directory is entered once, whatever leads to it: a folder within another, a symlink, a junction
-or a bind mount. Directories are compared with what was seen there the last time, and only the
-differences are written. Symlinks to files are left alone (what they point at is seen where it is);
-symlinks to directories are followed in the folders of programs, which use them to share models, but
-never upwards and never in a plain folder somebody named.
+Each directory is entered once, whatever leads to it: a folder within another, a symlink or a bind
+mount. Directories are compared with what was seen there the last time, and only the differences are
+written. Symlinks to files are left alone (what they point at is seen where it is); symlinks to
+directories are followed in the folders of programs, which use them to share models, but never
+upwards and never in a plain folder somebody named. Stores are passed over; of the pools of this one
+those are walked whose blobs are not remembered.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from smartcache.folders.headers import tells_its_length
 from smartcache.folders.programs import ModelFolder, identify_names, ignored
 from smartcache.progress import Job
-from smartcache.store.catalog import SeenRow
-from smartcache.store.changes.userfile import is_incomplete
+from smartcache.store.catalog import STORE, UNREAD, SeenRow
 from smartcache.store.store import Store
-from smartcache.store.volume import Layout
+from smartcache.store.userfile import is_incomplete
 from smartcache.system.filesystems import filesystem_id
+from smartcache.system.hashing import is_digest
 from smartcache.system.kernel import LATEST_NS, effective_user
 from smartcache.system.sqlite import signed
 
 MOST_NAMED = 1000
-"""So many unreadable places are named; more are only counted."""
-_FLUSH_ROWS = 5000
+"""So many unreadable places are named."""
 _MOST_LOST = 100_000
 """Files whose hashes are forgotten at once because they are gone: what is left over stays."""
 _LISTINGS = 100
 """Directories looked up in the index at once."""
-_STORE_MARK = b"index.sqlite3"
+_STORE_FOLDERS = frozenset((b"blobs", b"pins", b"tmp", b"bad"))
+"""Every store and every pool has these."""
 _Key = tuple[int, int]
-_Difference = tuple[int, bytes, list[tuple[bytes, SeenRow]], Collection[bytes]]
+_Change = tuple[int, bytes, dict[bytes, SeenRow], list[bytes]]
 """Folder, directory, files that are new or changed, names that are gone."""
 
 
@@ -48,22 +51,14 @@ class Problem:
 
 @dataclass(slots=True, kw_only=True)
 class Walked:
-    """What a walk met: the folders by their number in the index, and what was unreadable.
-
-    The first problems are named, all are counted.
-    """
+    """What a walk met: the folders by their number in the index, and what was unreadable."""
 
     folders: dict[int, ModelFolder] = field(default_factory=dict)
+    pools: dict[int, ModelFolder] = field(default_factory=dict)
+    """The folders of blobs that are there now."""
     problems: list[Problem] = field(default_factory=list)
-    problem_count: int = 0
-    files: int = 0
-    changes: int = 0
-    """Files that are new, changed or gone."""
     unfinished: int = 0
     """Downloads in progress, which are left out."""
-    modes: dict[str, dict[int, tuple[int, int] | None]] = field(default_factory=dict)
-    """By filesystem: group and permissions of inodes that have not those of the first file, as most
-    have; None: of another user, or with a special mode."""
 
 
 def walk(store: Store, folders: Iterable[ModelFolder], *, job: Job) -> Walked:
@@ -72,6 +67,7 @@ def walk(store: Store, folders: Iterable[ModelFolder], *, job: Job) -> Walked:
     A program found inside a plain folder becomes a folder of its own.
     """
     run = _Run(store, job)
+    run.walk_pools([pool.blobs for pool in store.pools()])
     # Deepest first, so that what lies in a folder inside another is the inner one's.
     waiting = sorted(folders, key=lambda folder: len(folder.path.parts))
     while waiting:
@@ -88,18 +84,25 @@ class _Run:
         self._catalog = store.catalog
         self._job = job
         self._user = effective_user()
-        self._usual: tuple[int, int, int] | None = None
-        self._usually: tuple[int, int] | None = None
         self._ignored = ignored()
         self._entered: set[_Key] = set()
         self._filesystems: dict[int, int] = {}
-        self._names: dict[int, str] = {}
         self._symlinks: list[tuple[int, bytes]] = []
-        self._kept: dict[int, set[int]] = {}
+        self._folders: dict[int, ModelFolder] = {}
+        self._kept: defaultdict[int, set[int]] = defaultdict(set)
         self._listed: list[tuple[int, bytes, _Listing]] = []
-        self._differences: list[_Difference] = []
-        self._unwritten = 0
         self._lost: set[tuple[int, int]] = set()
+
+    def walk_pools(self, blobs: Iterable[Path]) -> None:
+        """Learn what is in the pools, if it is not remembered: the store writes down the rest."""
+        known = {path: number for number, path in self._catalog.pools().items()}
+        for path in filter(os.path.isdir, blobs):
+            folder = ModelFolder(path=path, program=STORE)
+            number = known.get(path)
+            if number is None:
+                number = self._begin(folder)
+                self._descend(number, os.fsencode(path), os.stat(path))
+            self.walked.pools[number] = folder
 
     def walk(self, folder: ModelFolder) -> list[ModelFolder]:
         """Walk one folder; return the folders of programs found in it, not walked yet."""
@@ -110,12 +113,16 @@ class _Run:
             # Perhaps a drive that is not mounted now: what was seen there is not forgotten.
             self._excuse(path, error)
             return []
+        number = self._begin(folder)
+        self.walked.folders[number] = folder
+        return [] if _is_in_store(path) else self._descend(number, path, st)
+
+    def _begin(self, folder: ModelFolder) -> int:
         number = self._catalog.set_folder(
             folder.path, program=folder.program, given=folder.is_given, walked=False
         )
-        self.walked.folders[number] = folder
-        self._kept.setdefault(number, set())
-        return self._descend(number, path, st)
+        self._folders[number] = folder
+        return number
 
     def follow(self) -> None:
         """Walk what symlinks led to and nothing else did, then forget what is not there now."""
@@ -126,17 +133,14 @@ class _Run:
             except OSError as error:
                 self._excuse(target, error)
         self._see()
-        if self._differences:
-            self._flush()
         with self._catalog.write():
-            for number, kept in self._kept.items():
+            for number, folder in self._folders.items():
                 room = max(0, _MOST_LOST - len(self._lost))
-                self._lost.update(self._catalog.seen_besides(number, kept, room))
-                self._catalog.keep_directories(number, kept)
-                folder = self.walked.folders[number]
+                kept = self._kept[number]
+                self._lost.update(self._catalog.drop_directories(number, kept, room))
                 self._catalog.set_folder(folder.path, program=folder.program)
             self._catalog.drop_empty_folders()
-            self._catalog.drop_memos(self._lost)
+            self._catalog.drop_nameless(self._lost)
 
     def _descend(self, number: int, top: bytes, st: os.stat_result) -> list[ModelFolder]:
         found: list[ModelFolder] = []
@@ -162,7 +166,7 @@ class _Run:
 
     def _program(self, number: int, path: bytes, listing: _Listing) -> ModelFolder | None:
         """Return the folder of a program that begins here, inside a plain folder."""
-        outer = self.walked.folders[number]
+        outer = self._folders[number]
         if outer.program or not listing.below:  # every program has folders in its folder
             return None
         below = (os.path.basename(each) for each, _ in listing.below)
@@ -176,11 +180,11 @@ class _Run:
 
     def _targets(self, number: int, listing: _Listing) -> list[tuple[int, bytes]]:
         """Return the directories that symlinks lead to, if they are to be followed."""
-        folder = self.walked.folders[number]
-        if not folder.program:
+        folder = self._folders[number]
+        if not folder.program or not listing.symlinks:
             return []
         own = os.fsencode(folder.path)
-        targets = [os.path.realpath(path) for path in listing.symlinks]
+        targets = map(os.path.realpath, listing.symlinks)
         return [
             (number, target)
             for target in targets
@@ -191,10 +195,14 @@ class _Run:
     def _list(self, path: bytes) -> _Listing:
         """Return what is in a directory; what cannot be looked at is left out and noted."""
         listing = _Listing()
-        seen, below, filesystems = listing.seen, listing.below, self._filesystems
+        seen, below, filesystems, user = listing.seen, listing.below, self._filesystems, self._user
+        has_ignored, directories = bool(self._ignored.patterns), 0
         try:
             with os.scandir(path) as entries:
-                for entry in self._wanted(entries):
+                for entry in entries:
+                    directories += entry.name in _STORE_FOLDERS
+                    if has_ignored and self._ignored.matches(entry.path):
+                        continue
                     try:
                         st = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
@@ -202,99 +210,91 @@ class _Run:
                     except OSError as error:
                         self._excuse(entry.path, error)
                         continue
-                    if stat.S_ISDIR(st.st_mode):
-                        below.append((entry.path, (st.st_dev, st.st_ino)))
-                    elif stat.S_ISREG(st.st_mode):
-                        filesystem = filesystems.get(st.st_dev) or self._number(entry.path, st)
-                        if (st.st_mode, st.st_uid, st.st_gid) != self._usual:
-                            self._note_mode(st)
+                    mode, device = st.st_mode, st.st_dev
+                    if stat.S_ISREG(mode):
+                        mtime, ctime, inode = st.st_mtime_ns, st.st_ctime_ns, st.st_ino
                         seen[entry.name] = (
-                            st.st_size, filesystem, signed(st.st_ino),
-                            min(st.st_mtime_ns, LATEST_NS), min(st.st_ctime_ns, LATEST_NS),
-                            st.st_nlink, st.st_blocks * 512,
-                        )  # fmt: skip
-                    elif stat.S_ISLNK(st.st_mode) and os.path.isdir(entry.path):
+                            filesystems.get(device) or self._number(entry.path, st),
+                            inode if inode < _HIGH else signed(inode),
+                            st.st_size,
+                            mtime if mtime <= LATEST_NS else LATEST_NS,  # noqa: FURB136 - half
+                            ctime if ctime <= LATEST_NS else LATEST_NS,  # noqa: FURB136 - the time
+                            st.st_nlink,
+                            st.st_blocks * 512,
+                            mode & 0o7777 if st.st_uid == user else -1,
+                            st.st_gid,
+                        )
+                    elif stat.S_ISDIR(mode):
+                        below.append((entry.path, (device, st.st_ino)))
+                    elif stat.S_ISLNK(mode) and os.path.isdir(entry.path):
                         listing.symlinks.append(entry.path)
         except OSError as error:
             self._excuse(path, error)
         self._job.advance(len(seen))
-        self.walked.files += len(seen)
-        listing.is_store = _STORE_MARK in seen and Layout(Path(os.fsdecode(path))).exists()
+        listing.is_store = directories == len(_STORE_FOLDERS)
         return listing
-
-    def _wanted(self, entries: Iterable[os.DirEntry[bytes]]) -> Iterable[os.DirEntry[bytes]]:
-        """Pass over what the user ignores; but a store is known by its mark in any case."""
-        if not self._ignored.patterns:
-            return entries
-        matches = self._ignored.matches
-        return (each for each in entries if each.name == _STORE_MARK or not matches(each.path))
-
-    def _note_mode(self, st: os.stat_result) -> None:
-        """Remember an owner or mode that is not that of the first file."""
-        is_ours = st.st_uid == self._user and not st.st_mode & 0o7000
-        seen = (st.st_gid, st.st_mode & 0o555) if is_ours else None
-        if self._usual is None and seen is not None:
-            self._usual, self._usually = (st.st_mode, st.st_uid, st.st_gid), seen
-        elif seen is None or seen != self._usually:
-            modes = self.walked.modes.setdefault(self._names[st.st_dev], {})
-            modes[signed(st.st_ino)] = seen
 
     def _number(self, path: bytes, st: os.stat_result) -> int:
         name = filesystem_id(Path(os.fsdecode(path)), st)
-        self._names[st.st_dev] = name
         number = self._filesystems[st.st_dev] = self._catalog.filesystem_number(name)
         return number
 
     def _see(self) -> None:
-        """Note how the directories listed since the last time differ from what was seen there."""
+        """Write down how the directories just listed differ from what was seen there."""
         listed, self._listed = self._listed, []
+        changes: list[_Change] = []
         known = self._catalog.seen_in([path for _, path, _ in listed])
         for number, path, listing in listed:
             directory, folder, before = known.get(path, (0, 0, {}))
             if folder == number:
                 self._kept[number].add(directory)
-            if before == listing.seen and (folder == number or not before):
+            seen = listing.seen
+            if before == seen and (folder == number or not before):
                 continue
-            unfinished = {n for n in listing.seen.keys() - before.keys() if is_incomplete(n)}
-            self.walked.unfinished += sum(listing.seen[name][0] > 0 for name in unfinished)
-            changed = [
-                (name, row)
-                for name, row in listing.seen.items()
-                if before.get(name) != row and name not in unfinished
-            ]
-            gone = before.keys() - listing.seen.keys()
+            if self._folders[number].program == STORE:
+                seen = {name: row for name, row in seen.items() if is_digest(os.fsdecode(name))}
+            for name in [name for name in seen.keys() - before.keys() if is_incomplete(name)]:
+                self.walked.unfinished += seen.pop(name)[_SIZE] > 0
+            # A directory without a folder is one of which the store alone has named files.
+            is_new = not folder
+            changed = {n: row for n, row in seen.items() if is_new or before.get(n) != row}
+            gone = list(before.keys() - seen.keys())
             if not changed and not gone and folder == number:
                 continue
+            lost = [*gone, *(n for n, row in changed.items() if before.get(n, row)[:2] != row[:2])]
             if len(self._lost) < _MOST_LOST:
-                self._lost.update(before[name][1:3] for name in gone)
-            self._differences.append((number, path, changed, gone))
-            self._unwritten += len(changed) + len(gone)
-        if self._unwritten >= _FLUSH_ROWS:
-            self._flush()
+                self._lost.update(before[name][:2] for name in lost)
+            changes.append((number, path, changed, gone))
+        if changes:
+            self._write(changes)
 
-    def _flush(self) -> None:
-        """Write the differences, in one short transaction."""
-        rows: list[tuple[object, ...]] = []
+    def _write(self, changes: list[_Change]) -> None:
+        """Write differences, in one short transaction."""
+        rows: list[tuple[int, bytes, SeenRow, int]] = []
         dropped: list[tuple[int, bytes]] = []
         with self._catalog.write():
-            for number in {each[0] for each in self._differences}:
-                folder = self.walked.folders[number]
+            for number in {change[0] for change in changes}:
+                folder = self._folders[number]
                 self._catalog.keep_folder(number, folder.path, program=folder.program)
-            for number, path, changed, gone in self._differences:
+            for number, path, changed, gone in changes:
                 directory = self._catalog.set_directory(path, number)
                 self._kept[number].add(directory)
-                rows += [(directory, name, *row) for name, row in changed]
+                rows += [
+                    (directory, name, row, UNREAD * tells_its_length(name))
+                    for name, row in changed.items()
+                ]
                 dropped += [(directory, name) for name in gone]
             self._catalog.put_seen(rows)
             self._catalog.drop_seen(dropped)
-        self.walked.changes += self._unwritten
-        self._differences, self._unwritten = [], 0
 
     def _excuse(self, path: bytes, error: OSError) -> None:
-        self.walked.problem_count += 1
         if len(self.walked.problems) < MOST_NAMED:
             reason = error.strerror or type(error).__name__
             self.walked.problems.append(Problem(path=Path(os.fsdecode(path)), reason=reason))
+
+
+_HIGH = 1 << 63
+_SIZE = 2
 
 
 @dataclass(slots=True)
@@ -309,5 +309,9 @@ class _Listing:
 
 def _is_in_store(directory: bytes) -> bool:
     """Say whether a directory is a store or lies in one."""
-    path = Path(os.fsdecode(directory))
-    return any(Layout(each).exists() for each in (path, *path.parents))
+    while True:
+        if all(os.path.isdir(os.path.join(directory, name)) for name in _STORE_FOLDERS):
+            return True
+        if directory == (above := os.path.dirname(directory)):
+            return False
+        directory = above

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smartcache.hub.api import Call as Call
     from smartcache.hub.api import FileOptions as FileOptions
     from smartcache.hub.api import SnapshotOptions as SnapshotOptions
-    from smartcache.hub.bring import near_store as near_store
+    from smartcache.hub.bring import near_pool as near_pool
     from smartcache.hub.care.carry import ExportPlan as ExportPlan
     from smartcache.hub.care.carry import ImportPlan as ImportPlan
     from smartcache.hub.care.carry import Wanted as Wanted
@@ -76,7 +76,7 @@ REPO_TYPES: tuple[RepoType, ...] = ("model", "dataset", "space", "kernel")
 _HOMES = {
     "answering": "attending serving",
     "api": "Call FileOptions SnapshotOptions",
-    "bring": "near_store",
+    "bring": "near_pool",
     "care.carry": "ExportPlan ImportPlan Wanted plan_export plan_import",
     "care.census": "Census Share used",
     "care.mapping": "CacheMapping",

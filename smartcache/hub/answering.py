@@ -117,9 +117,8 @@ class Serving:
         self, store: Store, watch: Watch, planned: PlannedFile
     ) -> AbstractContextManager[object]:
         """Return a block in which what is changed is one entry of the history."""
-        if self._watch is not None:
-            return watch.joining()
-        return watch.batches(store, "download") if planned.is_large else nullcontext()
+        is_own = self._watch is None and planned.is_large
+        return watch.batch_of(store, "download") if is_own else nullcontext()
 
 
 def serving(open_store: OpenStore) -> AbstractContextManager[object]:
@@ -147,7 +146,7 @@ def attending(
     aside and raised, also if the library has loaded them already: what it made of them must not be
     used.
     """
-    commit = _commit(store, request, may_ask=has_weights or bool(store.tiers))
+    commit = _commit(store, request, may_ask=has_weights or bool(store.sources))
     place = CachePlace(cache_dir=request.cache_dir, repo=request.repo, commit=commit)
     place.clear()
     before = set(_names(place.folder / "blobs"))
@@ -160,7 +159,7 @@ def attending(
 
     watch = Watch(is_new)
     serving = Serving(lambda: (store, look), watch=watch, known=mapping)
-    with watch.batches(store, "from_pretrained"):
+    with watch.batch_of(store, "from_pretrained"):
         if has_weights:
             prove_there(store, place, inside, watch, is_final=_is_local(request))
         failure: Exception | None = None
@@ -202,7 +201,7 @@ def _commit(store: Store, request: Request, *, may_ask: bool) -> str:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the library will meet it too
         _log.debug("the commit of %s is not known: %s", request.repo, error)
-    if store.tiers and not has_snapshot(request):
+    if store.sources and not has_snapshot(request):
         from smartcache.hub.care.tiered import pull_without_hub
 
         with _forgiven(str(request.repo)):
@@ -237,10 +236,9 @@ def prove_there(
     if only is not None:
         weights = {name: blob for name, blob in weights.items() if name == only}
     bringing = Bringing(store, place, watch=watch)
-    near = bringing.near or store
     paths = {name: Path(os.path.realpath(place.root / name)) for name in weights}
     with _forgiven(str(place.repo)):
-        known = near.known_hashes(paths.values())
+        known = store.known_hashes(paths.values())
         unproven = {
             name: blob
             for name, blob in weights.items()
@@ -276,8 +274,7 @@ def _prove_all(bringing: Bringing, etags: Mapping[str, str], *, is_final: bool) 
         )  # fmt: skip
 
     def prove(planned: PlannedFile) -> None:
-        with bringing.watch.joining():
-            is_right = bringing.prove_present(planned)
+        is_right = bringing.prove_present(planned)
         if not is_right and is_final:
             message = f"{planned.file.path} had wrong bytes when it was loaded"
             hint = "Load it again: the wrong file was set aside."

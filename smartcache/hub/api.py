@@ -190,7 +190,7 @@ class Call:
         request = self.request()
         watch = Watch(is_new=lambda _: True)
         serving = Serving(lambda: (store, None), watch=watch)
-        with watch.batches(store, "download"), patches.answering(serving.answer):
+        with watch.batch_of(store, "download"), patches.answering(serving.answer):
             try:
                 path = str(self.delegate())
             except Exception:

@@ -1,10 +1,10 @@
 """Bring a file of the Hub to its place: from this machine, from a tier, or fetched; and prove it.
 
 There is no other way for bytes to come: downloads, and the answers that libraries get, end here.
-Sources are tried in this order: a blob on this filesystem, files that may have the bytes, blobs of
-other volumes, tiers; what none of them has is fetched, under a
-name that no program looks for. A file has its name only when its bytes are those that the Hub
-announced. A weight then becomes a blob in place, where a volume can link it.
+Sources are tried in this order: a blob on this filesystem, files that may have the bytes, blobs on
+other filesystems, tiers; what none of them has is fetched, under a name that no program looks for.
+A file has its name only when its bytes are those that the Hub announced. A weight then becomes a
+blob in place, where a pool can link it.
 
 A file in an HF cache or in a folder that was given to smartcache becomes a blob in place. From any
 other folder the bytes are copied (by reflink where that works): a download never changes a
@@ -34,11 +34,12 @@ from smartcache.errors import (
 from smartcache.hub.outcome import Watch
 from smartcache.hub.places import CachePlace, LocalPlace, Place, half_made
 from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Source
-from smartcache.store.blobs import check_expected, checked, copy_hashed
+from smartcache.store.blobs import check_expected, checked, copy_hashed, write_all
 from smartcache.store.hashes import Read
-from smartcache.store.records import Blob, Link
+from smartcache.store.layout import Pool
+from smartcache.store.records import Link
+from smartcache.store.sources import Offer, Wanted
 from smartcache.store.store import Store
-from smartcache.store.tiers import Offer, Wanted
 from smartcache.system.faults import reached
 from smartcache.system.hashing import Advance, Algorithm, Hasher, Hashes, hash_file
 from smartcache.system.kernel import effective_user
@@ -50,17 +51,18 @@ Fetch = Callable[[Path], Hashes | None]
 """Fetches a file to a path that is free; returns hashes from the time of the download, if any."""
 
 
-def near_store(store: Store, place: Path) -> Store | None:
-    """Return the store on the filesystem of a place, where it can make hard links; None: none."""
+def near_pool(store: Store, place: Path) -> Pool | None:
+    """Return the pool on the filesystem of a place, which hard links reach; None: none."""
     try:
-        return store.volume_of(place)
+        return store.pool_of(place)
     except FileSkippedError:
         return None
 
 
-def move_to_bad(store: Store, path: Path, name: str) -> Path:
-    """Move a file that is not what its name says to `bad/` of a store; return where it is."""
-    kept = store.volume.layout.new_bad(name)
+def move_to_bad(pool: Pool, path: Path, name: str) -> Path:
+    """Move a file that is not what its name says to `bad/` of a pool; return where it is."""
+    pool.create()
+    kept = pool.new_bad(name)
     shutil.move(path, kept)
     return kept
 
@@ -70,12 +72,12 @@ def fetch_proven(
     file: RemoteFile,
     fetch: Fetch,
     *,
-    store: Store | None = None,
+    pool: Pool | None = None,
     may_trust: bool = False,
 ) -> Hashes:
     """Fetch a file and prove it before it has its name; wrong bytes are set aside, and raised.
 
-    `store` keeps them, if there is one. `may_trust`: hashes from the time of the download will do.
+    `pool` keeps them, if there is one. `may_trust`: hashes from the time of the download will do.
     """
     part = _half_made(place, file)
     is_small = file.size is not None and file.size < _SMALL
@@ -95,7 +97,7 @@ def fetch_proven(
             if not _agrees(hashes, file.announced):
                 kept: Path | None = None
                 with suppress(OSError, SmartcacheError):
-                    kept = None if store is None else move_to_bad(store, part, file.etag)
+                    kept = None if pool is None else move_to_bad(pool, part, file.etag)
                 fate = "not kept: no store can take it" if kept is None else f"kept as {kept}"
                 _log.warning("%s has wrong bytes; it is %s", file.path, fate)
                 raise _arrived_wrong(file, hashes, kept)
@@ -146,7 +148,7 @@ class Bringing:
     ) -> None:
         self.store = store
         self.place = place
-        self.near = near_store(store, place.root)
+        self.near = near_pool(store, place.root)
         self.watch = watch
         self._is_helping = is_helping
 
@@ -176,7 +178,7 @@ class Bringing:
                 if planned.is_large:
                     # Whoever waits for this lock finds the bytes when it ends: a proven blob.
                     what = f"download of {file.path}"
-                    on_wait = self.store.volume.on_wait
+                    on_wait = self.store.on_wait
                     stack.enter_context(
                         self.store.key_locks.hold(key_of(file), what=what, on_wait=on_wait)
                     )
@@ -189,12 +191,17 @@ class Bringing:
                 return source
             # Nobody looks at a text again; a weight is proven once more when it is shared.
             followed = fetch_proven(
-                self.place, file, fetch, store=self.near or self.store, may_trust=planned.is_weight
+                self.place, file, fetch, pool=self._pool, may_trust=planned.is_weight
             )
             if planned.is_weight and not is_shared_later:
                 with self._helped(file):
                     self.accept(planned, followed)
             return "fetch"
+
+    @property
+    def _pool(self) -> Pool:
+        """The pool that keeps wrong bytes: the near one, or the first."""
+        return self.near or self.store.pools()[0]
 
     @contextmanager
     def _helped(self, file: RemoteFile) -> Iterator[None]:
@@ -216,15 +223,14 @@ class Bringing:
         """Take what the store has, or a file that may have the bytes."""
         if not planned.is_large:
             return None
-        near = self.near
-        if near is not None and self._place_known(planned, near.find_here):
+        if self.near is not None and self._place_known(planned, self.near):
             return "link" if self.place.kinds(is_weight=planned.is_weight)[0] == "auto" else "copy"
         for each in planned.candidates:
             if self._claim(planned, each):
                 return "copy" if each.is_far else "reuse"
-        if self._place_known(planned, self.store.find):
+        if self._place_known(planned, None):
             return "copy"
-        # What another process has fetched is in its HF cache only: a text, or there is no volume.
+        # What another process has fetched is in its HF cache only: a text, or there is no pool.
         is_nowhere_else = self.near is None or not planned.is_weight
         if is_nowhere_else and any(self._claim(planned, each) for each in look_again()):
             return "reuse"
@@ -233,16 +239,14 @@ class Bringing:
     def _from_elsewhere(self, planned: PlannedFile, advance: Advance | None) -> Source | None:
         """Take what a tier has."""
         file, offer = planned.file, planned.offer
-        if planned.is_large and offer is None and self.store.tiers:
+        if planned.is_large and offer is None and self.store.sources:
             wanted = Wanted(algorithm=file.algorithm, value=file.etag, size=file.size)
-            offer = self.store.find_in_tiers([wanted]).get(wanted)
+            offer = self.store.asking.offers(self.store.sources, [wanted]).get(wanted)
         return "tier" if offer is not None and self._take(planned, offer, advance) else None
 
-    def _place_known(
-        self, planned: PlannedFile, find: Callable[[Algorithm, str], Blob | None]
-    ) -> bool:
-        """Place the blob that is found under the announced hash; False: none that is whole."""
-        blob = find(planned.file.algorithm, planned.file.etag)
+    def _place_known(self, planned: PlannedFile, pool: Pool | None) -> bool:
+        """Place the blob that a pool (None: any) has under the announced hash; False: none."""
+        blob = self.store.find(planned.file.algorithm, planned.file.etag, pool=pool)
         if blob is None:
             return False
         with _left_if_it_fails(f"blob {blob.digest} is not used"):  # it may be pruned by now
@@ -255,7 +259,7 @@ class Bringing:
         file, path, near = planned.file, candidate.path, self.near
         # It may change, go away, or have a broken disk.
         with _left_if_it_fails(f"{path} is not used for {file.path}"):
-            read: Read = set()
+            read = Read()
             hashes = self.store.digest_of(path, ("blake3", file.algorithm), read=read)
             if hashes.get(file.algorithm) != file.etag:
                 return False
@@ -266,23 +270,26 @@ class Bringing:
                     self._write(planned, lambda to: _copy(source, to, "blake3", hashes.digest))
             else:
                 self._bring_in(near, candidate, hashes.digest, read)
-                near.add_aliases(hashes.digest, {file.algorithm: file.etag})
+                self.store.catalog.add_hashes([(hashes.digest, {file.algorithm: file.etag})])
                 self._place(planned, hashes.digest)
             return True
         return False
 
-    def _bring_in(self, near: Store, candidate: Candidate, digest: str, read: Read) -> None:
+    def _bring_in(self, near: Pool, candidate: Candidate, digest: str, read: Read) -> None:
         """Make a file's bytes a blob: in place where the user lets us, else a copy.
 
         They are hashed, if not just now: what was remembered says where to look, no more.
         """
+        expected: dict[Algorithm, str] = {"blake3": digest}
         if candidate.may_link and not candidate.is_far:
             try:
-                near.adopt(candidate.path, expected={"blake3": digest}, read=read)
+                self.store.adopt(
+                    candidate.path, expected=expected, read=read, batch=self.watch.batch
+                )
                 return
             except FileSkippedError as error:
                 _log.debug("%s is copied: %s", candidate.path, error)
-        near.put_file(candidate.path, expected={"blake3": digest})
+        self.store.put_file(candidate.path, expected=expected, pool=near)
 
     def _take(self, planned: PlannedFile, offer: Offer, advance: Advance | None) -> bool:
         """Take the bytes from a tier; False, and a warning, if it fails to give them."""
@@ -299,9 +306,9 @@ class Bringing:
             if self.near is None or not planned.is_weight:  # texts are never shared
                 self._write(planned, lambda to: _write_offer(offer, to, expected, arrived))
             else:
-                blob = self.store.take(offer, expected, to=self.near, advance=arrived)
+                digest = offer.take(self.store, self.near, expected, arrived)
                 reached("tier: taken")
-                self._place(planned, blob.digest)
+                self._place(planned, digest)
             return True
         return False
 
@@ -317,6 +324,8 @@ class Bringing:
         except DestinationExistsError:
             self.prove(planned, spot)  # somebody else was faster
             return
+        if link.kind != "hardlink":
+            self.watch.copied(spot)
         is_copy = link.kind == "copy" and self.near is not None and planned.is_weight
         if is_copy and isinstance(self.place, CachePlace):
             self.prove(planned, spot)
@@ -328,7 +337,7 @@ class Bringing:
             try:
                 return self.store.place(
                     digest, spot, kind=kind, whole=planned.is_weight, overwrite=may_replace,
-                    keep=True, owner=self.place.owner,
+                    keep=True, batch=self.watch.batch, label="download",
                 )  # fmt: skip
             except CannotLinkError:
                 if number == len(kinds):
@@ -380,50 +389,50 @@ class Bringing:
         Raises DigestMismatchError, with nothing changed, if it has others. `followed` are hashes
         from the time of the download, if there are any: a head start, never a proof.
         """
-        announced, near = planned.file.announced, self.near
+        announced = planned.file.announced
         is_ours = planned.is_weight and self.place.holds(planned.file, path)
         # A link to a blob in a folder where others write in place is not safe for root.
         is_safe = isinstance(self.place, CachePlace) or effective_user() != 0
         hint = followed.digest if followed is not None and _agrees(followed, announced) else None
-        if near is not None and is_ours and is_safe:
-            known = _digest_of_blob(near, path, announced)
+        if self.near is not None and is_ours and is_safe:
+            known = _digest_of_blob(self.store, self.near, path, announced)
             if known is not None:
                 return known
             try:
-                return self._adopt(near, path, announced, followed if hint else None)
+                return self._share(path, announced, followed if hint else None)
             except (FileSkippedError, FileNotFoundError) as error:  # or undone in this moment
                 _log.debug("%s is not shared: %s", path, error)
-        store = near or self.store
-        if hint is not None and store.digest_of(path).digest == hint:
+        if hint is not None and self.store.digest_of(path).digest == hint:
             return hint
-        hashes = store.digest_of(path, ("blake3", *announced))
+        hashes = self.store.digest_of(path, ("blake3", *announced))
         if not _agrees(hashes, announced):
             file, found = planned.file, hashes.get(planned.file.algorithm)
             message = f"{file.path} has {file.algorithm} {found}, but {file.etag} was announced"
             raise DigestMismatchError(message, expected=file.etag, found=found)
         return hashes.digest
 
-    def _adopt(
-        self, near: Store, path: Path, announced: Mapping[Algorithm, str], followed: Hashes | None
+    def _share(
+        self, path: Path, announced: Mapping[Algorithm, str], followed: Hashes | None
     ) -> str:
-        owner = self.place.owner
-        digest = ""
+        """Let a file be a blob, or a link of the one that has its bytes; return the digest."""
         if followed is not None:
-            try:
-                expected: dict[Algorithm, str] = {"blake3": followed.digest}
-                digest = near.adopt(path, owner=owner, expected=expected).digest
-                near.add_aliases(digest, followed.values)
-            except DigestMismatchError:
-                pass  # what was followed is not what is there now: look at the file itself
-        if not digest:
-            digest = near.adopt(path, owner=owner, expected=announced).digest
-        if not os.path.samefile(path, near.volume.layout.blob(digest)):
-            # Its bytes are a blob in another inode: let it be a link to that one.
-            try:
-                near.replace(path, digest, owner=owner)
-            except StoreError as error:
-                _log.debug("%s keeps its own bytes: %s", path, error)
-        return digest
+            # What was followed may not be what is there now: then look at the file itself.
+            with suppress(DigestMismatchError):
+                digest = self._link_in(path, {"blake3": followed.digest})
+                self.store.catalog.add_hashes([(digest, followed.values)])
+                return digest
+        return self._link_in(path, announced)
+
+    def _link_in(self, path: Path, expected: Mapping[Algorithm, str]) -> str:
+        batch, read = self.watch.batch, Read()
+        blob = self.store.adopt(path, expected=expected, read=read, batch=batch)
+        if os.stat(path).st_ino != blob.inode:  # its bytes are a blob in another inode
+            (linked,) = self.store.link_many(
+                [path], label="download", batch=batch, replace=True, read=read
+            )
+            if linked.error is not None:
+                _log.debug("%s keeps its own bytes: %s", path, linked.error)
+        return blob.digest
 
     def prove_present(self, planned: PlannedFile) -> bool:
         """Prove a file that was there before; False: it is wrong, or gone.
@@ -458,7 +467,7 @@ class Bringing:
         reached("download: wrong")
         file = planned.file
         with self.store.key_locks.hold(
-            key_of(file), what="set wrong bytes aside", on_wait=self.store.volume.on_wait
+            key_of(file), what="set wrong bytes aside", on_wait=self.store.on_wait
         ):
             try:
                 self.prove(planned, path)
@@ -475,7 +484,7 @@ class Bringing:
             reached("download: hidden")
             kept = path
             if is_ours:
-                kept = move_to_bad(self.near or self.store, path, file.etag)
+                kept = move_to_bad(self._pool, path, file.etag)
             spot = self.place.spot(file)
             if os.path.islink(spot):  # to huggingface_hub's shared store, or to somebody's file
                 os.unlink(spot)
@@ -492,7 +501,7 @@ class Bringing:
 
         In an HF cache blobs are replaced as a whole.
         """
-        spot, store = self.place.spot(file), self.near or self.store
+        spot, store = self.place.spot(file), self.store
         is_there = isinstance(self.place, LocalPlace) and os.path.isfile(spot)
         if not isinstance(self.place, LocalPlace) or not file.announced:
             yield
@@ -504,22 +513,19 @@ class Bringing:
                 self.place.settled(file)
                 yield
                 return
-        with self.place.making_room(file, known, store.volume.layout.new_bad(file.etag)):
+        with self.place.making_room(file, known, self._pool):
             yield
 
 
 def _digest_of_blob(
-    near: Store, path: Path, announced: Mapping[Algorithm, str]
-) -> str | None:  # fmt: skip
+    store: Store, near: Pool, path: Path, announced: Mapping[Algorithm, str]
+) -> str | None:
     """Return the digest of a file that is a blob with these hashes: faster than by SHA-256."""
-    blob = near.blob_at(path)
-    if blob is None:
-        return None
-    aliases = near.aliases_of(blob)
-    if any(aliases.get(name) != value for name, value in announced.items()):
+    blob = store.blob_at(path)
+    if blob is None or not store.hashes_of(blob.digest).items() >= announced.items():
         return None
     try:
-        checked(near.volume, blob.digest)
+        checked(store, near, blob.digest)
     except StoreError:
         return None
     return blob.digest
@@ -546,7 +552,7 @@ def _copy(
     source: BinaryIO, target: int, algorithm: Literal["blake3", "sha256"], wanted: str
 ) -> None:
     """Copy a file, hashed on the way; FileSkippedError if it has other bytes."""
-    if copy_hashed(source, target, algorithm=algorithm) != wanted:
+    if copy_hashed(source.fileno(), target, algorithm=algorithm) != wanted:
         raise FileSkippedError(f"what was copied does not have {algorithm} {wanted}")
 
 
@@ -557,9 +563,7 @@ def _write_offer(
     hasher = Hasher(expected, size=offer.size)
     for chunk in offer.chunks():
         hasher.update(chunk)
-        view = memoryview(chunk)
-        while view:
-            view = view[os.write(target, view) :]
+        write_all(target, chunk)
         advance(len(chunk))
     with offer.judged():
         check_expected(hasher.finish(), expected, what="It")

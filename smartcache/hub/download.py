@@ -28,9 +28,10 @@ from smartcache.hub.plan import DownloadPlan, Sources
 from smartcache.hub.records import PlannedFile, RemoteFile, Source
 from smartcache.hub.transfer import StoppedError, Workers, bar_class, hidden_class, one_bar
 from smartcache.progress import Progress
-from smartcache.store.records import sighting_of
+from smartcache.store.catalog import FileRow
 from smartcache.store.store import Store
 from smartcache.system.faults import reached
+from smartcache.system.filesystems import filesystem_id
 
 _MOST_NAMED = 3
 _log = logging.getLogger(__name__)
@@ -40,11 +41,9 @@ def execute(plan: DownloadPlan, progress: Progress | None = None) -> DownloadRes
     """Carry out a plan; all that it changes is one entry of the history."""
     new: set[Path] = set()
     watch = Watch(is_new=lambda path: _real(path) in new)
-    with watch.batches(plan.store, "download"):
+    with watch.batch_of(plan.store, "download"):
         download = _Download(plan, progress, watch, new)
         path = download.run()
-        for _, batch in watch.open_batches:
-            batch.flush()
     fetched, changes = watch.fetched_size + download.size_without_bar(), watch.changes()
     wanted = plan.fetch_size + plan.tier_size + plan.saved_size
     return DownloadResult(
@@ -169,22 +168,20 @@ class _Download:
         file = arrival.file
         planned = self._files[file.path]
         sources = partial(Sources, self._store, self._request.cache_dir, self._place.root)
-        with self._watch.joining():
-            source = self._bringing.bring(
-                replace(planned, candidates=()), is_second=True,
-                fetch=arrival.fetch, look_again=lambda: sources().candidates(file)[0],
-                advance=self._arrived, is_forced=arrival.is_forced,
-                is_shared_later=arrival.will_be_moved,
-            )  # fmt: skip
+        source = self._bringing.bring(
+            replace(planned, candidates=()), is_second=True,
+            fetch=arrival.fetch, look_again=lambda: sources().candidates(file)[0],
+            advance=self._arrived, is_forced=arrival.is_forced,
+            is_shared_later=arrival.will_be_moved,
+        )  # fmt: skip
         self._came[file.etag] = source or "fetch"
         if source != "fetch":
             return patches.ANSWERED
         return partial(self._accept, planned) if arrival.will_be_moved else None
 
     def _accept(self, planned: PlannedFile) -> None:
-        with self._watch.joining():
-            if planned.is_weight:
-                self._bringing.accept(planned)
+        if planned.is_weight:
+            self._bringing.accept(planned)
 
     def _arrived(self, size: int) -> None:
         if self._is_stopping.is_set():
@@ -222,12 +219,11 @@ class _Download:
 
     def _locally(self, planned: PlannedFile, workers: Workers) -> None:
         """Bring a file to its place without the Hub; what fails is fetched after all."""
-        with self._watch.joining():
-            if planned.source == "present" and self._bringing.prove_present(planned):
-                self._advance(planned.size)
-                return
-            with self._bringing.making_room(planned.file):
-                source = self._bringing.bring(planned, advance=self._arrived)
+        if planned.source == "present" and self._bringing.prove_present(planned):
+            self._advance(planned.size)
+            return
+        with self._bringing.making_room(planned.file):
+            source = self._bringing.bring(planned, advance=self._arrived)
         if source is None:
             workers.add("fetch", partial(self._fetch, planned))
         elif source != "tier" and planned.source != "link":
@@ -236,8 +232,7 @@ class _Download:
     def _fetch(self, planned: PlannedFile) -> None:
         """Let huggingface_hub download a large file; what it downloads is answered."""
         file, plan = planned.file, self._plan
-        with self._watch.joining(), self._answering.here(), ExitStack() as stack:
-            stack.enter_context(self._bringing.making_room(file))
+        with self._answering.here(), self._bringing.making_room(file):
             if planned.offer is not None and self._bringing.bring(planned, advance=self._arrived):
                 return
             if not planned.is_large:
@@ -296,8 +291,7 @@ class _Download:
         """Prove the weights that nobody has proven yet, as those of huggingface_hub's own store."""
         weights = [each for each in self._plan.files if each.is_weight]
         paths = {each.file.path: self._place.found(each.file) for each in weights}
-        store = self._bringing.near or self._store
-        known = store.known_hashes(path for path in paths.values() if path is not None)
+        known = self._store.known_hashes(path for path in paths.values() if path is not None)
         for each in weights:
             path = paths[each.file.path]
             values = {} if path is None else known.get(path, {})
@@ -321,6 +315,13 @@ class _Download:
             remember_cache(self._store, self._place.cache_dir)
             return
         large = [self._place.found(each.file) for each in self._plan.files if each.is_large]
-        with self._store.catalog.write():
+        catalog = self._store.catalog
+        with catalog.write():
             for path in filter(None, large):
-                self._store.catalog.add_sighting(sighting_of(path))
+                around = map(catalog.folder_number, path.parents)
+                folder = next(filter(None, around), None)
+                if folder is None:
+                    folder = catalog.set_folder(path.parent, program="", walked=False)
+                catalog.set_directory(os.fsencode(path.parent), folder)
+                st = os.stat(path)
+                catalog.remember([FileRow.of(filesystem_id(path, st), st, names=[path])])

@@ -1,8 +1,8 @@
 """What was done to files, so that it is said: links, lost permission to write, and the way back.
 
 Everything that a download, an import or a library's loading changes about files goes through the
-journal. `Watch` listens to the batches it opens, so that what is said is what was done, and its id
-is the one that undo knows.
+journal. `Watch` has the batch that it all belongs to, so that what is said is what was done, and
+its id is the one that undo knows.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from smartcache.sizes import format_size
-from smartcache.store.changes.journal import Batch, Change
+from smartcache.store.journal import Batch
 from smartcache.store.records import KnownFolder
 from smartcache.store.store import Store
 
@@ -27,6 +28,7 @@ _READ = stat.S_IRGRP | stat.S_IROTH
 _WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _MOST_NAMED = 3
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,38 +127,28 @@ def log_changes(repo: object, changes: FileChanges, store: Store) -> None:
 
 
 class Watch:
-    """Hears what is done to files in its batches. `is_new`: a file was not there before."""
+    """Knows what is done to files in its batches. `is_new`: a file was not there before."""
 
     def __init__(self, is_new: Callable[[Path], bool]) -> None:
         self._is_new = is_new
-        self._changes: list[Change] = []
+        self._batches: list[Batch] = []
         self._copies: list[Path] = []
-        self._freed = 0
-        self.open_batches: list[tuple[Store, Batch]] = []
+        self.batch: Batch | None = None
+        """The one that is open: changes of all threads belong to it."""
         self._gate = threading.Lock()
         self.fetched_size = 0
         self.taken_size = 0
 
     @contextmanager
-    def batches(self, store: Store, label: str) -> Iterator[list[tuple[Store, Batch]]]:
-        """Let what is changed in this block be one entry of the history on each volume."""
-        with ExitStack() as stack:
-            made = [(each, stack.enter_context(each.batch(label))) for each in store.stores()]
-            for _, batch in made:
-                batch.on_done = self._hear
-            self.open_batches = made
+    def batch_of(self, store: Store, label: str) -> Iterator[None]:
+        """Let what is changed in this block be one entry of the history."""
+        with store.batch(label) as batch:
+            self._batches.append(batch)
+            self.batch = batch
             try:
-                yield made
+                yield
             finally:
-                self.open_batches = []
-
-    @contextmanager
-    def joining(self) -> Iterator[None]:
-        """Let what this thread changes in the block belong to the batches that are open."""
-        with ExitStack() as stack:
-            for store, batch in self.open_batches:
-                stack.enter_context(store.joining(batch))
-            yield
+                self.batch = None
 
     def count(self, size: int) -> None:
         """Take note of bytes that came from the Hub."""
@@ -173,40 +165,33 @@ class Watch:
         with self._gate:
             self._copies.append(path)
 
-    def _hear(self, change: Change, freed: int) -> None:
-        if change.op in ("adopt", "place", "replace"):
-            with self._gate:
-                self._changes.append(change)
-                self._freed += freed
-
     def changes(self) -> FileChanges:
         """Return what was done to files, and they are still there."""
-        with self._gate:
-            changes = [each for each in self._changes if os.path.lexists(each.place)]
-            copies = list(self._copies)
-        linked, read_only, new, narrow = [], [], [], []
-        for each in changes:
-            if each.op == "place" and each.kind in ("copy", "reflink"):
-                copies.append(each.path)
+        linked, read_only, new, narrow, undo_ids = [], [], [], [], []
+        changes = ((batch, each) for batch in self._batches for each in batch.changes)
+        for batch, each in changes:
+            if each.how == "copy" or not os.path.lexists(each.path):
                 continue
-            if each.op != "adopt":
+            undo_ids.append(batch.id)
+            is_placed = each.how in ("create", "give")
+            if each.how != "become":
                 linked.append(each.path)
-            if each.op == "place" or self._is_new(each.path):
+            if is_placed or self._is_new(each.path):
                 new.append(each.path)
-            elif (each.mode or 0) & _WRITE:
+            elif each.mode & _WRITE:
                 read_only.append(each.path)
-            if each.op == "place" and _is_narrow(each.place):
+            if is_placed and _is_narrow(each.path):
                 narrow.append(each.path)
         return FileChanges(
-            linked=_unique(linked), copied=_unique(copies), read_only=_unique(read_only),
+            linked=_unique(linked), copied=_unique(self._copies), read_only=_unique(read_only),
             new_read_only=_unique(new), narrow=_unique(narrow),
-            freed_size=self._freed,
-            undo_ids=tuple(dict.fromkeys(each.batch for each in changes)),
+            freed_size=sum(each.freed for each in self._batches),
+            undo_ids=_unique(undo_ids),
         )  # fmt: skip
 
 
-def _unique(paths: list[Path]) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys(paths))
+def _unique(each: list[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(each))
 
 
 def _is_narrow(path: Path) -> bool:

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from smartcache.hub import layout
 from smartcache.hub.records import RemoteFile, Repo, announced_by
 from smartcache.store import Kind
-from smartcache.store.records import Owner
+from smartcache.store.layout import Pool
 from smartcache.system.kernel import effective_user, take_lease
 
 _MOST_NOTE = 4096
@@ -58,15 +58,6 @@ class CachePlace:
     def memory(self) -> Path:
         """Where huggingface_hub keeps listings."""
         return self.folder
-
-    @property
-    def owner(self) -> Owner | None:
-        """Who keeps the blobs of this revision alive."""
-        if not self.commit:
-            return None
-        shown = os.fsencode(self.cache_dir).decode("utf-8", "backslashreplace")
-        name = f"{self.repo}@{self.commit} in {shown}"
-        return Owner(kind="repo", name=name, path=self.root, root=self.cache_dir)
 
     def spot(self, file: RemoteFile) -> Path:
         """Return where the bytes of a file are to be."""
@@ -200,11 +191,6 @@ class LocalPlace:
         """What the user gets."""
         return self.local_dir
 
-    @property
-    def owner(self) -> Owner | None:
-        """Nobody: hard links keep their bytes by themselves, and copies need none."""
-        return None
-
     def spot(self, file: RemoteFile) -> Path:
         """Return where the bytes of a file are to be."""
         parts = layout.safe_parts(file.path)
@@ -287,12 +273,12 @@ class LocalPlace:
             os.unlink(self._note(file))
 
     @contextmanager
-    def making_room(self, file: RemoteFile, known: str | None, kept: Path) -> Iterator[None]:
+    def making_room(self, file: RemoteFile, known: str | None, pool: Pool) -> Iterator[None]:
         """Let another file come in this block to where a stale one is.
 
         huggingface_hub writes through links there, and deletes what is stale. So what is the
-        user's own (`known` is its hash, if that is known) or has other names moves to `kept`
-        before. It comes back if nothing has come; what was from the Hub does not stay in `kept`.
+        user's own (`known` is its hash, if that is known) or has other names moves to `bad/` of a
+        pool before. It comes back if nothing has come; what was from the Hub does not stay there.
         """
         spot = self.spot(file)
         try:
@@ -305,6 +291,8 @@ class LocalPlace:
         if not (is_own or stat.S_ISLNK(mode) or (is_file and links > 1)):
             yield
             return
+        pool.create()
+        kept = pool.new_bad(file.etag)
         is_near = os.lstat(spot).st_dev == os.stat(kept.parent).st_dev
         aside = kept if is_near else self._note(file).with_name(kept.name)
         aside.parent.mkdir(parents=True, exist_ok=True)

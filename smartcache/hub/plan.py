@@ -24,18 +24,19 @@ from functools import cached_property
 from pathlib import Path
 
 from smartcache.config import load_settings
-from smartcache.errors import ConfigError, StoreError, StoreFormatError
+from smartcache.errors import ConfigError, StoreFormatError
 from smartcache.hub import layout, remote
-from smartcache.hub.bring import near_store
+from smartcache.hub.bring import near_pool
 from smartcache.hub.outcome import HUGGING_FACE, DownloadResult
 from smartcache.hub.places import CachePlace, LocalPlace, Place
 from smartcache.hub.records import Candidate, PlannedFile, RemoteFile, Repo, Source, announced_by
 from smartcache.hub.remote import Access, Patterns
 from smartcache.progress import Progress, silent
-from smartcache.store.changes.userfile import is_incomplete
+from smartcache.store.layout import Pool
+from smartcache.store.sources import Wanted
 from smartcache.store.store import Store
-from smartcache.store.tiers import Wanted
-from smartcache.system.filesystems import free_bytes, need_room, probe
+from smartcache.store.userfile import is_incomplete
+from smartcache.system.filesystems import can_reflink, free_bytes, nearest_existing, need_room
 from smartcache.system.hashing import Algorithm
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -148,7 +149,7 @@ class DownloadPlan:
     def needed_size(self) -> int:
         """Bytes that are written, at most, all on the filesystem that the files are wanted on.
 
-        What is stored on the way is stored there too, if there is a volume; else nothing is.
+        What is stored on the way is stored there too, if there is a pool; else nothing is.
         """
         return self._needed()
 
@@ -170,8 +171,8 @@ class DownloadPlan:
 
     def _needed(self, *, clones: bool = False) -> int:
         """Return what is written. `clones`: copies within this disk share their blocks."""
-        near = None if self.opened is None else near_store(self.opened, self.place.root)
-        is_writable = near is not None and near.settings.keep_writable
+        near = None if self.opened is None else near_pool(self.opened, self.place.root)
+        is_writable = near is not None and self.store.settings.keep_writable
         is_link = self.place.kinds(is_weight=True)[0] == "auto" and not is_writable
 
         def written(each: PlannedFile) -> int:
@@ -182,7 +183,7 @@ class DownloadPlan:
             placed = 0 if is_link or clones else each.size
             if each.source == "link":
                 return placed
-            if each.digest:  # a copy of a blob, here or on another volume
+            if each.digest:  # a copy of a blob, here or on another filesystem
                 return each.size if is_link else placed
             is_blob_soon = is_here and first is not None and (first.may_link or clones)
             return placed + (0 if is_blob_soon else each.size)
@@ -196,11 +197,8 @@ class DownloadPlan:
         )
 
     def _can_clone(self) -> bool:
-        near = None if self.opened is None else near_store(self.opened, self.place.root)
-        try:
-            return near is not None and probe(near.volume.layout.tmp).reflink
-        except StoreError:  # not even that much room
-            return False
+        near = None if self.opened is None else near_pool(self.opened, self.place.root)
+        return near is not None and can_reflink(nearest_existing(near.tmp))
 
     def _begun(self, each: PlannedFile) -> int:
         """Return what an interrupted download has left of a file that is fetched."""
@@ -370,7 +368,8 @@ class Sources:
         caches = [each.path for each in folders if each.program == HUGGING_FACE]
         self._caches = list(dict.fromkeys(map(_real, (cache_dir, *caches))))
         self._given = {_real(each.path) for each in folders if each.is_given}
-        self._inside = "\0" if store is None else os.path.join(os.path.realpath(store.root), "")
+        pools = [] if store is None else store.pools()
+        self._inside = tuple(os.path.join(os.path.realpath(each.root), "") for each in pools)
 
     def candidates(self, file: RemoteFile) -> tuple[tuple[Candidate, ...], int]:
         """Return the files that may have the bytes, likeliest first; and how many were left out.
@@ -522,7 +521,7 @@ class Planning:
         self._also = tuple(also)
         self._known = known
         self._look = look
-        self._near = None if store is None else near_store(store, place.root)
+        self._near = None if store is None else near_pool(store, place.root)
         settings = load_settings() if store is None else store.settings
         self._min_size = settings.link_min_size
         self.warnings: list[str] = []
@@ -532,8 +531,7 @@ class Planning:
         seen = {} if is_forced else self._place.look_all(files, self._min_size)
         plans = [self._from_place(file, *seen.get(file.path, (None, False))) for file in files]
         weights = [each.found for each in plans if each.found is not None and each.is_weight]
-        store = self._near or self._store
-        known = {} if store is None else store.known_hashes(weights)
+        known = {} if self._store is None else self._store.known_hashes(weights)
         plans = [_compared(each, known) for each in plans]
         if isinstance(self._place, CachePlace):
             # Bytes that are a text under another name have one spot: they are not shared.
@@ -562,9 +560,10 @@ class Planning:
         store, near = self._store, self._near
         if (store is None and not self._also) or not any(map(_is_missing, plans)):
             return plans
-        if near is not None:
+        if store is not None and near is not None:
             plans = [
-                _from_store(each, near, "link" if self._by_link(each) else "copy") for each in plans
+                _from_store(each, store, "link" if self._by_link(each) else "copy", near)
+                for each in plans
             ]
         if self._look is not None and any(map(_is_missing, plans)):
             self._look()
@@ -578,7 +577,7 @@ class Planning:
         return self._place.kinds(is_weight=planned.is_weight)[0] == "auto"
 
     def _from_machine(self, planned: PlannedFile, sources: Sources) -> PlannedFile:
-        """Plan to take a near file, a blob of another volume, or a far file."""
+        """Plan to take a near file, a blob of another filesystem, or a far file."""
         file, store = planned.file, self._store
         candidates, left_out = sources.candidates(file)
         candidates = tuple(each for each in candidates if each.path != planned.found)
@@ -588,10 +587,9 @@ class Planning:
             )
         if candidates and not candidates[0].is_far:
             return replace(planned, source="reuse", candidates=candidates)
-        for each in () if store is None else store.stores():
-            known = _from_store(planned, each, "copy")
-            if known.digest:
-                return known
+        known = planned if store is None else _from_store(planned, store, "copy")
+        if known.digest:
+            return known
         if candidates:
             return replace(planned, source="copy", candidates=candidates)
         return planned
@@ -602,7 +600,7 @@ class Planning:
         Small ones too, because a tier may be near and the Hub far, or not to be reached.
         """
         store, missing = self._store, [each for each in plans if self._may_come(each)]
-        if store is None or not missing or not store.tiers:
+        if store is None or not missing or not store.sources:
             return plans
         from smartcache.hub.care.tiered import pushed_objects
 
@@ -615,7 +613,7 @@ class Planning:
             for each in missing
             if each.is_large and each.file.etag not in offers
         }
-        found = store.find_in_tiers(set(wanted.values()))
+        found = store.asking.offers(store.sources, set(wanted.values()))
         offers |= {etag: found[each] for etag, each in wanted.items() if each in found}
         taken = {
             each.file.path: offers[each.file.etag]
@@ -641,10 +639,12 @@ def _is_missing(planned: PlannedFile) -> bool:
     return planned.is_large and planned.source == "fetch"
 
 
-def _from_store(planned: PlannedFile, store: Store, source: Source) -> PlannedFile:
+def _from_store(
+    planned: PlannedFile, store: Store, source: Source, pool: Pool | None = None
+) -> PlannedFile:
     if not _is_missing(planned):
         return planned
-    blob = store.find_here(planned.file.algorithm, planned.file.etag)
+    blob = store.find(planned.file.algorithm, planned.file.etag, pool=pool)
     return planned if blob is None else replace(planned, source=source, digest=blob.digest)
 
 

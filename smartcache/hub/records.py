@@ -11,12 +11,12 @@ from typing import Literal
 from smartcache.errors import ConfigError
 from smartcache.hub import REPO_TYPES, RepoType
 from smartcache.store.records import LINKED_SUFFIXES
-from smartcache.store.tiers import Offer
+from smartcache.store.sources import Offer
 from smartcache.system.hashing import Algorithm
 
 Source = Literal["present", "link", "reuse", "copy", "tier", "fetch"]
 """Where a file comes from: this repo's cache, the store, a file of a known folder that has to be
-hashed first and is then adopted or copied, another volume, a tier, the Hub."""
+hashed first and is then adopted or copied, another filesystem, a tier, the Hub."""
 
 _EDITED = frozenset(
     (".json", ".jsonl", ".txt", ".yaml", ".yml", ".toml", ".cfg", ".py", ".ipynb", ".md", ".jinja",

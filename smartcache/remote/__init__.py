@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from smartcache.remote.upkeep import plan_gc as plan_gc
     from smartcache.remote.upkeep import remove_damaged as remove_damaged
     from smartcache.remote.upkeep import verify_tier as verify_tier
-    from smartcache.store.tiers import Found as Found
+    from smartcache.store.sources import Found as Found
 
 _HOMES = {
     "ray": ("RayEngine",),

@@ -45,7 +45,7 @@ from smartcache.errors import (
 from smartcache.progress import Progress, silent
 from smartcache.remote.folder import Files, Listed, is_place_of_folder, odd
 from smartcache.remote.forked import Readers
-from smartcache.store.tiers import Found
+from smartcache.store.sources import Found
 
 FORMAT: Final = 1
 KINDS: Final = ("repos", "blobs", "sets", "datasets")

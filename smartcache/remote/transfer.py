@@ -46,8 +46,8 @@ from smartcache.hub import (
 )
 from smartcache.progress import Progress, silent
 from smartcache.remote.tier import Sent, Tier, in_parallel
+from smartcache.store.sources import Document, Found, Offer
 from smartcache.store.store import Store
-from smartcache.store.tiers import Document, Found, Offer
 from smartcache.system.faults import reached
 from smartcache.system.hashing import Algorithm
 from smartcache.training import dataset_folder
@@ -292,13 +292,10 @@ def _hashed(store: Store, export: ExportPlan, progress: Progress) -> tuple[Tiere
 
 
 def _blob_step(store: Store, tier: Tier, digest: str) -> Step:
-    blob = store.find("blake3", digest)
-    if blob is None:
-        raise BlobNotFoundError(f"No blob {digest}", digest=digest)
-    holder = next(each for each in store.stores() if each.find_here("blake3", digest) is not None)
-    aliases = holder.aliases_of(holder.get(digest))
-    names = {name: value for name, value in aliases.items() if name in _ALIASES}
-    known_as = sorted({link.path.name for link in holder.links_of(holder.get(digest))})
+    blob = store.get(digest)
+    hashes = store.hashes_of(digest)
+    names = {name: value for name, value in hashes.items() if name in _ALIASES}
+    known_as = sorted({path.name for path in store.names_of(digest)})
     path = store.path_of(digest)
     load = _Load(files={digest: (path, blob.size)}, names={digest: names})
     missing = load.missing(tier.sizes([digest]))
@@ -441,19 +438,17 @@ def _pull_blob(store: Store, tier: Tier, digest: str) -> Step:
         message = f"The tier {tier.name} has no blob {digest}"
         raise MissingObjectError(message, tier=tier.name, digest=digest)
     hashes = {} if document is None else _hashes(document["content"], tier)
-    is_here = store.find("blake3", digest) is not None
+    is_here = store.has(digest)
 
     def execute(progress: Progress) -> Sent:
-        if store.find("blake3", digest) is None:
+        if not store.has(digest):
             with progress(f"Pulling {digest[:12]}", size, "bytes") as job:
-                store.take(Offer(tier=tier, digest=digest, size=size), hashes, advance=job.advance)
+                offer = Offer(tier=tier, digest=digest, size=size)
+                offer.take(store, store.layout, hashes, job.advance)
             sent = Sent(objects=1, size=size)
         else:
             sent = Sent(skipped=1, skipped_size=size)
-        for each in store.stores():
-            if each.find_here("blake3", digest) is not None:
-                each.pin(digest)  # else the next prune takes it away
-                break
+        store.pin(digest)  # else the next prune takes it away
         return sent
 
     return Step(

@@ -19,7 +19,7 @@ from smartcache.progress import Progress, silent
 from smartcache.remote.folder import Listed
 from smartcache.remote.tier import MOST_NAME, Advance, Tier, in_parallel, kind_of, unless
 from smartcache.remote.transfer import described
-from smartcache.store.tiers import Offer
+from smartcache.store.sources import Offer
 
 YOUNG = timedelta(hours=24)
 """What is younger may belong to a push that has not come to its document."""

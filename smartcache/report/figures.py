@@ -25,7 +25,7 @@ from smartcache.progress import Progress, silent
 from smartcache.report.naming import Naming
 from smartcache.report.roles import roles
 from smartcache.report.titles import kind_of
-from smartcache.store.records import Seen
+from smartcache.store.records import KnownFile
 from smartcache.store.store import Store
 from smartcache.system.filesystems import free_bytes, mount_of
 
@@ -102,7 +102,9 @@ class Report:
     uncompared: int
     """Files from `min_size` that have another of their size and were never compared with it."""
     problems: tuple[Problem, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    damaged: tuple[Problem, ...] = ()
+    """Model files that were damaged when a scan last looked at them."""
     left: tuple[Left, ...] = ()
     """Duplicates that `dedup` leaves alone, with the options that would include them."""
     artifact_sets: tuple[tuple[SetInfo, int], ...] = ()
@@ -115,7 +117,7 @@ class Report:
     """The sums of each folder, the largest first."""
     groups: tuple[Group, ...] = ()
     """Every group of copies, by size of file; only of a detailed report, as the next."""
-    files: tuple[tuple[Seen, ...], ...] = ()
+    files: tuple[tuple[KnownFile, ...], ...] = ()
     """Every file, given by all its names."""
 
 
@@ -135,7 +137,7 @@ def make_report(
     now = datetime.now(UTC)
     walked = [each.folder for each in found.folders if each.folder is not None]
     counting = _Counting(walked, min_size)
-    files: list[tuple[Seen, ...]] = []
+    files: list[tuple[KnownFile, ...]] = []
     groups: list[Group] = []
     with progress("Counting", found.total.files) as job:
         rows = store.sighted([folder.path for folder in walked])
@@ -151,12 +153,12 @@ def make_report(
             groups.append(group)
     sets = sorted(usage_of_sets(store), key=lambda each: (-each[0].on_disk, each[0].full_name))
     prunable = {name: size for name, size in prunable_sizes(store).items() if size}
-    roots = {each.volume.filesystem: each.root for each in store.stores()}
+    roots = {pool.filesystem: pool.root for pool in store.pools()} if prunable else {}
     places = {name: roots[name] for name in prunable} | counting.places
     return replace(
         counting.report(found, now), artifact_sets=tuple(sets), prunable=sum(prunable.values()),
         disks=_disks(places, prunable), figures=found.folders, groups=tuple(groups),
-        files=tuple(files),
+        files=tuple(files), damaged=found.damaged,
     )  # fmt: skip
 
 
@@ -183,7 +185,7 @@ class _Table:
             self._rows[label] = Sums(label=label)
         return self._rows[label]
 
-    def add(self, same: Sequence[Seen], labels: Iterable[str]) -> None:
+    def add(self, same: Sequence[KnownFile], labels: Iterable[str]) -> None:
         """Count the names of one file, each under its label; without a label it is left out."""
         saved, count = _saved(same), len(same)
         counted: set[str] = set()
@@ -216,12 +218,12 @@ class _Counting:
         self._total, self._programs, self._kinds, self._repos = (_Table() for _ in range(4))
         self._small_kinds: dict[str, str] = {}
         self._sizes: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
-        self._shared: list[tuple[int, int, tuple[Path, ...], list[Seen]]] = []
+        self._shared: list[tuple[int, int, tuple[Path, ...], list[KnownFile]]] = []
         self._across: list[tuple[int, str, Group]] = []
         self.places: dict[str, Path] = {}
         """A file on each filesystem that has some."""
 
-    def add(self, same: list[Seen]) -> None:
+    def add(self, same: list[KnownFile]) -> None:
         """Count one file, given by all its names."""
         first = same[0]
         self.places.setdefault(first.filesystem, first.path)
@@ -292,7 +294,6 @@ class _Counting:
             uncompared=sum(new for all_, new in self._sizes.values() if all_ > 1),
             left=found.left,
             problems=found.problems,
-            warnings=found.warnings,
         )
 
     def _shared_files(self) -> Iterable[SharedFile]:
@@ -310,7 +311,7 @@ def _program(folder: ModelFolder) -> str:
     return folder.program or str(folder.path)
 
 
-def _saved(same: Sequence[Seen]) -> int:
+def _saved(same: Sequence[KnownFile]) -> int:
     """Return the room that the names of one file beyond the first do not take."""
     return same[0].allocated * (len(same) - 1)
 

@@ -33,7 +33,7 @@ from smartcache.report.figures import Report
 from smartcache.report.names import Namer
 from smartcache.report.naming import Naming, from_home, is_hash, left_options, left_words
 from smartcache.report.roles import roles
-from smartcache.store.records import Seen
+from smartcache.store.records import KnownFile
 from smartcache.store.store import Store
 from smartcache.system.ownfiles import atomically
 
@@ -69,14 +69,13 @@ class Beside:
 
 def look_beside(store: Store, report: Report) -> Beside:
     """Ask the store and the HF caches of the report for their figures."""
-    stores = list(store.stores())
     caches = [folder.path for folder in report.folders if folder.program == _HUGGING_FACE]
-    census = Census(scan_caches(caches), stores)
+    census = Census(scan_caches(caches), store)
     # By the links there are now: what was deleted since the last look is only in the store.
     return Beside(
         repos=[*_repos(census)],
         components=_components(census),
-        only_smartcache=sum(each.usage().only_smartcache for each in stores),
+        only_smartcache=store.usage().only_smartcache,
     )
 
 
@@ -183,8 +182,8 @@ def document(
             for info, freeable in report.artifact_sets
         ],
         "warnings": [
-            *map(clean, report.warnings),
-            *(clean(f"{from_home(each.path)}: {each.reason}") for each in report.problems),
+            clean(f"{from_home(each.path)}: {each.reason}")
+            for each in (*report.damaged, *report.problems)
         ],
     }
 
@@ -267,12 +266,12 @@ class _Map:
                 })  # fmt: skip
         return root.nodes(self._clean, is_top=True)
 
-    def _state(self, name: Seen) -> str:
+    def _state(self, name: KnownFile) -> str:
         if (name.filesystem, name.inode) in self._duplicates:
             return "duplicate"
         return "shared" if name.links > 1 else "own"
 
-    def _shown_as(self, name: Seen) -> tuple[str, list[str]]:
+    def _shown_as(self, name: KnownFile) -> tuple[str, list[str]]:
         """Return the path of a file from the home, and its steps from the folder it was met in."""
         path, inside = str(name.path), os.path.join(name.folder, "")
         if path.startswith(inside):
@@ -282,7 +281,7 @@ class _Map:
         shown = from_home(name.path)
         return shown, list(os.path.split(shown))
 
-    def _place(self, name: Seen, parts: list[str]) -> list[str]:
+    def _place(self, name: KnownFile, parts: list[str]) -> list[str]:
         """Return where a file stands in the tree: program, model or folders, its own name."""
         folder = self._folders[name.folder]
         top = [folder.program or self._shown[name.folder]]

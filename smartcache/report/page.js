@@ -110,7 +110,7 @@
   $("cards").append(
     card("Apparent size", total.logical, "What all names add up to"),
     card("On disk", total.physical, total.store
-      ? `Each file once; ${size(total.store)} more held only by smartcache` : "Each file once"),
+      ? `Each file once; ${size(total.store)} more that only smartcache has` : "Each file once"),
     card("Saved by sharing", total.saved, total.saved ? "Further names that take no room" : "No file is shared yet"),
     card("Can be freed", certain, certain ? "With the commands below"
       : data.actions.length ? "See below what else there is" : "No file is here twice, and nothing is left over", "main"),

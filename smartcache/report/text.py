@@ -82,7 +82,11 @@ def _summary(report: Report, dedup: str, allowing: str) -> Iterator[str]:
         yield f"{files} never compared with others of the same size: 'smartcache scan' would."
     if report.prunable:
         size = format_size(report.prunable)
-        yield f"{size} are held only by smartcache; 'smartcache prune' frees them."
+        yield f"{size} can be freed. Run 'smartcache prune'."
+    if report.damaged:
+        more = len(report.damaged) - MOST_ROWS
+        named = ", ".join(f"{each.path.name} {each.reason}" for each in report.damaged[:MOST_ROWS])
+        yield f"Damaged: {named}{f' and {more:,} more' if more > 0 else ''}. Get them again."
 
 
 def _disks(disks: tuple[Disk, ...]) -> Section:

@@ -1,70 +1,50 @@
 """Immutable blobs on disk, named by the digest of their bytes: written, believed, proven, copied.
 
-A blob is written to `tmp/`, hashed while written, made read-only and then linked to its name. So
-what gets a name under `blobs/` is complete and verified: there is no state between absent and
+A blob is written without a name, hashed while written, made read-only and then linked to its name.
+So what gets a name under `blobs/` is complete and verified: there is no state between absent and
 whole.
 
 Whether it still is, is asked by `checked` and `open_blob`, which stand between the store and
-everybody who wants bytes: what its row does not vouch for (`Blob.vouches`) is hashed before it is
-used. A wrong one goes to `bad/`, by inode, so that a good file that took its name meanwhile is
-never the one that goes; so does what is not a regular file. Copies are hashed while they are made:
-wrong bytes are never handed on.
+everybody who wants bytes: what is not believed (`hashes.believed`) is hashed before it is used. A
+wrong one goes to `bad/`, by inode, so that a good file that took its name meanwhile is never the
+one that goes; so does what is not a regular file. Copies are hashed while they are made: wrong
+bytes are never handed on.
 
-The row of a blob is renewed in the same transaction as our own link operation (`own_unlink`,
-`renew`), and only if its bytes were as recorded right before: an edit from outside is never taken
-for our doing.
+Our own links and unlinks move the change time of an inode. Who makes them does so in `relinking`,
+under the lock: what was believed right before is believed right after.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, Self
 
-from smartcache.errors import (
-    BlobNotFoundError,
-    DamagedBlobError,
-    DigestMismatchError,
-    FileChangedError,
-    FileSkippedError,
-    LockTimeoutError,
-    NoSpaceError,
-    SizeMismatchError,
-    SmartcacheError,
-    StoreError,
-    StoreUnwritableError,
-    UnsafeFileError,
-)
-from smartcache.store.hashes import recall
-from smartcache.store.records import LINKED_SUFFIXES, Blob, Trust, judge
-from smartcache.store.volume import Volume
+from smartcache import errors
+from smartcache.progress import Progress, silent
+from smartcache.store.catalog import RACY, FileRow, Known
+from smartcache.store.hashes import Read, believed, boot_for, recall, with_digest
+from smartcache.store.home import Home
+from smartcache.store.layout import Pool, Work, explained, listed
+from smartcache.store.records import LINKED_SUFFIXES, Blob
+from smartcache.store.userfile import is_same, look
+from smartcache.system import kernel
 from smartcache.system.faults import reached
-from smartcache.system.filesystems import filesystem_id
+from smartcache.system.filesystems import nearest_existing
 from smartcache.system.hashing import Advance, Algorithm, Hasher, Hashes, check_hex, hash_file
-from smartcache.system.kernel import (
-    RACY_NS,
-    StatKey,
-    allocated_bytes,
-    clone,
-    effective_user,
-    preallocate,
-    sync_directory,
-)
-from smartcache.system.locks import Claim
-from smartcache.system.ownfiles import open_own
-from smartcache.system.sqlite import signed
+from smartcache.system.kernel import StatKey
+from smartcache.system.ownfiles import create_own, open_own
 
 CHUNK = 1 << 20
 READ_ONLY = 0o444
 _TOUCH_SECONDS = 3600
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_PATIENCE = 1.0
+"""Seconds to wait until a damaged blob can be moved away: nobody is given it meanwhile."""
 _log = logging.getLogger(__name__)
 
 Expected = Mapping[Algorithm, str]
@@ -73,114 +53,110 @@ Expected = Mapping[Algorithm, str]
 # written
 
 
-def put_stream(  # noqa: PLR0913 - what a blob can be made of
-    volume: Volume,
+def put_stream(
+    home: Home,
+    pool: Pool,
     chunks: Iterable[bytes | bytearray | memoryview],
     *,
     size: int | None = None,
     expected: Expected | None = None,
     algorithms: Iterable[Algorithm] = (),
-    mtime_ns: int | None = None,
-    mode: int = READ_ONLY,
     advance: Advance | None = None,
     durable: bool = True,
-) -> Blob:
-    """Write a stream into the store; return the blob. Nothing becomes a blob unless it checks.
+) -> str:
+    """Write a stream into a pool; return its digest. Nothing becomes a blob unless it checks.
 
     One that is not `durable` is hashed again before it is used after the next start of the machine:
     for bytes that can be had again.
     """
-    announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
-    wanted = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
-    with writing(volume) as tmp:
-        hashes = _write(tmp, chunks, size=size, wanted=wanted, advance=advance)
-        check_expected(hashes, announced, what="The stream")
-        seal(tmp.fd, mtime_ns, mode, durable=durable)
-        return commit(volume, tmp.path, hashes, unsynced=not durable)
+    announced = checked_hex(expected)
+    wanted = with_digest((*announced, *algorithms))
+
+    def fill(fd: int) -> Hashes:
+        return _write(fd, chunks, size, wanted, advance)
+
+    return _put(home, pool, fill, announced, durable=durable)
 
 
-@contextmanager
-def writing(volume: Volume) -> Iterator[Claim]:
-    """Give a claimed file in `tmp/`, removed at the end; full disks and denials are explained."""
-    with explained(volume.root):
-        tmp = volume.new_tmp()
-        reached("put: tmp made")
-        try:
-            yield tmp
-        finally:
-            tmp.release(remove=True)
+def _put(
+    home: Home, pool: Pool, fill: Callable[[int], Hashes], announced: Expected, *,
+    like: os.stat_result | None = None, durable: bool = True,
+) -> str:  # fmt: skip
+    """Let a new file be filled and hashed, and make it a blob; whatever goes wrong, it is gone.
 
+    Of the file it is a copy of, it has the time, and of the mode the right to read. Full disks and
+    denials are explained.
+    """
+    home.ready()
+    with explained(pool.root), ExitStack() as stack:
+        path = ""
+        fd = kernel.open_unnamed(pool.tmp)
+        if fd is None:
+            work = Work(pool)
+            stack.callback(work.close)
+            path = work / "new"
+            fd = create_own(path, os.O_RDWR)
+        stack.callback(os.close, fd)
 
-@contextmanager
-def explained(where: str | Path) -> Iterator[None]:
-    """Turn the OS errors that a user can do something about into errors with a hint."""
-    try:
-        yield
-    except SmartcacheError:
-        raise
-    except OSError as error:
-        if error.errno in _FULL:
-            message = f"No space left on the filesystem of {where}; nothing was changed"
-            raise NoSpaceError(message, path=where) from error
-        if error.errno in _DENIED:
-            name = error.filename if error.filename is not None else where
-            raise StoreUnwritableError(
-                f"Cannot write {name}: {error.strerror}", path=where
-            ) from error
-        raise
+        def give_name(target: str) -> None:
+            if path:
+                os.link(path, target)
+                os.unlink(path)
+            else:
+                kernel.link_fd(fd, Path(target))
+
+        reached("put: made")
+        hashes = fill(fd)
+        check_expected(hashes, announced, what="The file" if like else "The stream")
+        os.fchmod(fd, READ_ONLY if like is None else like.st_mode & READ_ONLY | stat.S_IRUSR)
+        # A write within one clock tick of the recorded time would leave the stat key unchanged: so
+        # it is set into the past.
+        latest = time.time_ns() - 2 * kernel.RACY_NS
+        stamp = latest if like is None else min(like.st_mtime_ns, latest)
+        os.utime(fd, ns=(stamp, stamp))
+        if durable:
+            os.fsync(fd)
+        reached("put: synced")
+        return _commit(home, pool, hashes, give_name, durable=durable)
 
 
 def _write(
-    tmp: Claim,
-    chunks: Iterable[bytes | bytearray | memoryview],
-    *,
-    size: int | None,
-    wanted: tuple[Algorithm, ...],
-    advance: Advance | None,
-) -> Hashes:
+    fd: int, chunks: Iterable[bytes | bytearray | memoryview], size: int | None,
+    algorithms: tuple[Algorithm, ...], advance: Advance | None,
+) -> Hashes:  # fmt: skip
+    """Write and hash a stream; SizeMismatchError if it is not as long as announced."""
     if size:
-        preallocate(tmp.fd, size)
-    hasher = Hasher(wanted, size=size)
+        kernel.preallocate(fd, size)
+    hasher = Hasher(algorithms, size=size)
     written = 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         hasher.update(view)
         written += len(view)
         if size is not None and written > size:
-            break
-        while view:
-            view = view[os.write(tmp.fd, view) :]
+            message = f"{size} bytes were announced, but more than {size} arrived"
+            raise errors.SizeMismatchError(message, expected=size, found=written)
+        write_all(fd, view)
         if advance is not None:
-            advance(len(chunk))
+            advance(len(view))
     reached("put: written")
-    if size is not None and written != size:
-        more = "more than " if written > size else ""
-        message = f"{size} bytes were announced, but {more}{min(written, size)} arrived"
-        raise SizeMismatchError(message, expected=size, found=written)
     hashes = hasher.finish()
     if hasher.needs_file:
-        late, _ = hash_file(tmp.path, hasher.needs_file)
+        late, _ = hash_file(fd, hasher.needs_file)
         hashes = Hashes(size=hashes.size, values={**hashes.values, **late.values})
     return hashes
 
 
-def seal(
-    descriptor: int, mtime_ns: int | None, mode: int = READ_ONLY, *, durable: bool = True
-) -> None:
-    """Make a finished tmp file read-only and durable, with a time that no later write can share.
+def write_all(fd: int, view: memoryview | bytes) -> None:
+    """Write all of some bytes: one write may take fewer."""
+    view = memoryview(view)
+    while view:
+        view = view[os.write(fd, view) :]
 
-    Of `mode`, the mode of the file that was copied, only the right to read is kept.
 
-    A write within one clock tick of the recorded mtime would leave the stat key unchanged. So the
-    time is set into the past, unless the caller gives one that is old enough.
-    """
-    os.fchmod(descriptor, mode & READ_ONLY | stat.S_IRUSR)
-    latest = time.time_ns() - 2 * RACY_NS
-    stamp = latest if mtime_ns is None else min(mtime_ns, latest)
-    os.utime(descriptor, ns=(stamp, stamp))
-    if durable:
-        os.fsync(descriptor)
-    reached("put: synced")
+def checked_hex(expected: Expected | None) -> dict[Algorithm, str]:
+    """Return announced hashes in lower case; BadDigestError if one cannot be any."""
+    return {name: check_hex(name, value) for name, value in (expected or {}).items()}
 
 
 def check_expected(hashes: Hashes, expected: Expected, *, what: str) -> None:
@@ -189,150 +165,104 @@ def check_expected(hashes: Hashes, expected: Expected, *, what: str) -> None:
         found = hashes.values[name]
         if found != value:
             message = f"{what} has {name} {found}, but {value} was announced"
-            raise DigestMismatchError(message, algorithm=name, expected=value, found=found)
+            raise errors.DigestMismatchError(message, algorithm=name, expected=value, found=found)
 
 
-def commit(
-    volume: Volume, source: Path, hashes: Hashes, *, consume: bool = True, unsynced: bool = False
-) -> Blob:
-    """Give finished, read-only bytes their name under `blobs/` and a row; the first to come wins.
-
-    `consume` removes the name `source` before the row is written, so that the row counts the links
-    that remain.
-
-    Holds the store's lock shared from the link to the row, so that `prune` never sees one without
-    the other.
-    """
-    digest, target = hashes.digest, volume.layout.blob(hashes.digest)
-    is_proven = False
-    try:
-        while True:
-            with volume.guard("put"):
-                is_new = _link_into_place(volume, source, target, digest)
-                reached("put: linked")
-                if is_new and consume:
-                    os.unlink(source)
-                st = os.lstat(target)
-                blob = volume.index.blob(digest)
-                is_known = blob is not None and blob.vouches(st, volume.boot)
-                if is_new or is_known or is_proven:
-                    sync_directory(Path(os.path.dirname(target)))
-                    reached("put: directory synced")
-                    boot = volume.boot if unsynced else None
-                    return _record(volume, None if is_new else blob, st, hashes, boot)
-            # A file without a row, or that stat cannot vouch for: prove it, or ours takes its name.
+def _commit(
+    home: Home, pool: Pool, hashes: Hashes, give_name: Callable[[str], None], *, durable: bool
+) -> str:
+    """Give finished, read-only bytes their name under `blobs/`; the first to come wins."""
+    digest, target, is_new = hashes.digest, pool.blob(hashes.digest), False
+    while not is_new:
+        try:
+            give_name(target)
+            is_new = True
+        except FileNotFoundError:
+            pool.make_folder_of(digest)
+        except FileExistsError:
             try:
-                prove(volume, digest)
-                is_proven = True
-            except BlobNotFoundError:
+                _keep(home, pool, digest, durable=durable)
+                break
+            except errors.BlobNotFoundError:
                 continue
-            except DamagedBlobError:
+            except errors.DamagedBlobError:
                 if os.path.lexists(target):
                     raise
-    except (StoreError, OSError):
-        # Without a row it would be bytes unseen, on a disk that is full.
-        with suppress(StoreError, OSError), volume.guard("take a blob back", exclusive=True):
-            if volume.index.blob(digest) is None:
-                os.unlink(target)
-        raise
+    reached("put: linked")
+    renew_pins(pool, digest)
+    kernel.sync_directory(Path(os.path.dirname(target)))
+    reached("put: directory synced")
+    # A memory: without it the blob is hashed again.
+    with suppress(errors.StoreError, FileNotFoundError):
+        boot = "" if durable else home.boot
+        rows = [FileRow.of(pool.filesystem, os.lstat(target), digest, boot, [target])]
+        home.catalog.remember(rows if is_new else [], [hashes])
+        home.catalog.touch([digest])
+    reached("put: remembered")
+    return digest
 
 
-def _link_into_place(volume: Volume, source: Path, target: str, digest: str) -> bool:
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return False
-    except FileNotFoundError:
-        volume.layout.make_blob_directory(digest)
-        return _link_into_place(volume, source, target, digest)
-    return True
+def _keep(home: Home, pool: Pool, digest: str, *, durable: bool) -> None:
+    """See that a blob is what it should be and, if the same bytes are put now, as `durable`."""
+    file, st = _opened(home, pool, digest, None)
+    with file:
+        known = _known(home, pool, st)
+        if durable and (known is None or known.boot):  # it was adopted, or could be had again
+            kernel.sync_data(file.fileno())
+            kernel.sync_directory(Path(os.path.dirname(pool.blob(digest))))
+            if believed(known, st, home.boot) == digest:
+                with suppress(errors.StoreError):
+                    home.catalog.remember([FileRow.of(pool.filesystem, st, digest)])
 
 
-def _record(
-    volume: Volume, blob: Blob | None, st: os.stat_result, hashes: Hashes, boot: str | None
-) -> Blob:
-    """Write the row of a new blob, or what is learned of one that was there."""
-    index = volume.index
-    with index.write():
-        if blob is None:
-            index.add_blob(hashes.digest, st, unsynced=boot, hashes=hashes.values)
-        else:
-            index.add_aliases(blob.digest, hashes.values)
-            index.touch(blob.id)
-    reached("put: row written")
-    found = index.blob(hashes.digest)
-    if found is None:
-        raise BlobNotFoundError(f"Blob {hashes.digest} was removed while it was added")
-    return found
-
-
-def put_copy(
-    volume: Volume,
-    path: Path,
+def put_file(
+    home: Home,
+    path: str | Path,
     *,
     expected: Expected | None = None,
     algorithms: Iterable[Algorithm] = (),
-    advance: Advance | None = None,
-) -> str:
+    pool: Pool | None = None,
+    progress: Progress = silent,
+) -> Blob:
     """Copy a file into the store (by reflink where that works); the file itself is not touched."""
-    announced = {name: check_hex(name, value) for name, value in (expected or {}).items()}
-    wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *announced, *algorithms)))
+    path, announced = Path(os.path.abspath(path)), checked_hex(expected)
+    wanted = with_digest((*announced, *algorithms))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         st = os.fstat(descriptor)
         if not stat.S_ISREG(st.st_mode) or not st.st_size:
             reason = "empty" if stat.S_ISREG(st.st_mode) else "not a regular file"
-            raise FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
-        values = recall(volume, [(path, st)])[path]
+            raise errors.FileSkippedError(f"{path}: {reason}", reason=reason, path=path)
+        target = pool or home.pool_on(st.st_dev) or home.layout
+        values = recall(home, [(path, st)])[path]
         if all(name in values for name in wanted):
             known = Hashes(size=st.st_size, values=values)
             check_expected(known, announced, what=str(path))
-            with suppress(BlobNotFoundError, DamagedBlobError):
-                blob = checked(volume, known.digest)
-                volume.index.add_aliases(blob.digest, known.values)
-                _remember_source(volume, path, st, blob.digest)
-                return blob.digest
-        digest = take_in(
-            volume, descriptor, expected=announced, algorithms=wanted, advance=advance
-        ).digest
+            with suppress(errors.BlobNotFoundError, errors.DamagedBlobError):
+                _keep(home, target, known.digest, durable=True)
+                return get(home, known.digest, pool=target)
+        with progress(path.name, st.st_size, "bytes") as job:
+
+            def fill(fd: int) -> Hashes:
+                if st.st_dev == target.device and kernel.clone(descriptor, fd):
+                    return hash_file(fd, wanted, threads=home.settings.threads)[0]
+                return _write(fd, read_chunks(descriptor), st.st_size, wanted, job.advance)
+
+            digest = _put(home, target, fill, announced, like=st)
         now = os.fstat(descriptor)
-        # A blob's own inode may have got its mode back from us.
-        is_blob = volume.is_here(now) and volume.index.blob_by_inode(now.st_ino) is not None
-        same = 2 if is_blob else 3
-        if StatKey.of(now)[:same] != StatKey.of(st)[:same]:
+        # A blob's own inode may have got its mode back from us, and lost a name that a pin had.
+        is_ours = is_same(now, target.stat(digest)) or now.st_nlink != st.st_nlink
+        is_as_read = kernel.StatKey.of(now) == kernel.StatKey.of(st)
+        if not (is_as_read or (is_ours and _has_same_bytes(now, st))):
             message = f"{path} changed while it was copied; the store has what was read"
-            raise FileChangedError(message, path=path)
-        _remember_source(volume, path, st, digest)
-        return digest
+            raise errors.FileChangedError(message, path=path)
     finally:
         os.close(descriptor)
-
-
-def take_in(
-    volume: Volume,
-    descriptor: int,
-    *,
-    expected: Expected,
-    algorithms: Iterable[Algorithm] = (),
-    advance: Advance | None = None,
-) -> Blob:
-    """Make a blob of an open file's bytes, in an inode of its own: a reflink where that works.
-
-    What is hashed is the new inode, before it gets its name.
-    """
-    st = os.fstat(descriptor)
-    wanted: tuple[Algorithm, ...] = tuple(dict.fromkeys(("blake3", *expected, *algorithms)))
-    if volume.is_here(st) and volume.can_reflink:
-        with writing(volume) as tmp:
-            if clone(descriptor, tmp.fd):
-                hashes, _ = hash_file(tmp.path, wanted, threads=volume.settings.threads)
-                check_expected(hashes, expected, what="The file")
-                seal(tmp.fd, st.st_mtime_ns, st.st_mode)
-                return commit(volume, tmp.path, hashes)
-    return put_stream(
-        volume, read_chunks(descriptor), size=st.st_size, expected=expected, algorithms=wanted,
-        mtime_ns=st.st_mtime_ns, mode=st.st_mode, advance=advance,
-    )  # fmt: skip
+    # People know their files by name.
+    with suppress(errors.StoreError):
+        boot = boot_for(now, time.time_ns())
+        home.catalog.remember([FileRow.of(home.filesystem(path, now), now, digest, boot, [path])])
+    return get(home, digest, pool=target)
 
 
 def read_chunks(descriptor: int) -> Iterator[memoryview]:
@@ -345,123 +275,247 @@ def read_chunks(descriptor: int) -> Iterator[memoryview]:
         offset += count
 
 
-def _remember_source(volume: Volume, path: Path, st: os.stat_result, digest: str) -> None:
-    """Record where a copy came from: people know their files by name."""
-    blob = volume.index.blob(digest)
-    link = volume.index.link(path)
-    if blob is None or link is not None:
-        return
-    with suppress(StoreError):  # the blob is in the store; its name is a nicety
-        filesystem = filesystem_id(path, st)
-        volume.index.add_link(
-            str(path), blob.id, kind="copy", filesystem=filesystem, inode=st.st_ino, owner=None
-        )
+def copy_hashed(
+    source: int,
+    target: int,
+    advance: Advance | None = None,
+    *,
+    algorithm: Literal["blake3", "sha256"] = "blake3",
+) -> str:
+    """Copy a file to another descriptor; return the digest, or sha256, of what was copied."""
+    hasher = Hasher((algorithm,))
+    for view in read_chunks(source):
+        hasher.update(view)
+        write_all(target, view)
+        reached("copying")
+        if advance is not None:
+            advance(len(view))
+    return hasher.finish().values[algorithm]
+
+
+# remembered
+
+
+@contextmanager
+def relinking(
+    home: Home, pool: Pool, digests: Collection[str], names: Collection[Path] = ()
+) -> Iterator[None]:
+    """Make or remove links of blobs in this block: what was believed of them stays believed.
+
+    `names` are those that the one blob gets.
+    """
+    before = {digest: st for digest in digests if (st := pool.stat(digest)) is not None}
+    known = home.catalog.known(pool.filesystem, [st.st_ino for st in before.values()])
+    yield
+    rows = []
+    for digest, seen in before.items():
+        row, st = known.get(seen.st_ino), pool.stat(digest)
+        is_trusted = row is not None and believed(row, seen, home.boot) == digest
+        if st is None or not (is_trusted or names) or not _has_same_bytes(st, seen):
+            continue
+        boot = row.boot if row is not None and is_trusted else RACY
+        rows.append(FileRow.of(pool.filesystem, st, digest, boot, names))
+    if rows:
+        with suppress(errors.StoreError):
+            home.catalog.remember(rows)
+
+
+def pins_of(home: Home, digest: str) -> tuple[str, ...]:
+    """Return the names of the pins of a blob."""
+    places = ((pool.pins, name) for pool in home.pools() for name in listed(pool.pins))
+    return tuple(sorted({name for pins, name in places if os.path.lexists(pins / name / digest)}))
+
+
+def renew_pins(pool: Pool, digest: str) -> None:
+    """Let the pins of a blob that was damaged or lost keep the one that came in its place."""
+    for name in listed(pool.pins):
+        place, new = pool.pins / name / digest, pool.tmp / f"pin-{name}-{digest}"
+        if (st := look(place)) is not None and not is_same(st, pool.stat(digest)):
+            with suppress(FileNotFoundError, FileExistsError):  # swept, or another's
+                os.link(pool.blob(digest), new)
+                os.replace(new, place)
+
+
+def blob_of(
+    pool: Pool,
+    digest: str,
+    st: os.stat_result,
+    pins: tuple[str, ...] = (),
+    uses: tuple[int, int] | None = None,
+) -> Blob:
+    """Return a blob as it is now; `uses`: when it was added and used."""
+    added, used = uses or (st.st_ctime_ns // 10**9,) * 2
+    return Blob(
+        digest=digest, size=st.st_size, allocated=kernel.allocated_bytes(st), links=st.st_nlink,
+        inode=st.st_ino, mtime_ns=st.st_mtime_ns, path=Path(pool.blob(digest)), pool=pool.root,
+        pins=pins, added=added, used=used,
+    )  # fmt: skip
+
+
+def is_there(home: Home, digest: str) -> bool:
+    """Say whether any pool has a blob."""
+    return any(pool.stat(digest) is not None for pool in home.pools())
+
+
+def pools_with(home: Home, digest: str, *, near: Path | None = None) -> list[Pool]:
+    """Return the pools that have a blob, the one nearest to a path first; at least one."""
+    pools = [pool for pool in home.pools() if pool.stat(digest) is not None]
+    if not pools:
+        raise absent(home.layout, digest)
+    if near is not None and len(pools) > 1:
+        device = os.stat(nearest_existing(near)).st_dev
+        pools.sort(key=lambda pool: pool.device != device)
+    return pools
+
+
+def get(home: Home, digest: str, *, pool: Pool | None = None) -> Blob:
+    """Return a blob by its digest, from any pool or the one given."""
+    digest = check_hex("blake3", digest)
+    pool = pool or pools_with(home, digest)[0]
+    st = pool.stat(digest)
+    if st is None:
+        raise absent(pool, digest)
+    uses = home.catalog.uses([digest]).get(digest)
+    return blob_of(pool, digest, st, pins_of(home, digest), uses)
+
+
+def linked_blob(home: Home, st: os.stat_result) -> tuple[Pool, str] | None:
+    """Return pool and digest of the blob that a file is a hard link of, proven or not."""
+    pool = home.pool_on(st.st_dev) if st.st_nlink > 1 else None
+    if pool is None:
+        return None
+    known = _known(home, pool, st)
+    return (pool, known.digest) if known and is_same(pool.stat(known.digest), st) else None
 
 
 # believed, or proven
 
 
-def checked(volume: Volume, digest: str) -> Blob:
-    """Return a blob whose bytes may be used now: its stat vouches for it, or it was just hashed."""
-    try:
-        st = os.lstat(volume.layout.blob(digest))
-    except FileNotFoundError as error:
-        raise _absent(volume, digest) from error
-    return _vouched(volume, digest, st) or prove(volume, digest)
+def checked(home: Home, pool: Pool, digest: str) -> os.stat_result:
+    """Return the stat of a blob whose bytes may be used now: believed, or just hashed."""
+    st = pool.stat(digest)
+    if st is None:
+        raise absent(pool, digest)
+    return st if is_believed(home, pool, digest, st) else prove(home, pool, digest)
 
 
-def open_blob(volume: Volume, digest: str) -> BinaryIO:
+def absent(pool: Pool, digest: str) -> errors.BlobNotFoundError:
+    """Return the error for a blob that a pool does not have."""
+    return errors.BlobNotFoundError(f"No blob {digest} in {pool.root}", digest=digest)
+
+
+def open_blob(home: Home, pool: Pool, digest: str) -> BinaryIO:
     """Open a blob for reading; the very file that is handed out was found to be what it should."""
-    proven: Blob | None = None
+    return _opened(home, pool, digest, None)[0]
+
+
+def prove(
+    home: Home,
+    pool: Pool,
+    digest: str,
+    *,
+    read: Read | None = None,
+    advance: Advance | None = None,
+) -> os.stat_result:
+    """Hash a blob again: it is remembered, or it goes to `bad/` and DamagedBlobError comes.
+
+    One that this run has `read` as it is now is not hashed again.
+    """
+    file, st = _opened(home, pool, digest, Read() if read is None else read, advance)
+    file.close()
+    return st
+
+
+def _opened(
+    home: Home, pool: Pool, digest: str, read: Read | None, advance: Advance | None = None
+) -> tuple[BinaryIO, os.stat_result]:
+    """Return an open blob and its stat, hashed unless this run has `read` it.
+
+    None: or unless it is believed.
+    """
     while True:
         try:
-            descriptor = open_own(volume.layout.blob(digest))
+            file = os.fdopen(open_own(pool.blob(digest)), "rb")
         except FileNotFoundError as error:
-            raise _absent(volume, digest) from error
-        except UnsafeFileError:
-            prove(volume, digest)  # moves it away and raises, unless a blob has its place by now
+            raise absent(pool, digest) from error
+        except errors.UnsafeFileError:
+            there = pool.stat(digest)
+            is_ours = there is not None and there.st_uid == kernel.effective_user()
+            if there is not None and not (is_ours and stat.S_ISREG(there.st_mode)):
+                _set_aside(home, pool, digest, there)
             continue
-        try:
-            st = os.fstat(descriptor)
-            is_proven = proven is not None and proven.judged(st) != "suspect"
-            if is_proven or _vouched(volume, digest, st) is not None:
-                file = os.fdopen(descriptor, "rb")
-                descriptor = -1
-                return file
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        proven = prove(volume, digest)
+        with ExitStack() as stack:
+            stack.enter_context(file)
+            st = os.fstat(file.fileno())
+            if read is None:
+                is_known = is_believed(home, pool, digest, st)
+            else:
+                is_known = read.digest_of(pool.filesystem, st.st_ino, StatKey.of(st)) == digest
+            proven = st if is_known else _proven(home, pool, digest, file, advance)
+            if proven is not None:
+                if read is not None:
+                    read.add(pool.filesystem, proven.st_ino, StatKey.of(proven), digest)
+                stack.pop_all()
+                return file, proven
 
 
-def _vouched(volume: Volume, digest: str, st: os.stat_result) -> Blob | None:
-    """Return the blob in an inode if its stat vouches for its bytes; None: hash it."""
-    blob = volume.index.blob(digest)
-    if blob is None or not blob.vouches(st, volume.boot):
-        return None
-    is_relinked = blob.judged(st) == "relinked"
-    is_touched = time.time() - blob.used > _TOUCH_SECONDS
-    if is_relinked or is_touched:
-        # Whoever reads does not wait for writers; the next one sees the same and records it.
-        with volume.index.if_free(), volume.index.write():
-            if is_relinked:
-                volume.index.refresh(blob.id, st, Trust.RELINKED)
-            if is_touched:
-                volume.index.touch(blob.id)
-    return blob
+def _known(home: Home, pool: Pool, st: os.stat_result) -> Known | None:
+    return home.catalog.known(pool.filesystem, [st.st_ino]).get(st.st_ino)
 
 
-def _absent(volume: Volume, digest: str) -> BlobNotFoundError:
-    if volume.index.record(digest) is None:
-        return BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest)
-    message = f"Blob {digest} is gone from {volume.root}, but the index still lists it"
-    return BlobNotFoundError(message, hint="Run 'smartcache verify --repair'.", digest=digest)
+def is_believed(home: Home, pool: Pool, digest: str, st: os.stat_result) -> bool:
+    """Say whether a blob needs not be hashed before it is used."""
+    if believed(_known(home, pool, st), st, home.boot) != digest:
+        return False
+    uses = home.catalog.uses([digest]).get(digest)
+    if uses is None or time.time() - uses[1] > _TOUCH_SECONDS:
+        with home.in_passing():  # whoever reads need not be able to write
+            home.catalog.touch([digest])
+    return True
 
 
-def prove(volume: Volume, digest: str, *, advance: Advance | None = None) -> Blob:
-    """Hash a blob again: its row is renewed, or it goes to `bad/` and DamagedBlobError comes."""
-    path = volume.layout.blob(digest)
-    while True:
-        started = time.time_ns()
-        try:
-            descriptor = open_own(path)
-        except FileNotFoundError as error:
-            raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest) from error
-        except UnsafeFileError:
-            try:
-                seen = os.lstat(path)
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(seen.st_mode) and seen.st_uid == effective_user():
-                continue  # another file has taken its place
-        else:
-            try:
-                seen = os.fstat(descriptor)
-                if _hash_blob(descriptor, path, volume.settings.threads, advance) == digest:
-                    blob = _renew_proven(volume, digest, descriptor, seen, started)
-                    if blob is not None:
-                        return blob
-                    continue
-            finally:
-                os.close(descriptor)
-        if condemn(volume, digest, seen):
-            message = f"Blob {digest} is damaged; it was moved to {volume.layout.bad}"
-            raise DamagedBlobError(message, digest=digest)
+def _proven(
+    home: Home, pool: Pool, digest: str, file: BinaryIO, advance: Advance | None
+) -> os.stat_result | None:
+    """Hash an open blob, remember it and return its stat; None: it has to be looked at once more.
 
-
-def _hash_blob(descriptor: int, path: str, threads: int, advance: Advance | None) -> str:
-    """Return the digest of a blob's bytes; links made or removed meanwhile do not matter."""
-    before = os.fstat(descriptor)
+    Another file may be at its name now, or what moved the change time since was a write behind the
+    hash, with the time set back: only a link or an unlink explains it.
+    """
+    fd = file.fileno()
+    seen = os.fstat(fd)
+    lease = kernel.take_lease(fd)
     try:
-        found = hash_file(descriptor, threads=threads, advance=advance)[0].digest
-    except FileChangedError:
+        found = hash_file(fd, threads=home.settings.threads, advance=advance)[0].digest
+    except errors.FileChangedError:  # perhaps links were made or removed, which does not matter
         hasher = Hasher(("blake3",))
-        for chunk in read_chunks(descriptor):
+        for chunk in read_chunks(fd):
             hasher.update(chunk)
         found = hasher.finish().digest
-    if not _has_same_bytes(before, os.fstat(descriptor)):
-        raise FileChangedError(f"Blob {path} is being written to", path=path)
-    return found
+    st = os.fstat(fd)
+    if not _has_same_bytes(st, seen):
+        path = pool.blob(digest)
+        raise errors.FileChangedError(f"Blob {path} is being written to", path=path)
+    if found != digest:
+        _set_aside(home, pool, digest, seen)
+        return None
+    is_explained = st.st_ctime_ns == seen.st_ctime_ns or st.st_nlink != seen.st_nlink
+    if not (is_explained and is_same(pool.stat(digest), st)):
+        return None
+    if st.st_mode & 0o222:
+        os.fchmod(fd, st.st_mode & 0o7555)
+        st = os.fstat(fd)
+    key, now, known = StatKey.of(st), time.time_ns(), _known(home, pool, st)
+    if believed(known, st, home.boot) != digest:  # else it was right to be
+        was_synced = known is not None and known.boot == "" and known.key[:2] == key[:2]
+        boot = RACY if lease == "busy" else boot_for(seen, now, is_durable=was_synced)
+        with home.in_passing():
+            row = FileRow.of(pool.filesystem, st, digest, boot, [pool.blob(digest)])
+            home.catalog.remember([row])
+    if lease == "held":
+        kernel.drop_lease(fd)
+    file.seek(0)
+    return st
 
 
 def _has_same_bytes(one: os.stat_result, other: os.stat_result) -> bool:
@@ -470,203 +524,97 @@ def _has_same_bytes(one: os.stat_result, other: os.stat_result) -> bool:
     return first == second
 
 
-def _renew_proven(
-    volume: Volume, digest: str, descriptor: int, seen: os.stat_result, started: int
-) -> Blob | None:
-    """Write the row of a blob that was just hashed; None if it must be hashed once more.
+def _set_aside(home: Home, pool: Pool, digest: str, seen: os.stat_result) -> None:
+    """Move a damaged blob to `bad/` and raise DamagedBlobError; files that share it are left alone.
 
-    `seen` is its stat before the first byte was read. Another file may be at its name now, or what
-    moved the change time since was a write behind the hash, with the time set back.
+    Nothing is done if the name stands for another file than the one that was `seen`.
     """
-    path = volume.layout.blob(digest)
-    known = volume.index.blob(digest)
-    if known is not None and _is_all_known(known, os.fstat(descriptor), seen, path):
-        return known
-    with volume.guard("verify"), volume.index.write():
-        try:
-            is_named = os.path.samestat(os.lstat(path), seen)
-        except FileNotFoundError as error:
-            raise BlobNotFoundError(f"No blob {digest} in {volume.root}", digest=digest) from error
-        st = os.fstat(descriptor)
-        verdict = judge(StatKey.of(seen), seen.st_nlink, st)
-        if not is_named or verdict == "suspect":
-            return None
-        is_young = StatKey(st.st_size, st.st_mtime_ns, 0).is_racy(started)
-        trust = Trust.VERIFIED if verdict == "same" else Trust.RELINKED
-        trust = Trust.UNPROVEN if is_young else trust
-        if st.st_mode & 0o222:
-            os.fchmod(descriptor, st.st_mode & 0o7555)
-            st = os.fstat(descriptor)
-        blob = volume.index.blob(digest)
-        if blob is None:
-            volume.index.add_blob(digest, st, trust=trust)
-        else:
-            volume.index.refresh(blob.id, st, trust, synced=True)
-        return volume.index.blob(digest)
-
-
-def _is_all_known(blob: Blob, st: os.stat_result, seen: os.stat_result, path: str) -> bool:
-    """Say whether a row has nothing to learn from a hash: whoever only reads waits for no lock."""
+    target = pool.new_bad(digest)
     try:
-        is_named = os.path.samestat(os.lstat(path), st) and signed(st.st_ino) == blob.inode
-    except FileNotFoundError:
-        return False
-    is_proven = blob.trust == Trust.VERIFIED and blob.unsynced is None
-    is_same = StatKey.of(seen) == StatKey.of(st) == blob.key and blob.links == st.st_nlink
-    return is_named and is_proven and is_same and not st.st_mode & 0o222
-
-
-def condemn(volume: Volume, digest: str, seen: os.stat_result) -> bool:
-    """Move a damaged blob to `bad/`; its row stays, marked as lost, until the bytes come back.
-
-    False, and nothing done, if the name stands for another file than the one that was `seen`.
-    Files outside that share the damaged inode are left alone.
-    """
-    source, target = volume.layout.blob(digest), volume.layout.new_bad(digest)
-    try:
-        with volume.guard("move a damaged blob away", exclusive=True):
-            try:
-                if not _has_same_bytes(seen, os.lstat(source)):
-                    return False
-            except FileNotFoundError:
-                return False
-            with volume.index.write(durable=True):
-                blob = volume.index.record(digest)
-                if blob is not None:
-                    volume.index.mark_gone(blob.id)
-            reached("condemn: row marked")
-            os.rename(source, target)
-    except LockTimeoutError as error:
+        with home.locked("move a damaged blob away", patience=_PATIENCE):
+            now = pool.stat(digest)
+            if now is None or not _has_same_bytes(seen, now):
+                return
+            os.rename(pool.blob(digest), target)
+    except errors.LockTimeoutError as error:
         message = f"Blob {digest} is damaged and could not be moved away: {error}"
-        raise DamagedBlobError(message, digest=digest) from error
+        raise errors.DamagedBlobError(message, digest=digest) from error
+    with home.in_passing():
+        home.catalog.forget_names([pool.blob(digest)])
     _log.warning("blob %s is damaged; moved to %s", digest, target)
-    return True
+    message = f"Blob {digest} is damaged; it was moved to {pool.bad}"
+    raise errors.DamagedBlobError(message, digest=digest)
 
 
-def written_through(volume: Volume, paths: Iterable[Path]) -> list[Path]:
-    """Return the files that are links to a blob and have other bytes now; they stay as they are."""
-    seen: dict[int, list[tuple[Path, os.stat_result]]] = {}
+def look_for_damage(home: Home, folder: Path) -> list[Path]:
+    """Return the weight files in a folder, or one below, that were written to through a link.
+
+    Their blobs are set aside. The mode of a blob keeps ordinary users from writing, root ignores
+    it. A file is looked at itself.
+    """
+    paths = [folder] if folder.is_file() else [
+        path for path in (*folder.glob("*"), *folder.glob("*/*"))
+        if path.suffix.lower() in LINKED_SUFFIXES
+    ]  # fmt: skip
+    written = []
     for path in paths:
         try:
             st = os.stat(path)
-        except OSError:
+            if (blob := linked_blob(home, st)) is not None:
+                checked(home, *blob)
+            if not _is_set_aside(home, st):
+                continue
+        except (errors.DamagedBlobError, errors.BlobNotFoundError, errors.FileChangedError):
+            pass
+        except FileNotFoundError:
             continue
-        if volume.is_here(st):
-            seen.setdefault(signed(st.st_ino), []).append((path, st))
-    written: list[Path] = []
-    for inode, blob in volume.index.blobs_in(list(seen)).items():
-        files = seen[inode]
-        if blob.vouches(files[0][1], volume.boot):
-            continue
-        try:
-            prove(volume, blob.digest)
-        except (DamagedBlobError, BlobNotFoundError, FileChangedError):
-            written += [path for path, _ in files]
-    return written
-
-
-def look_for_damage(volumes: Iterable[Volume], folder: Path) -> list[Path]:
-    """Return the weight files in a folder, or one below, that were written to through a link.
-
-    The mode of a blob keeps ordinary users from that, root ignores it. A file is looked at itself.
-    """
-    paths = [folder] if folder.is_file() else []
-    for directory, below, names in os.walk(folder):
-        if directory != os.fspath(folder):
-            below.clear()
-        weights = (name for name in names if Path(name).suffix.lower() in LINKED_SUFFIXES)
-        paths += [Path(directory, name) for name in weights]
-    written = [path for volume in volumes for path in written_through(volume, paths)]
-    for path in written:
+        written.append(path)
         _log.warning("%s was written to through a link; its blob was set aside", path)
     return written
 
 
-# linked and unlinked by us
+def _is_set_aside(home: Home, st: os.stat_result) -> bool:
+    """Say whether a file is a name of an inode in `bad/`: of a blob that was damaged before."""
+    return any(
+        is_same(look(pool.bad / name), st) for pool in home.pools() for name in listed(pool.bad)
+    )
 
 
-def unchanged(volume: Volume, digest: str) -> tuple[Blob | None, os.stat_result | None]:
-    """Return a blob and its stat if stat vouches for it now; ask inside a transaction."""
-    blob = volume.index.blob(digest)
+# held
+
+
+class Holding:
+    """Blobs that prune leaves alone in a block, because a link of ours holds each."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._works: dict[Path, tuple[Pool, Work]] = {}
+
+    def hold(self, digest: str, pool: Pool) -> None:
+        """Hold a blob; BlobNotFoundError if it is not there."""
+        if pool.root not in self._works:
+            self._works[pool.root] = pool, Work(pool)
+        held = self._works[pool.root][1] / digest
+        with relinking(self._home, pool, [digest]):
+            hold(pool, digest, held)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pool, work in self._works.values():
+            with self._home.locked("let go"), relinking(self._home, pool, work.names()):
+                work.close()
+
+
+def hold(pool: Pool, digest: str, held: str) -> None:
+    """Make a link of a blob; what prune was just removing gets its name back from it."""
     try:
-        st = os.lstat(volume.layout.blob(digest))
-    except FileNotFoundError:
-        return None, None
-    return (None, None) if blob is None or blob.judged(st) == "suspect" else (blob, st)
-
-
-@contextmanager
-def own_unlink(volume: Volume, digest: str) -> Iterator[None]:
-    """Remove a link of a blob inside this block: its row is renewed, if it was true before."""
-    with volume.guard("unlink"), volume.index.write():
-        blob, before = unchanged(volume, digest)
-        yield
-        if blob is not None and before is not None:
-            renew(volume, blob, before)
-
-
-def renew(volume: Volume, blob: Blob, before: os.stat_result, *, relinked: bool = False) -> None:
-    """Renew a row after our own link operation; `before` is the stat that was found unchanged.
-
-    `relinked`: others have linked or unlinked it meanwhile.
-    """
-    try:
-        st = os.stat(volume.layout.blob(blob.digest))
-    except FileNotFoundError:
+        os.link(pool.blob(digest), held)
+    except FileExistsError:
         return
-    is_relinked = relinked or blob.judged(before) == "relinked"
-    trust = max(blob.trust, Trust.RELINKED) if is_relinked else blob.trust
-    if StatKey.of(st)[:2] != blob.key[:2]:
-        trust = Trust.UNPROVEN
-    volume.index.refresh(blob.id, st, trust)
-
-
-def unlink_measured(path: str | Path) -> int:
-    """Remove a name; return the bytes the filesystem gives back (0 while links remain)."""
-    try:
-        descriptor = open_own(path)
-    except FileNotFoundError:
-        return 0
-    except UnsafeFileError:
-        with suppress(FileNotFoundError, IsADirectoryError):  # a directory stays
-            os.unlink(path)
-        return 0
-    try:
-        before = os.fstat(descriptor)
-        os.unlink(path)
-        return allocated_bytes(before) if os.fstat(descriptor).st_nlink == 0 else 0
-    finally:
-        os.close(descriptor)
-
-
-# copied
-
-
-def copy_hashed(
-    source: BinaryIO,
-    target: int,
-    advance: Advance | None = None,
-    *,
-    algorithm: Literal["blake3", "sha256"] = "blake3",
-) -> str:
-    """Copy a file to a descriptor; return the digest, or sha256, of what was copied."""
-    hasher = Hasher((algorithm,))
-    while chunk := source.read(CHUNK):
-        hasher.update(chunk)
-        view = memoryview(chunk)
-        while view:
-            view = view[os.write(target, view) :]
-        if advance is not None:
-            advance(len(chunk))
-    return hasher.finish().values[algorithm]
-
-
-def copy_verified(
-    volume: Volume, digest: str, target: int, *, advance: Advance | None = None
-) -> None:
-    """Copy a blob's bytes to a descriptor and hash them on the way; wrong bytes are never kept."""
-    with open_blob(volume, digest) as source:
-        copied = copy_hashed(source, target, advance)
-    if copied != digest:
-        prove(volume, digest)  # moves it away and raises, unless it was healed in this moment
-        raise FileChangedError(f"Blob {digest} changed while it was copied", digest=digest)
+    except FileNotFoundError as error:
+        raise absent(pool, digest) from error
+    with suppress(FileExistsError):
+        if pool.stat(digest) is None:
+            os.link(held, pool.blob(digest))

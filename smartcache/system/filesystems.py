@@ -7,8 +7,8 @@ the next boot.
 
 What is mounted where is told by /proc/self/mountinfo. The kernel itself says which mount a path is
 on (`mnt_id` of a descriptor), so a mount that hides others is seen as such; comparing paths is the
-second best, for kernels that do not say it. `probe` finds out what works by doing it: names and
-versions of filesystems promise nothing.
+second best, for kernels that do not say it. What works is found out by doing it: names and versions
+of filesystems promise nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
-from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.errors import FileSkippedError, NoSpaceError
 from smartcache.sizes import format_size
 from smartcache.system import kernel
+from smartcache.system.ownfiles import unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ _FAMILY_OF = {name: family for family, names in _FAMILIES.items() for name in na
 _WINDOWS_DRIVE = re.compile(r"drvfs|[A-Za-z]:")
 # 36 35 98:0 /root /point rw,noatime shared:1 master:2 - ext3 /dev/sda1 rw,errors=continue
 _LINE = re.compile(
-    r"(?P<number>\d+) \d+ (?P<major>\d+):(?P<minor>\d+) [^ ]+ (?P<point>[^ ]+) (?P<options>[^ ]+)"
+    r"(?P<number>\d+) \d+ (?P<major>\d+):(?P<minor>\d+) (?P<root>[^ ]+)"
+    r" (?P<point>[^ ]+) (?P<options>[^ ]+)"
     r"(?: [^ ]+)*? - (?P<fstype>[^ ]+) (?P<source>[^ ]*) (?P<own_options>[^ ]+)"
 )
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -74,8 +76,10 @@ _OWN_GETFSUUID = {
 }
 # Derived from a UUID here; in xfs, f2fs and others f_fsid is only the device number again.
 _LASTING_FSID = frozenset({"ext2", "ext3", "ext4", "btrfs", "tmpfs", "overlay", "zfs"})
+_NEAR = frozenset({"local", "overlay", "memory"})
 _SERVER_INODES = frozenset({"nfs", "nfs4", "ceph", "lustre", "beegfs"})
-_PASSING_INODES = frozenset({"vfat", "msdos", "exfat"})  # numbered anew when they leave the cache
+# Numbered anew when they leave the cache; and these filesystems have no hard links.
+_PASSING_INODES = frozenset({"vfat", "msdos", "exfat"})
 _BY_UUID = "/dev/disk/by-uuid"
 
 _TRUST_SECONDS = 1.0
@@ -91,28 +95,40 @@ class Mount:
     source: str
     options: frozenset[str]
     family: Family
+    root: str = "/"
+    """The folder of the filesystem that is seen at the point."""
+    number: int = -1
+    device: int = -1
+    """The device number of its files."""
 
     @property
     def is_read_only(self) -> bool:
         """Whether nothing can be written through this mount."""
         return "ro" in self.options
 
+    @property
+    def has_hard_links(self) -> bool:
+        """Whether one file may have several names here."""
+        return self.fstype not in _PASSING_INODES
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MountLine:
-    """One line of /proc/self/mountinfo: the mount, its id, and the device number of its files."""
+    @property
+    def is_lasting(self) -> bool:
+        """Whether files may be known by a lasting id of the filesystem.
 
-    number: int
-    device: int
-    mount: Mount
+        Others are not touched unasked: a server that does not answer, or an automounter, would hold
+        us up.
+        """
+        if self.fstype in _PASSING_INODES:
+            return False
+        return self.family in _NEAR or self.fstype == "fuseblk" or self.fstype in _SERVER_INODES
 
 
 def mount_of(path: Path) -> Mount:
     """Return the mount that `path`, or its nearest existing ancestor, is on."""
     existing = nearest_existing(Path(path))
-    line = line_of(existing)
-    if line is not None:
-        return line.mount
+    mount = _told_mount(existing)
+    if mount is not None:
+        return mount
     point = Path(os.path.realpath(existing))
     while not os.path.ismount(point) and point != point.parent:
         point = point.parent
@@ -133,56 +149,44 @@ def nearest_existing(path: Path) -> Path:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def line_of(path: Path, fd: int | None = None) -> MountLine | None:
-    """Return the line of the mount an existing path is on; None where there is no mountinfo.
-
-    `fd` is a descriptor of the same mount, if the caller has one.
-    """
+def _told_mount(place: Path | int) -> Mount | None:
+    """Return the mount of a path that exists or of a descriptor; None: there is no mountinfo."""
     text = _mountinfo()
-    if text is None:
-        return None
-    if (number := _mount_number(path if fd is None else fd)) is not None:
+    if (number := _mount_number(place)) is not None:
         for line in text.split("\n"):
             if line.startswith(f"{number} "):
                 return _parse(line)
-    real = os.path.realpath(path if fd is None else f"/proc/self/fd/{fd}")
+    real = os.path.realpath(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
     return find_mount(real, parse_mountinfo(text))
 
 
 def mount_points() -> frozenset[Path] | None:
     """Return every place where something is mounted now; None where there is no mountinfo."""
-    text = _mountinfo()
-    if text is None:
-        return None
-    return frozenset(line.mount.point for line in parse_mountinfo(text))
+    return frozenset(mount.point for mount in parse_mountinfo(_mountinfo())) or None
 
 
-def _mountinfo() -> str | None:
+def _mountinfo() -> str:
     try:
         with open("/proc/self/mountinfo", "rb") as file:
             return os.fsdecode(file.read())
     except OSError:
-        return None
+        return ""
 
 
-def parse_mountinfo(text: str) -> list[MountLine]:
-    """Return the lines of a /proc/<pid>/mountinfo, in its order."""
+def parse_mountinfo(text: str) -> list[Mount]:
+    """Return the mounts of a /proc/<pid>/mountinfo, in its order."""
     # Not splitlines: a mount point may have any character but the five that the kernel escapes.
-    return [line for each in text.split("\n") if (line := _parse(each))]
+    return [mount for line in text.split("\n") if (mount := _parse(line))]
 
 
-def find_mount(path: str, lines: Iterable[MountLine]) -> MountLine | None:
+def find_mount(path: str, mounts: Iterable[Mount]) -> Mount | None:
     """Return the mount with the longest point above a real path; of several at one point the last.
 
     Only where the kernel does not tell the mount of a descriptor: a mount hidden by a later one
     further up is not recognised as hidden.
     """
-    best, length = None, -1
-    for line in lines:
-        point = os.fspath(line.mount.point).rstrip("/")
-        if len(point) >= length and (path == point or path.startswith(f"{point}/")):
-            best, length = line, len(point)
-    return best
+    above = [mount for mount in mounts if _below(path, os.fspath(mount.point)) is not None]
+    return max(reversed(above), key=lambda mount: len(mount.point.parts), default=None)
 
 
 def family_of(fstype: str, source: str, options: Iterable[str]) -> Family:
@@ -194,25 +198,18 @@ def family_of(fstype: str, source: str, options: Iterable[str]) -> Family:
     return _FAMILY_OF.get(fstype, "fuse" if fstype.startswith("fuse.") else "unknown")
 
 
-def _parse(line: str) -> MountLine | None:
+def _parse(line: str) -> Mount | None:
     found = _LINE.match(line)
     if found is None:
         return None
-    point, fstype, source = (_unescape(found[each]) for each in ("point", "fstype", "source"))
-    options = frozenset(
-        _unescape(each) for each in f"{found['options']},{found['own_options']}".split(",")
-    )
-    return MountLine(
-        number=int(found["number"]),
+    root, point, fstype, source = map(_unescape, found.group("root", "point", "fstype", "source"))
+    texts = f"{found['options']},{found['own_options']}".split(",")
+    options = frozenset(map(_unescape, texts))
+    return Mount(
+        point=Path(point), fstype=fstype, source=source, options=options,
+        family=family_of(fstype, source, options), root=root, number=int(found["number"]),
         device=os.makedev(int(found["major"]), int(found["minor"])),
-        mount=Mount(
-            point=Path(point),
-            fstype=fstype,
-            source=source,
-            options=options,
-            family=family_of(fstype, source, options),
-        ),
-    )
+    )  # fmt: skip
 
 
 def _unescape(text: str) -> str:
@@ -249,44 +246,46 @@ def filesystem_id(path: Path, st: os.stat_result | None = None) -> str:
     if known is not None and known[1] > now:
         return known[0]
     found = ""
-    fd = _open_on(Path(path), device)
     try:
-        found = _lasting_id(Path(path), fd, device)
+        fd = _open_on(Path(path), device)
+        try:
+            found = _lasting_id(fd, device)
+        finally:
+            os.close(fd)
     except OSError as error:  # vanished since it was stated, or not to be asked
         logger.debug("%s: no lasting filesystem id: %s", path, error)
-    finally:
-        if fd is not None:
-            os.close(fd)
     found = found or f"dev:{device:x}:{kernel.boot_id()}"
     _known[device] = (found, now + _TRUST_SECONDS)
     return found
 
 
-def _open_on(path: Path, device: int) -> int | None:
+def _open_on(path: Path, device: int) -> int:
     """Return a descriptor of something on the device: a directory above, else the file itself.
 
-    Directories first: opening a file, even for reading, breaks the leases of file servers.
+    Directories first: opening a file, even for reading, breaks the leases of file servers. What may
+    not be read can at least be named.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     attempts = [(each, flags | os.O_DIRECTORY) for each in (path, *path.parents)]
     if os.path.isfile(path):
         attempts.append((path, flags))
+    attempts.append((path, flags | kernel.PATH_ONLY))
     for candidate, how in attempts:
         with suppress(OSError):
             fd = os.open(candidate, how)
             if os.fstat(fd).st_dev == device:
                 return fd
             os.close(fd)
-    return None
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _lasting_id(path: Path, fd: int | None, device: int) -> str:
-    line = line_of(path, fd)
-    if line is None or line.mount.fstype in _PASSING_INODES:
+def _lasting_id(fd: int, device: int) -> str:
+    mount = _told_mount(fd)
+    if mount is None or mount.fstype in _PASSING_INODES:
         return ""
-    fstype = line.mount.fstype
+    fstype = mount.fstype
     uuid = _uuid(fd, fstype, device)
-    fsid = os.statvfs(path if fd is None else fd).f_fsid if fstype in _LASTING_FSID else 0
+    fsid = os.statvfs(fd).f_fsid if fstype in _LASTING_FSID else 0
     if fstype == "btrfs" and uuid:  # each subvolume numbers its inodes from 256, and has an f_fsid
         return f"uuid:{uuid}:{fsid:016x}"
     if uuid:
@@ -294,34 +293,33 @@ def _lasting_id(path: Path, fd: int | None, device: int) -> str:
     elif fsid:
         found = f"fsid:{fstype}:{fsid:016x}"
     elif fstype in _SERVER_INODES:
-        found = f"{fstype}:{line.mount.source}"
+        found = f"{fstype}:{mount.source}"
     else:
         return ""
-    return found + _overlay_suffix(line, device, has_uuid=bool(uuid))
+    return found + _overlay_suffix(mount, device, has_uuid=bool(uuid))
 
 
-def _overlay_suffix(line: MountLine, device: int, *, has_uuid: bool) -> str:
+def _overlay_suffix(mount: Mount, device: int, *, has_uuid: bool) -> str:
     """Return what tells overlays apart that share an upper filesystem, and the layers of one."""
-    if line.mount.fstype != "overlay":
+    if mount.fstype != "overlay":
         return ""
     suffix = ""
     if not has_uuid:  # f_fsid is then that of the upper filesystem, for all its overlays
         import zlib
 
-        upper = next((each for each in line.mount.options if each.startswith("upperdir=")), "")
+        upper = next((each for each in mount.options if each.startswith("upperdir=")), "")
         suffix = f":{zlib.crc32(os.fsencode(upper)):08x}"
     # Files of a layer on another filesystem keep its inode numbers and have a device of their own.
-    return suffix if device == line.device else f"{suffix}:{device:x}"
+    return suffix if device == mount.device else f"{suffix}:{device:x}"
 
 
-def _uuid(fd: int | None, fstype: str, device: int) -> str:
+def _uuid(fd: int, fstype: str, device: int) -> str:
     """Return the UUID that the filesystem tells, or under which udev lists the block device."""
     own = _OWN_GETFSUUID.get("ext4" if fstype in {"ext2", "ext3"} else fstype)
     for request, argument, start in (_GETFSUUID, own) if own else (_GETFSUUID,):
         answer = bytearray(argument)
         with suppress(OSError):
-            if fd is not None:
-                fcntl.ioctl(fd, request, answer)
+            fcntl.ioctl(fd, request, answer)
             if any(raw := answer[start : start + 16]):
                 text = raw.hex()
                 return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
@@ -332,110 +330,152 @@ def _uuid(fd: int | None, fstype: str, device: int) -> str:
     return ""
 
 
+class Mounts:
+    """Where filesystems are mounted: read once, so an object is for one piece of work.
+
+    A folder is known by the lasting id of its filesystem and its path below that filesystem's own
+    root, whatever part of it is mounted where: a drive that is mounted elsewhere, and a container
+    that sees a part of it, give the same two.
+    """
+
+    def __init__(self) -> None:
+        self._mounts = [mount for mount in parse_mountinfo(_mountinfo()) if mount.is_lasting]
+        self._by_number = {str(mount.number): mount for mount in self._mounts}
+        self._places: dict[str, tuple[str, bytes]] = {}
+        self._folders: dict[tuple[str, bytes], str] = {}
+
+    def place(self, folder: str | Path) -> tuple[str, bytes]:
+        """Return the id of a folder's filesystem and the folder's path below its root.
+
+        Without a lasting id that is "" and the absolute path. Symlinks are followed.
+        """
+        name = os.fspath(folder)
+        if (known := self._places.get(name)) is None:
+            known = self._places[name] = self._place(os.path.abspath(name))
+        return known
+
+    def _place(self, name: str) -> tuple[str, bytes]:
+        existing = nearest_existing(Path(name))
+        real = os.path.normpath(
+            os.path.join(os.path.realpath(existing), os.path.relpath(name, existing))
+        )
+        mount = self._by_number.get(_mount_number(existing) or "")
+        if mount is not None:
+            filesystem, below = filesystem_id(existing), _below(real, os.fspath(mount.point))
+            if below is not None and not filesystem.startswith("dev:"):
+                return filesystem, os.fsencode(os.path.join(mount.root, below).strip(os.sep))
+        return "", os.fsencode(real)
+
+    def path(self, filesystem: str, below: bytes) -> str:
+        """Return where a path below the root of a filesystem is now; an absolute one is as it is.
+
+        FileSkippedError if the filesystem is not mounted, or if two devices have its id.
+        """
+        if below.startswith(b"/"):
+            return os.fsdecode(below)
+        above, _, name = below.rpartition(b"/")
+        folder = self._folders.get((filesystem, above))
+        if folder is None:
+            try:
+                folder = self._find(filesystem, os.fsdecode(above))
+            except FileSkippedError:  # above the root of a subvolume is another filesystem
+                return self._find(filesystem, os.fsdecode(below))
+            self._folders[filesystem, above] = folder
+        return os.path.join(folder, os.fsdecode(name)) if name else folder
+
+    def _find(self, filesystem: str, folder: str) -> str:
+        """Return where a folder is; of several places the first that exists and can be written."""
+        found: list[tuple[bool, str]] = []
+        devices = set()
+        for mount in self._mounts:
+            below = _below(f"/{folder}", mount.root)
+            # A server, which may not answer, has its name in its id.
+            is_else = mount.fstype in _SERVER_INODES and mount.source not in filesystem
+            if below is None or is_else:
+                continue
+            path = os.path.normpath(os.path.join(mount.point, below))
+            with suppress(OSError):
+                existing = nearest_existing(Path(path))
+                st = os.stat(existing)
+                if filesystem_id(existing, st) == filesystem:
+                    is_poor = mount.is_read_only or os.fspath(existing) != path
+                    found.append((is_poor, path))
+                    devices.add(st.st_dev)
+        if len(devices) == 1:
+            return min(found, key=lambda each: each[0])[1]
+        reason = "two devices have this id" if devices else "its drive is not mounted"
+        raise FileSkippedError(f"/{folder} on {filesystem}: {reason}", reason=reason)
+
+
+def _below(path: str, top: str) -> str | None:
+    """Return the part of a path below a folder; None: it is elsewhere."""
+    top = top.rstrip(os.sep)
+    return path[len(top) + 1 :] if f"{path}{os.sep}".startswith(f"{top}{os.sep}") else None
+
+
+_reflinks: dict[int, bool] = {}
+
+
+def can_reflink(folder: Path) -> bool:
+    """Say whether two files in a folder can share blocks: tried once per device and process."""
+    device = os.stat(folder).st_dev
+    if device not in _reflinks:
+        try:
+            _reflinks[device] = _clones(folder)
+        except OSError as error:  # no room, for instance: perhaps later
+            logger.debug("%s: no reflink: %s", folder, error)
+            return False
+    return _reflinks[device]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
     """What was seen to work in a directory."""
 
-    hard_link: bool
     reflink: bool
-    symlink: bool
     lease: bool
-    exchange: bool
-    flock: bool
-    unnamed_tmp: bool
 
 
 def probe(directory: Path) -> Abilities:
-    """Return what works in `directory`, having tried each thing in a new subdirectory of it.
+    """Return what works in `directory`, tried with files that have no name there.
 
-    Nothing remains of it. Raises `StoreUnwritableError`, or `NoSpaceError` if that is the reason.
+    So nothing remains, whatever happens. Raises `StoreUnwritableError`, or `NoSpaceError` if that
+    is the reason.
     """
-    found: dict[str, bool] = {}
-    room = Path(directory) / f".smartcache-probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        os.mkdir(room, 0o700)
-        try:
-            (room / "seed").write_bytes(bytes(range(256)) * 256)
-            for name, attempt in _ATTEMPTS.items():
-                try:
-                    found[name] = attempt(room, room / "seed")
-                except OSError as error:
-                    logger.debug("%s: no %s: %s", directory, name, error)
-                    found[name] = False
-        finally:
-            for name in os.listdir(room):
-                os.unlink(room / name)
-            os.rmdir(room)
+        return Abilities(reflink=_clones(directory), lease=_leases(directory))
     except OSError as error:
-        kind = NoSpaceError if error.errno in {errno.ENOSPC, errno.EDQUOT} else StoreUnwritableError
-        message = f"cannot write in {directory}: {error.strerror or type(error).__name__}"
-        raise kind(message, path=directory, errno=error.errno) from error
-    return Abilities(**found)
+        raise unwritable(f"cannot write in {directory}", directory, error) from error
 
 
-def _try_hard_link(room: Path, seed: Path) -> bool:
-    os.link(seed, room / "hard")
-    return os.path.samefile(seed, room / "hard")
-
-
-def _try_reflink(room: Path, seed: Path) -> bool:
-    with open(seed, "rb") as source, open(room / "reflink", "xb") as target:
+def _clones(folder: Path) -> bool:
+    """Say whether a file could be made a reflink of another."""
+    with _open_nameless(folder) as source, _open_nameless(folder) as target:
+        content = bytes(range(256)) * 256
+        source.write(content)
+        source.flush()
         is_cloned = kernel.clone(source.fileno(), target.fileno())
-    return is_cloned and (room / "reflink").read_bytes() == seed.read_bytes()
+        return is_cloned and os.pread(target.fileno(), len(content), 0) == content
 
 
-def _try_symlink(room: Path, seed: Path) -> bool:
-    os.symlink(seed.name, room / "symlink")
-    return os.path.samefile(seed, room / "symlink")
-
-
-def _try_lease(_room: Path, seed: Path) -> bool:
+def _leases(folder: Path) -> bool:
     """Say whether leases work; "busy" means that every file is called open for writing."""
-    with open(seed, "rb") as file:
-        answer = kernel.take_lease(file.fileno())
-        intact = kernel.lease_intact(file.fileno())
-        kernel.drop_lease(file.fileno())
-    return answer == "held" and intact
-
-
-def _try_exchange(room: Path, _seed: Path) -> bool:
-    one, two = room / "one", room / "two"
-    one.write_bytes(b"1")
-    two.write_bytes(b"2")
-    is_done = kernel.exchange(one, two)
-    return is_done and (one.read_bytes(), two.read_bytes()) == (b"2", b"1")
-
-
-def _try_flock(_room: Path, seed: Path) -> bool:
-    with open(seed, "r+b") as first, open(seed, "r+b") as second:
-        fcntl.flock(first.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with _open_nameless(folder) as file:
         try:
-            fcntl.flock(second.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return True
-    return False  # two got the same lock
-
-
-def _try_unnamed_tmp(room: Path, _seed: Path) -> bool:
-    fd = kernel.open_unnamed(room)
-    if fd is None:
-        return False
-    try:
-        kernel.link_fd(fd, room / "named")
+            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+    try:  # now that nobody has it open for writing
+        return kernel.take_lease(fd) == "held" and kernel.lease_intact(fd)
     finally:
         os.close(fd)
-    return True
 
 
-_ATTEMPTS: dict[str, Callable[[Path, Path], bool]] = {
-    "hard_link": _try_hard_link,
-    "reflink": _try_reflink,
-    "symlink": _try_symlink,
-    "lease": _try_lease,
-    "exchange": _try_exchange,
-    "flock": _try_flock,
-    "unnamed_tmp": _try_unnamed_tmp,
-}
+def _open_nameless(folder: Path) -> IO[bytes]:
+    """Open a new file that is gone when it is closed; where it needs a name, for a moment only."""
+    from tempfile import TemporaryFile
+
+    return TemporaryFile(dir=folder, prefix=".probe.", suffix=".smartcache")
 
 
 def free_bytes(path: Path) -> int:

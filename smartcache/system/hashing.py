@@ -24,8 +24,9 @@ import os
 import re
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, Generic, Literal, Protocol, TypeVar
@@ -37,6 +38,8 @@ from smartcache.progress import Progress, silent
 from smartcache.system.kernel import StatKey, open_quietly
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
     from typing_extensions import Buffer
 
 Algorithm = Literal["blake3", "sha256", "git-sha1"]
@@ -114,17 +117,14 @@ class Hasher:
 
     def __init__(self, algorithms: Iterable[Algorithm], *, size: int | None = None) -> None:
         wanted = _checked(algorithms)
-        late = () if size is not None else ("git-sha1",)
-        self.needs_file: tuple[Algorithm, ...] = tuple(name for name in wanted if name in late)
-        self._states = _start([name for name in wanted if name not in late], size or 0)
+        is_late = size is None and "git-sha1" in wanted
+        self.needs_file: tuple[Algorithm, ...] = ("git-sha1",) if is_late else ()
+        self._states = _start([name for name in wanted if name not in self.needs_file], size or 0)
         self._announced = size
         self._size = 0
-        self._is_finished = False
 
     def update(self, buffer: Buffer) -> None:
         """Hash the bytes of any buffer: of arrays the elements, one after the other."""
-        if self._is_finished:
-            raise errors.StoreError("bytes came after the hashes were finished")
         with memoryview(buffer) as given:
             if not given.nbytes:
                 return
@@ -135,10 +135,7 @@ class Hasher:
             self._size += given.nbytes
 
     def finish(self) -> Hashes:
-        """Return the hashes, once. SizeMismatchError if the announced size was not reached."""
-        if self._is_finished:
-            raise errors.StoreError("the hashes were finished already")
-        self._is_finished = True
+        """Return the hashes. SizeMismatchError if the announced size was not reached."""
         if self._announced not in (None, self._size):
             message = f"{self._announced} bytes were announced, but {self._size} arrived"
             raise errors.SizeMismatchError(message, expected=self._announced, found=self._size)
@@ -147,12 +144,9 @@ class Hasher:
 
 
 def hash_file(
-    path: FilePath | int,
-    algorithms: Iterable[Algorithm] = ("blake3",),
-    *,
-    advance: Advance | None = None,
-    threads: int = 1,
-) -> tuple[Hashes, StatKey]:
+    path: FilePath | int, algorithms: Iterable[Algorithm] = ("blake3",), *,
+    advance: Advance | None = None, threads: int = 1,
+) -> tuple[Hashes, StatKey]:  # fmt: skip
     """Return the hashes of a file and the stat key they belong to.
 
     An open descriptor is accepted too; its position does not move. FileChangedError if the file
@@ -161,6 +155,7 @@ def hash_file(
     """
     wanted = _checked(algorithms)
     values: dict[Algorithm, str] = {}
+    is_whole = True
     fd = path if isinstance(path, int) else open_quietly(path, _OPEN_FLAGS)
     try:
         before = os.fstat(fd)
@@ -173,27 +168,22 @@ def hash_file(
             if advance is not None:
                 advance(size)
         elif states := _start(wanted, size):
-            _feed(fd, path, size, list(states.values()), advance, threads)
+            is_whole = _feed(fd, size, list(states.values()), advance, threads)
             values |= {name: state.hexdigest() for name, state in states.items()}
         after = os.fstat(fd)
     finally:
         if not isinstance(path, int):
             os.close(fd)
-    is_same = after.st_ctime_ns == before.st_ctime_ns and after.st_mtime_ns == before.st_mtime_ns
-    if not is_same or after.st_size != size:
-        raise _changed(path)
-    return Hashes(size=size, values=values), StatKey.of(before)
+    key = StatKey.of(before)
+    if not is_whole or StatKey.of(after) != key:
+        raise errors.FileChangedError(f"{_named(path)} changed while it was read", path=path)
+    return Hashes(size=size, values=values), key
 
 
 def hash_many(
-    paths: Iterable[P],
-    algorithms: Iterable[Algorithm] = ("blake3",),
-    *,
-    threads: int,
-    progress: Progress = silent,
-    label: str = "Hashing",
-    names: Mapping[int, str] | None = None,
-) -> Iterator[Hashed[P]]:
+    paths: Iterable[P], algorithms: Iterable[Algorithm] = ("blake3",), *, threads: int,
+    progress: Progress = silent, names: Mapping[int, str] | None = None,
+) -> Iterator[Hashed[P]]:  # fmt: skip
     """Yield what became of each file, given by path or descriptor, as soon as it is known.
 
     Small files come first, hashed by the thread that iterates, then large ones by threads, largest
@@ -230,7 +220,7 @@ def hash_many(
             # The frames of a traceback would keep buffers alive.
             return Hashed(path, error=error.with_traceback(None))
 
-    with progress(label, total + sum(size for size, _ in small), "bytes") as job:
+    with progress("Hashing", total + sum(size for size, _ in small), "bytes") as job:
         for file in small:
             yield attempt(file, lambda: None)
         yield from Crew(attempt, threads).results(large)
@@ -328,55 +318,49 @@ def digest_at_once(fd: int, size: int) -> bytes | None:
     return digest
 
 
-def _feed(
-    fd: int,
-    path: FilePath | int,
-    size: int,
-    states: list[Hash],
-    advance: Advance | None,
-    threads: int,
-) -> None:
-    """Read exactly `size` bytes once and give all of them to every state."""
-    lanes: list[Lane] = []
+def _feed(fd: int, size: int, states: list[Hash], advance: Advance | None, threads: int) -> bool:
+    """Give the bytes of a file, read once, to every state; False: they are not `size`."""
+    ahead = threads - 1 if size >= AHEAD_MIN_SIZE else 0
+    lent, spare.buffer = spare.buffer or _new_buffer(BUFFER_SIZE), None
+    ring = [_new_buffer(AHEAD_SIZE) for _ in range(3)] if ahead else [lent]
+    at_work: deque[list[Future[object]]] = deque()
     offset = 0
     try:
-        for state in states[: threads - 1] if size >= AHEAD_MIN_SIZE else ():
-            lanes.append(Lane(state))  # noqa: PERF401 - those that started must end
-        for buffer in buffers(lanes):
-            count = os.preadv(fd, (buffer,), offset)
-            offset += count
-            # Read even if the size is 0: files of /proc have that size and yet content.
-            if offset > size or (count == 0 and offset < size):
-                raise _changed(path)
-            view = buffer[:count]
-            for lane in lanes:
-                lane.give(view)
-            for state in states[len(lanes) :]:
-                state.update(view)
-            if advance is not None:
-                advance(count)
-            if offset == size:
-                return
+        with ExitStack() as stack:
+            lanes = [(stack.enter_context(_new_lane()), state) for state in states[:ahead]]
+            for buffer in itertools.cycle(ring):
+                if len(at_work) == len(ring):  # whoever still hashes what this buffer has
+                    _finish(at_work.popleft())
+                count = os.preadv(fd, (buffer,), offset)
+                offset += count
+                # Read even if the size is 0: files of /proc have that size and yet content.
+                if offset > size or (count == 0 and offset < size):
+                    return False
+                view = buffer[:count]
+                at_work.append([lane.submit(state.update, view) for lane, state in lanes])
+                for state in states[ahead:]:
+                    state.update(view)
+                if advance is not None:
+                    advance(count)
+                if offset == size:
+                    break
+            for left in at_work:
+                _finish(left)
+            return True
     finally:
-        for lane in lanes:
-            lane.close()
+        spare.buffer = lent
 
 
-def buffers(lanes: Sequence[Lane]) -> Iterator[memoryview]:
-    """Yield buffers to read into, each again only when every lane is done with it."""
-    if not lanes:
-        buffer, spare.buffer = spare.buffer or _new_buffer(BUFFER_SIZE), None
-        try:
-            while True:
-                yield buffer
-        finally:
-            spare.buffer = buffer
-    ring = [_new_buffer(AHEAD_SIZE) for _ in range(3)]
-    yield from ring
-    for buffer in itertools.cycle(ring):
-        for lane in lanes:
-            lane.wait()
-        yield buffer
+def _new_lane() -> ThreadPoolExecutor:
+    """Return a thread that hashes one buffer after the other."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(1, "smartcache-hash")
+
+
+def _finish(futures: list[Future[object]]) -> None:
+    for future in futures:
+        future.result()
 
 
 class Hash(Protocol):
@@ -389,49 +373,16 @@ class Hash(Protocol):
         """Return the hash of all bytes so far."""
 
 
+_NEW: Final[Mapping[Algorithm, Callable[[int], Hash]]] = {
+    "sha256": lambda _: hashlib.sha256(),
+    "git-sha1": lambda size: hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False),
+    "blake3": lambda _: blake3(),
+}
+"""What makes the state of an algorithm for so many bytes; the costliest first."""
+
+
 def _start(wanted: Sequence[Algorithm], size: int) -> dict[Algorithm, Hash]:
-    """Return the state of each algorithm that can be fed, the costliest first."""
-    states: dict[Algorithm, Hash] = {}
-    if "sha256" in wanted:
-        states["sha256"] = hashlib.sha256()
-    if "git-sha1" in wanted:
-        states["git-sha1"] = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    if "blake3" in wanted:
-        states["blake3"] = blake3()
-    return states
-
-
-class Lane(threading.Thread):
-    """A thread that updates one hash with the buffers it is given, in order.
-
-    A daemon: it owns nothing that must be finished, and Ctrl-C at any moment must end the program.
-    """
-
-    def __init__(self, state: Hash) -> None:
-        super().__init__(name="smartcache-hash", daemon=True)
-        self._state = state
-        self._todo: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._done: SimpleQueue[None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self.give = self._todo.put
-        self.wait = self._done.get
-        self.start()
-
-    def run(self) -> None:
-        """Hash what is given until None is."""
-        for view in iter(self._todo.get, None):
-            try:
-                self._state.update(view)
-            except BaseException as error:  # noqa: BLE001 - `close` raises it
-                self._error = error
-            self._done.put(None)
-
-    def close(self) -> None:
-        """End the thread; raise what went wrong in it."""
-        self.give(None)
-        self.join()
-        if self._error is not None:
-            raise self._error
+    return {name: new(size) for name, new in _NEW.items() if name in wanted}
 
 
 class _Spare(threading.local):
@@ -456,10 +407,6 @@ def _checked(algorithms: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
             hint = f"There are {', '.join(_LENGTHS)}."
             raise errors.BadDigestError(f"{name!r} is not a hash algorithm", hint=hint)
     return wanted
-
-
-def _changed(path: FilePath | int) -> errors.FileChangedError:
-    return errors.FileChangedError(f"{_named(path)} changed while it was read", path=path)
 
 
 def _named(path: FilePath | int) -> str:

@@ -13,12 +13,11 @@ import os
 import signal
 import struct
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -38,24 +37,30 @@ _EXTENT_LAST, _EXTENT_SHARED = 0x1, 0x2000
 _EXTENT_ENCODED = 0x8
 _EXTENT_PLACELESS = 0x2 | 0x4 | 0x200 | 0x400  # unknown, delayed, inline, in a block with others
 _EXTENT_UNWRITTEN = 0x800
+PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
+"""Opens something to name it, not to read it; O_RDONLY, 0, where there is no such flag."""
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _OWN_DESCRIPTORS = "/proc/self/fd"
 
+_FLOCK = struct.Struct("@hhqqi0q")
+"""The kernel's `struct flock`: kind, from where, start, length, process."""
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 # Linux has one number for ENOTSUP and EOPNOTSUPP, macOS has two.
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL} | {errno.ENOTSUP, errno.EOPNOTSUPP}
+_NO_IOCTL = _UNSUPPORTED | {errno.ENOTTY}
 # EPERM: the target is immutable, append-only or a swap file; a copy will say so more clearly.
-_NOT_CLONED = _UNSUPPORTED | {errno.ENOTTY, errno.EXDEV, errno.EPERM}
+_NOT_CLONED = _NO_IOCTL | {errno.EXDEV, errno.EPERM}
 # EACCES: only the owner of a file (or CAP_LEASE) gets a lease on it.
 _NO_LEASE = _UNSUPPORTED | {errno.EACCES, errno.EPERM, errno.ENOLCK, errno.ENOTTY}
+NO_LOCKS = _UNSUPPORTED | {errno.ENOLCK}
 # EISDIR: a kernel or filesystem that takes O_TMPFILE for an attempt to write to the directory.
 _NO_UNNAMED = _UNSUPPORTED | {errno.EISDIR}
 
 Lease = Literal["held", "busy", "unsupported"]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class Extent(NamedTuple):
     """A run of bytes of a file and where it lies on its filesystem.
 
     `physical` is None where the bytes have no blocks of their own: not written yet, or kept inside
@@ -74,16 +79,12 @@ def exchange(a: str | Path, b: str | Path, *, dir_fd: int | None = None) -> bool
     Both must exist on one mount: else `FileNotFoundError`, or `OSError` with EXDEV. With `dir_fd`
     they are names in that directory.
     """
-    renameat2 = _c_function("iPiPI", "renameat2") if sys.platform == "linux" else None
-    if renameat2 is None:
-        return False
     directory = _AT_FDCWD if dir_fd is None else dir_fd
+    renameat2 = _c_function("iPiPI", "renameat2")
     code = renameat2(directory, _c_path(a), directory, _c_path(b), _RENAME_EXCHANGE)
-    if code in _UNSUPPORTED:
-        return False
-    if code:
-        raise OSError(code, os.strerror(code), str(a), None, str(b))
-    return True
+    if code and -code not in _UNSUPPORTED:
+        raise OSError(-code, os.strerror(-code), str(a), None, str(b))
+    return not code
 
 
 def clone(source_fd: int, target_fd: int) -> bool:
@@ -91,15 +92,26 @@ def clone(source_fd: int, target_fd: int) -> bool:
 
     The target is replaced as a whole. ENOSPC, EDQUOT and EIO are raised.
     """
+    return _ioctl(target_fd, _FICLONE, source_fd, _NOT_CLONED)
+
+
+def _ioctl(
+    fd: int, request: int, argument: int | bytearray, unsupported: set[int] = _NO_IOCTL
+) -> bool:
+    """Ask the filesystem of a file; False: it does not know the question."""
+    return _asked(unsupported, lambda: fcntl.ioctl(fd, request, argument)) is not None
+
+
+def _asked(unsupported: set[int], call: Callable[[], T]) -> T | None:
+    """Return the answer to a system call that only Linux has; None: it is not supported here."""
     if sys.platform != "linux":
-        return False
+        return None
     try:
-        fcntl.ioctl(target_fd, _FICLONE, source_fd)
+        return call()
     except OSError as error:
-        if error.errno in _NOT_CLONED:
-            return False
+        if error.errno in unsupported:
+            return None
         raise
-    return True
 
 
 def dedupe_range(
@@ -114,18 +126,12 @@ def dedupe_range(
     where both files end. A read-only descriptor of the target is enough for the owner of the file
     and for root; EPERM from a kernel before 4.20 means that it wants one for writing.
     """
-    if sys.platform != "linux":
-        return None
     length = min(length, DEDUPE_SIZE)
     request = bytearray(
         _DEDUPE_RANGE.pack(source_offset, length, 1, 0, 0, target_fd, target_offset, 0, 0, 0)
     )
-    try:
-        fcntl.ioctl(source_fd, _FIDEDUPERANGE, request)
-    except OSError as error:
-        if error.errno in _UNSUPPORTED or error.errno == errno.ENOTTY:
-            return None
-        raise
+    if not _ioctl(source_fd, _FIDEDUPERANGE, request):
+        return None
     *_, done, status, _ = _DEDUPE_RANGE.unpack(request)
     if -status in _UNSUPPORTED:
         return None
@@ -141,14 +147,8 @@ def extents(fd: int) -> tuple[Extent, ...] | None:
     never written to are left out like holes. What is still to be written is written first: a file
     overwritten in memory only would be reported where it was before. For others that is free.
     """
-    if sys.platform != "linux":
+    if (found := _fiemap(fd)) is None:
         return None
-    try:
-        found = list(_fiemap(fd))
-    except OSError as error:
-        if error.errno in _UNSUPPORTED or error.errno == errno.ENOTTY:
-            return None
-        raise
     merged: list[Extent] = []
     for logical, physical, length, flags in found:
         if flags & _EXTENT_UNWRITTEN:
@@ -157,7 +157,7 @@ def extents(fd: int) -> tuple[Extent, ...] | None:
         is_shared = bool(flags & _EXTENT_SHARED)
         extent = Extent(logical=logical, physical=place, length=length, is_shared=is_shared)
         if merged and _goes_on(merged[-1], extent, is_encoded=bool(flags & _EXTENT_ENCODED)):
-            merged[-1] = replace(merged[-1], length=merged[-1].length + length)
+            merged[-1] = merged[-1]._replace(length=merged[-1].length + length)
         else:
             merged.append(extent)
     return tuple(merged)
@@ -172,23 +172,22 @@ def _goes_on(last: Extent, extent: Extent, *, is_encoded: bool) -> bool:
     return last.logical + last.length == extent.logical and follows == extent.physical
 
 
-def _fiemap(fd: int) -> Iterator[tuple[int, int, int, int]]:
-    """Give (logical, physical, length, flags) of every extent, some hundred per call."""
-    start = 0
-    while True:
+def _fiemap(fd: int) -> list[tuple[int, int, int, int]] | None:
+    """Return (logical, physical, length, flags) of every extent; None: not supported here."""
+    found: list[tuple[int, int, int, int]] = []
+    while not found or not found[-1][3] & _EXTENT_LAST:
+        start = found[-1][0] + found[-1][2] if found else 0
         request = bytearray(_FIEMAP_HEAD.size + _FIEMAP_COUNT * _FIEMAP_EXTENT.size)
         rest = (1 << 64) - 1 - start
         _FIEMAP_HEAD.pack_into(request, 0, start, rest, _FIEMAP_SYNC, 0, _FIEMAP_COUNT, 0)
-        fcntl.ioctl(fd, _FIEMAP, request)
+        if not _ioctl(fd, _FIEMAP, request):
+            return None
         count = _FIEMAP_HEAD.unpack_from(request)[3]
         if not count:
-            return
+            break
         end = _FIEMAP_HEAD.size + count * _FIEMAP_EXTENT.size
-        for found in _FIEMAP_EXTENT.iter_unpack(request[_FIEMAP_HEAD.size : end]):
-            yield found
-            start = found[0] + found[2]
-        if found[3] & _EXTENT_LAST:
-            return
+        found += _FIEMAP_EXTENT.iter_unpack(request[_FIEMAP_HEAD.size : end])
+    return found
 
 
 def shares_blocks(fd_a: int, fd_b: int) -> bool:
@@ -200,10 +199,9 @@ def shares_blocks(fd_a: int, fd_b: int) -> bool:
     if os.fstat(fd_a).st_dev != os.fstat(fd_b).st_dev:
         return False
     first, second = extents(fd_a), extents(fd_b)
-    if first is None or second is None or any(e.physical is None for e in first):
+    if first is None or second is None or any(extent.physical is None for extent in first):
         return False
-    places = [[(e.logical, e.physical, e.length) for e in each] for each in (first, second)]
-    return places[0] == places[1]
+    return [extent[:3] for extent in first] == [extent[:3] for extent in second]
 
 
 def open_quietly(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], flags: int) -> int:
@@ -222,42 +220,56 @@ def take_lease(fd: int) -> Lease:
     this process or `fd` itself, has it open for writing. A network filesystem may say "busy" of
     every file: trust it only where `probe` found leases to work. "unsupported": no lease was taken.
     """
-    if sys.platform != "linux":
-        return "unsupported"
     try:
         # A writer who comes is announced by SIGIO, which kills the process. SIGURG is ignored.
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError as error:
-        if error.errno == errno.EAGAIN:
-            return "busy"
-        if error.errno in _NO_LEASE:
-            return "unsupported"
-        raise
-    return "held"
+        is_known = _fcntl(fd, "F_SETSIG", signal.SIGURG, _NO_LEASE) is not None
+        if is_known and _fcntl(fd, "F_SETLEASE", fcntl.F_RDLCK, _NO_LEASE) is not None:
+            return "held"
+    except BlockingIOError:
+        return "busy"
+    return "unsupported"
 
 
 def lease_intact(fd: int) -> bool:
     """Say whether the lease is held and no writer has come since, not even one that is blocked."""
-    if sys.platform != "linux":
-        return False
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GETLEASE) == fcntl.F_RDLCK
-    except OSError as error:
-        if error.errno in _NO_LEASE:
-            return False
-        raise
+    return _fcntl(fd, "F_GETLEASE", 0, _NO_LEASE) == fcntl.F_RDLCK
 
 
 def drop_lease(fd: int) -> None:
     """Let waiting writers go on; does nothing if there is no lease."""
-    if sys.platform != "linux":
-        return
+    with suppress(BlockingIOError):  # none was held
+        _fcntl(fd, "F_SETLEASE", fcntl.F_UNLCK, _NO_LEASE)
+
+
+def _fcntl(fd: int, command: str, argument: int | bytes, unsupported: set[int]) -> object:
+    """Ask the kernel about a descriptor; None: it does not do that, here or for this user."""
+    return _asked(unsupported, lambda: fcntl.fcntl(fd, getattr(fcntl, command), argument))
+
+
+def lock_byte(fd: int, byte: int) -> bool | None:
+    """Lock one byte of a file without waiting; False: another descriptor holds it.
+
+    None where there are no such locks: in some sandboxes, for instance. Only Linux gives them to
+    the open file, as `flock` does, and not to the process.
+    """
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, 0, byte, 1, 0)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError as error:
-        if error.errno != errno.EAGAIN and error.errno not in _NO_LEASE:  # EAGAIN: none was held
-            raise
+        return None if _fcntl(fd, "F_OFD_SETLK", wanted, NO_LOCKS) is None else True
+    except BlockingIOError:
+        return False
+
+
+def is_byte_locked(fd: int, byte: int) -> bool | None:
+    """Say whether another descriptor holds a byte; None where bytes cannot be locked."""
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, 0, byte, 1, 0)
+    found = _fcntl(fd, "F_OFD_GETLK", wanted, NO_LOCKS)
+    return _FLOCK.unpack(found)[0] != fcntl.F_UNLCK if isinstance(found, bytes) else None
+
+
+def unlock_bytes(fd: int) -> None:
+    """Give back the locks of all bytes."""
+    with suppress(OSError):
+        _fcntl(fd, "F_OFD_SETLK", _FLOCK.pack(fcntl.F_UNLCK, 0, 0, 0, 0), NO_LOCKS)
 
 
 def preallocate(fd: int, size: int) -> None:
@@ -267,8 +279,8 @@ def preallocate(fd: int, size: int) -> None:
     and EFBIG are raised and may leave the file partly reserved.
     """
     code = _fallocate(fd, 0, 0, size) if size > 0 else 0
-    if code and code not in _UNSUPPORTED:
-        raise OSError(code, os.strerror(code))
+    if code and -code not in _UNSUPPORTED:
+        raise OSError(-code, os.strerror(-code))
 
 
 def reserve(fd: int, start: int, size: int) -> bool:
@@ -279,11 +291,8 @@ def reserve(fd: int, start: int, size: int) -> bool:
 def _fallocate(fd: int, mode: int, start: int, size: int) -> int:
     # Not os.posix_fallocate: where the filesystem cannot do it, glibc writes into every block.
     # 64-bit offsets on 32-bit systems have a name of their own in glibc, and only there.
-    names = ("fallocate64", "fallocate") if sys.platform == "linux" else ()
-    fallocate = _c_function("iiqq", *names) if names else None
-    if fallocate is None:
-        return errno.ENOSYS
-    while (code := fallocate(fd, mode, start, size)) == errno.EINTR:
+    fallocate = _c_function("iiqq", "fallocate64", "fallocate")
+    while (code := fallocate(fd, mode, start, size)) == -errno.EINTR:
         pass
     return code
 
@@ -295,21 +304,25 @@ def open_unnamed(directory: Path, mode: int = 0o600) -> int | None:
     """
     if sys.platform != "linux" or not os.path.isdir(_OWN_DESCRIPTORS):
         return None
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
-    except OSError as error:
-        if error.errno in _NO_UNNAMED:
-            return None
-        raise
+    flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+    return _asked(_NO_UNNAMED, lambda: os.open(directory, flags, mode))
 
 
 def link_fd(fd: int, target: Path) -> None:
     """Give an open file (one of `open_unnamed`) a name; `FileExistsError` if the name is taken."""
-    if sys.platform != "linux":
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(target))
     # A directory descriptor, though unused with an absolute path, makes os.link call linkat and
     # respect follow_symlinks: without one it links the symlink in /proc and answers EXDEV.
     os.link(f"{_OWN_DESCRIPTORS}/{fd}", target, src_dir_fd=fd, follow_symlinks=True)
+
+
+def path_of(fd: int) -> Path:
+    """Return a path of an open file; OSError where the system does not tell."""
+    return Path(os.readlink(f"{_OWN_DESCRIPTORS}/{fd}"))
+
+
+def sync_data(fd: int) -> None:
+    """Bring the bytes of an open file to the disk; macOS has no fdatasync."""
+    getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def sync_directory(path: Path) -> None:
@@ -324,6 +337,15 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sync_filesystem(fd: int) -> None:
+    """Bring all that was written to the filesystem of an open file to the disk."""
+    code = _c_function("i", "syncfs")(fd)
+    if code == -errno.ENOSYS:
+        os.sync()
+    elif code:
+        raise OSError(-code, os.strerror(-code))
+
+
 @cache
 def boot_id() -> str:
     """Return a text that is another one after the machine was started again.
@@ -331,20 +353,8 @@ def boot_id() -> str:
     Where the system has none it is another one in every process: too cautious, never wrong.
     """
     found = ""
-    if sys.platform == "linux":
-        try:
-            with open(_BOOT_ID, encoding="ascii") as file:
-                found = file.read().strip()
-        except OSError:
-            pass
-    elif sys.platform == "darwin":
-        import ctypes
-
-        value = ctypes.create_string_buffer(64)
-        size = ctypes.c_size_t(len(value))
-        sysctl = ctypes.CDLL(None).sysctlbyname
-        if not sysctl(b"kern.bootsessionuuid", value, ctypes.byref(size), None, ctypes.c_size_t(0)):
-            found = value.value.decode("ascii", "replace")
+    with suppress(OSError), open(_BOOT_ID, encoding="ascii") as file:
+        found = file.read().strip()
     return found or f"process-{os.urandom(16).hex()}"
 
 
@@ -366,29 +376,36 @@ def _c_path(path: str | Path) -> bytes:
 
 
 @cache
-def _c_function(codes: str, *names: str) -> Callable[..., int] | None:
-    """Return the first of these C functions that exists, made to answer 0 or its errno; else None.
+def _c_function(codes: str, *names: str) -> Callable[..., int]:
+    """Return the first of these C functions that exists, else one that says ENOSYS.
 
-    `codes` are the types of its arguments: int, unsigned (I), int64 (q), path (P).
+    It answers its result, or the negative errno. `codes` are the types of its arguments: int,
+    unsigned (I), long (l), int64 (q), bytes (P).
     """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     name = next((each for each in names if hasattr(libc, each)), None)
-    if name is None:
-        return None
-    kinds: dict[str, type[ctypes.c_int | ctypes.c_uint | ctypes.c_int64 | ctypes.c_char_p]]
-    kinds = {"i": ctypes.c_int, "I": ctypes.c_uint, "q": ctypes.c_int64, "P": ctypes.c_char_p}
+    if name is None or sys.platform != "linux":
+        return lambda *_: -errno.ENOSYS
+    kinds: dict[str, Any] = {
+        "i": ctypes.c_int, "I": ctypes.c_uint, "l": ctypes.c_long, "q": ctypes.c_int64,
+        "P": ctypes.c_char_p,
+    }  # fmt: skip
     function = libc[name]
     function.argtypes = [kinds[code] for code in codes]
     function.restype = ctypes.c_int
 
     def call(*arguments: int | bytes) -> int:
-        return 0 if function(*arguments) == 0 else ctypes.get_errno()
+        answer = int(function(*arguments))
+        return answer if answer >= 0 else -ctypes.get_errno()
 
     return call
 
 
+_OPENAT2, _NO_SYMLINKS = 437, 4  # the same everywhere
+_OPEN_HOW = struct.Struct("=QQQ")
+"""The kernel's `struct open_how`: flags, mode, how names are looked up."""
 _NO_OPENAT2 = (errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG)
 """An older kernel; a container that forbids it; a path longer than one call takes."""
 
@@ -398,34 +415,14 @@ def open_without_symlinks(path: str | Path, flags: int) -> int | None:
 
     One call in place of one for each folder above it; Linux has had openat2 since 5.6.
     """
-    call = _openat2()
-    if call is None:
-        return None
-    answer = call(_c_path(path), flags)
+    how = _OPEN_HOW.pack(flags, 0, _NO_SYMLINKS)
+    syscall = _c_function("liPPl", "syscall")
+    answer = syscall(_OPENAT2, _AT_FDCWD, _c_path(path), how, len(how))
     if answer >= 0:
         return answer
     if -answer in _NO_OPENAT2:
         return None
     raise OSError(-answer, os.strerror(-answer), os.fspath(path))
-
-
-@cache
-def _openat2() -> Callable[[bytes, int], int] | None:
-    """Return a function that opens a path and answers a descriptor, or its errno as a negative."""
-    if sys.platform != "linux":
-        return None
-    import ctypes
-
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype = ctypes.c_long
-    number, here, no_symlinks = ctypes.c_long(437), ctypes.c_int(-100), 4  # the same everywhere
-
-    def call(path: bytes, flags: int) -> int:
-        how = (ctypes.c_uint64 * 3)(flags, 0, no_symlinks)
-        answer = syscall(number, here, path, how, ctypes.c_size_t(24))
-        return answer if answer >= 0 else -ctypes.get_errno()
-
-    return call
 
 
 RACY_NS = 2_000_000_000
@@ -447,13 +444,24 @@ class StatKey(NamedTuple):
         """Return the key of a stat result. Times after 2262, which no index can hold, are cut."""
         return cls(st.st_size, min(st.st_mtime_ns, LATEST_NS), min(st.st_ctime_ns, LATEST_NS))
 
-    def is_racy(self, now_ns: int | None = None) -> bool:
-        """Say whether a change right after `now` could leave this key as it is.
+    def is_racy(self, now: int) -> bool:
+        """Say whether a change right after `now` (in ns) could leave this key as it is.
 
         A modification time in the future, as archives have it, could not: a write sets it to now.
         """
-        now = time.time_ns() if now_ns is None else now_ns
         return self.ctime_ns > now - RACY_NS or abs(now - self.mtime_ns) < RACY_NS
+
+
+def attributes_of(file: str | Path | int) -> list[str]:
+    """Return the names of the extended attributes of a file, a symlink itself or a descriptor.
+
+    Those in `security.` are left to the system: a new file gets its label from where it lies, and
+    only the kernel's policy may set it.
+    """
+    with suppress(OSError, AttributeError):  # a filesystem, or a system, without any
+        names = os.listxattr(file, follow_symlinks=isinstance(file, int))
+        return [name for name in names if not name.startswith("security.")]
+    return []
 
 
 def allocated_bytes(st: os.stat_result) -> int:

@@ -21,7 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from smartcache.errors import UnsafeFileError, UnsafeStoreError
+from smartcache.errors import (
+    NoSpaceError,
+    StoreUnwritableError,
+    UnsafeFileError,
+    UnsafeStoreError,
+)
 from smartcache.system.kernel import effective_user, sync_directory
 
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -65,33 +70,37 @@ def user_name(user: int) -> str:
         return f"user {user}"
 
 
-def open_own(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None
-) -> int:
+def open_own(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open a file of the store, for the caller to close.
 
     UnsafeFileError if it is not a regular file, or not this user's.
     """
     while True:
         try:
-            descriptor = os.open(path, flags | _FLAGS, dir_fd=dir_fd)
+            descriptor = os.open(path, flags | _FLAGS)
+            break
         except BlockingIOError:
             # A file server has a lease on it, which the kernel takes back within 45 seconds.
             time.sleep(_PAUSE)
         except OSError as error:
             if error.errno in _NOT_REGULAR:
-                raise not_regular(path) from error
+                raise _not_regular(path) from error
             raise
-        else:
-            break
-    st = os.fstat(descriptor)
-    if stat.S_ISREG(st.st_mode) and st.st_uid == effective_user():
-        return descriptor
-    os.close(descriptor)
+    try:
+        check_file(path, os.fstat(descriptor))
+    except UnsafeFileError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_file(path: str | os.PathLike[str], st: os.stat_result) -> None:
+    """Raise UnsafeFileError if what is at a path is not a regular file of this user."""
     if not stat.S_ISREG(st.st_mode):
-        raise not_regular(path)
-    message = f"{os.fspath(path)} belongs to {user_name(st.st_uid)}"
-    raise UnsafeFileError(message, path=os.fspath(path))
+        raise _not_regular(path)
+    if st.st_uid != effective_user():
+        message = f"{os.fspath(path)} belongs to {user_name(st.st_uid)}"
+        raise UnsafeFileError(message, path=os.fspath(path))
 
 
 def make_or_open_own(path: str | os.PathLike[str], flags: int) -> tuple[int, bool]:
@@ -145,6 +154,14 @@ def atomically(
         sync_directory(path.parent)
 
 
+def unwritable(
+    what: str, path: str | os.PathLike[str], error: OSError
+) -> NoSpaceError | StoreUnwritableError:
+    """Return the error for something that cannot be made or written: a full disk has its own."""
+    kind = NoSpaceError if error.errno in {errno.ENOSPC, errno.EDQUOT} else StoreUnwritableError
+    return kind(f"{what}: {error.strerror or error}", path=path, errno=error.errno)
+
+
 def read_own(path: str | os.PathLike[str], most: int) -> bytes:
     """Return what a small file of the store holds, at most `most` bytes of it."""
     descriptor = open_own(path)
@@ -154,6 +171,5 @@ def read_own(path: str | os.PathLike[str], most: int) -> bytes:
         os.close(descriptor)
 
 
-def not_regular(path: str | os.PathLike[str]) -> UnsafeFileError:
-    """Return the error for something in the store that is not the file it should be."""
+def _not_regular(path: str | os.PathLike[str]) -> UnsafeFileError:
     return UnsafeFileError(f"{os.fspath(path)} is not a regular file", path=os.fspath(path))

@@ -18,13 +18,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote_from_bytes
 
 from smartcache.errors import (
-    BlobNotFoundError,
     IndexDamagedError,
     LockTimeoutError,
     NoSpaceError,
@@ -32,39 +31,25 @@ from smartcache.errors import (
     StoreFormatError,
     StoreUnwritableError,
 )
-from smartcache.system.filesystems import free_bytes
-from smartcache.system.kernel import allocated_bytes, reserve
+from smartcache.system.filesystems import free_bytes, nearest_existing
 from smartcache.system.locks import OnWait
-from smartcache.system.ownfiles import create_own
+from smartcache.system.ownfiles import check_file, create_own, unwritable
 
 BUSY_SECONDS = 60.0
-"""How long the tables are waited for when they are made."""
-SPELL_SECONDS = 0.5
-"""How long SQLite waits for a writer by itself; whoever waits longer says so (`Database`)."""
+_SPELL = 0.5
+"""Seconds SQLite waits for a writer by itself; whoever waits longer says so."""
 _SCARCE = 1 << 20
 """With less free than this, an I/O error means that SQLite found no room for its shared memory."""
 
 FAILURES = (sqlite3.Error, UnicodeDecodeError, OverflowError)
 """What a statement may raise; the latter two where damage made nonsense of texts or numbers."""
 _DAMAGED = {
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB,
     # Our statements fit our tables: where they do not, the tables are not ours any more.
-    sqlite3.SQLITE_ERROR,
-    sqlite3.SQLITE_SCHEMA,
-    sqlite3.SQLITE_MISMATCH,
-    sqlite3.SQLITE_CONSTRAINT,
-    sqlite3.SQLITE_TOOBIG,
-}
-
-_SHM_PAGE = 4096
-_SHM_REGION = 8 * _SHM_PAGE
-"""SQLite maps the shared memory of the WAL in such pieces, one for 4,062 pages of the WAL."""
-_SHM_REGIONS = 8
-_SHM_SPARE = 32 << 10
-_WAL_PER_REGION = 4062 * 4096
-
-_TRIES = 8
+    sqlite3.SQLITE_ERROR, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_TOOBIG,
+}  # fmt: skip
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _PAUSE = 0.01
 _PAGE = 1000
 _NONSENSE = (TypeError, ValueError, AttributeError, OverflowError)
@@ -98,26 +83,37 @@ def number_of(row: tuple[Any, ...]) -> int:
 
 
 class Database:
-    """A connection, transactions, notes about the whole, and a consistent copy."""
+    """A connection, transactions, and a consistent copy."""
 
     schema: ClassVar[str]
     """What makes the tables, in one transaction."""
     schema_version: ClassVar[int] = 1
     """The number of the schema; tables of another are not read."""
+    journal_mode: ClassVar[str] = "WAL"
+    synchronous: ClassVar[str] = "NORMAL"
+    """NORMAL: after a power cut the last rows may be missing. FULL: every commit is on the disk."""
 
-    def __init__(self, path: Path, *, wal: bool, read_only: bool = False) -> None:
-        """Open it, made if it is not there. With `read_only` nobody may write it meanwhile."""
-        self.path = path
-        self._wal = wal
-        self._is_read_only = read_only
+    def __init__(self, path: Path | None, *, wal: bool = True, read_only: bool = False) -> None:
+        """Open it, made if it is not there. With `read_only` nobody may write it meanwhile.
+
+        Without a path it is in memory. `wal=False`: a WAL needs shared memory, which network
+        filesystems do not have.
+        """
+        self.path = Path(":memory:") if path is None else path
+        self._mode, self._access = self.journal_mode, "rw"
+        if path is None:
+            self._mode, self._access = "MEMORY", "memory"
+        elif self._mode == "WAL" and not (wal and _has_large_blocks(path.parent)):
+            self._mode = "DELETE"
+        if read_only:  # it may be on a filesystem that cannot be written
+            self._access = "ro&immutable=1"
         self._gate = threading.RLock()
-        self._depth = 0
-        self.is_open = True
-        """Whether it was not closed for good."""
+        self._writer: int | None = None
+        """The thread that is in a transaction."""
+        self._is_closed = False
         self._is_stranded = False
         self.patience: Callable[[], float | None] = lambda: BUSY_SECONDS
         """How many seconds to wait for another process that writes; None: without limit."""
-        self._waits = True
         self.on_wait: OnWait | None = None
         self._connection: sqlite3.Connection | None = None
         self._streams: set[sqlite3.Connection] = set()
@@ -125,15 +121,23 @@ class Database:
         with self._gate:
             with _registering:
                 _databases.add(self)
-            self._connection, self.is_new = self._connect(create=True)
+            if self._access == "rw":
+                _make_file(self.path)
+            self._connection = self._connect()
+        try:
+            if not read_only:
+                self._make_tables()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connection; every further use is an error."""
         with self._gate:
-            self.is_open = False
-            self.disconnect()
+            self._is_closed = True
+            self._disconnect()
 
-    def disconnect(self) -> None:
+    def _disconnect(self) -> None:
         """Close the connection for now; the next use opens it again. Streams end with an error."""
         if self._connection is not None:
             self._connection.close()
@@ -142,36 +146,57 @@ class Database:
             self._streams.pop().close()
 
     def _connected(self) -> sqlite3.Connection:
-        if self._connection is None or self._is_stranded:
-            if self._is_stranded:
-                message = f"{self.path} was in a transaction when this process was forked"
-                raise StoreError(message, hint="Open the store again in the child process.")
-            if not self.is_open:
+        if self._is_stranded:
+            message = f"{self.path} was in a transaction when this process was forked"
+            raise StoreError(message, hint="Open the store again in the child process.")
+        if self._connection is None:
+            if self._is_closed:
                 raise StoreError(f"{self.path} was closed", hint="Open the store again.")
-            self._connection, _ = self._connect()
+            self._connection = self._connect()
+            if self._access == "rw":  # who has made the file anew meanwhile may be killed already
+                self._make_tables()
         return self._connection
 
-    def _connect(self, *, create: bool = False) -> tuple[sqlite3.Connection, bool]:
-        """Return a new connection, and whether its tables were made for it."""
-        if not self._is_read_only:
-            return connect(
-                self.path, self.schema, self.schema_version, wal=self._wal, create=create
-            )
-        # Nobody writes it: it may be on a filesystem that cannot be written.
-        uri = _uri(self.path, "mode=ro&immutable=1")
-        try:
-            opened = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-        except FAILURES as error:
-            raise _translated(error, self.path) from error
-        return opened, False
+    def _connect(self) -> sqlite3.Connection:
+        """Open a database with all that every connection needs."""
+        with self._translating(), ExitStack() as stack:
+            connection = sqlite3.connect(
+                _uri(self.path, self._access), uri=True, timeout=_SPELL, isolation_level=None,
+                cached_statements=256,
+                check_same_thread=False,  # used by one thread, closed by any
+            )  # fmt: skip
+            stack.enter_context(closing(connection))
+            if self._access in ("rw", "memory"):
+                run = functools.partial(self._execute, connection=connection)
+                (mode,) = run("PRAGMA journal_mode").fetchone()
+                if mode.upper() != self._mode:
+                    run(f"PRAGMA journal_mode = {self._mode}")
+                run(f"PRAGMA synchronous = {self.synchronous}")
+                run("PRAGMA foreign_keys = ON")
+                run("PRAGMA cache_size = -16000")
+            stack.pop_all()
+        return connection
+
+    def _make_tables(self) -> None:
+        """Make the tables if there are none: of two processes one does."""
+        version = "PRAGMA user_version"
+        if not self.number(version):
+            with self.write():
+                if not self.number(version):
+                    # Not `executescript`: it would commit the transaction it runs in.
+                    lines = (line.partition("--")[0] for line in self.schema.splitlines())
+                    for statement in "\n".join(lines).split(";"):
+                        self.execute(statement)
+                    self.execute(f"{version} = {self.schema_version}")
+        if (found := self.number(version)) != self.schema_version:
+            kind = StoreFormatError if found > self.schema_version else IndexDamagedError
+            message = f"{self.path} has schema {found}; this smartcache reads {self.schema_version}"
+            raise kind(message, path=self.path)
 
     def select(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Return all rows: none is left to be fetched when another thread takes its turn."""
-        with self._gate:
-            try:
-                return self._execute(sql, values).fetchall()
-            except FAILURES as error:
-                raise _translated(error, self.path) from error
+        with self._gate, self._translating():
+            return self._execute(sql, values).fetchall()
 
     def select_one(self, sql: str, *values: object) -> tuple[Any, ...] | None:
         """Return the first row, if there is one."""
@@ -189,163 +214,124 @@ class Database:
         would block that, so there all rows are fetched at once. So they are within a transaction of
         this thread, which another connection does not see.
         """
-        if not self._wal or self._is_writing():
+        if self._mode != "WAL" or self._writer == threading.get_ident():
             yield from self.select(sql, *values)
             return
         with self._gate:
-            stream, _ = self._connect()
+            stream = self._connect()
             self._streams.add(stream)
         try:
-            cursor = stream.execute(sql, values)
-            while rows := cursor.fetchmany(_PAGE):
-                yield from rows
-        except FAILURES as error:
-            raise _translated(error, self.path) from error
+            with self._translating():
+                cursor = stream.execute(sql, values)
+                while rows := cursor.fetchmany(_PAGE):
+                    yield from rows
         finally:
             self._streams.discard(stream)
             stream.close()
 
-    def _is_writing(self) -> bool:
-        """Say whether this thread is in a transaction."""
-        if not self._gate.acquire(blocking=False):
-            return False  # another thread is at work
-        try:
-            return self._depth > 0
-        finally:
-            self._gate.release()
-
     def execute(self, sql: str, *values: object) -> int:
         """Run a statement that returns no rows; say how many rows it changed."""
-        with self._gate:
-            try:
-                return self._execute(sql, values).rowcount
-            except FAILURES as error:
-                raise _translated(error, self.path) from error
+        with self._gate, self._translating():
+            return self._execute(sql, values).rowcount
 
     def execute_many(self, sql: str, rows: Iterable[tuple[object, ...]]) -> int:
         """Run a statement for each row; say how many rows it changed."""
-        with self._gate:
-            try:
-                return self._connected().executemany(sql, rows).rowcount
-            except FAILURES as error:
-                raise _translated(error, self.path) from error
+        with self._gate, self._translating():
+            return self._connected().executemany(sql, rows).rowcount
 
-    def _execute(self, sql: str, values: tuple[object, ...]) -> sqlite3.Cursor:
-        began, attempt, has_spoken = time.monotonic(), 0, False
+    def _execute(
+        self, sql: str, values: tuple[object, ...] = (),
+        connection: sqlite3.Connection | None = None,
+    ) -> sqlite3.Cursor:  # fmt: skip
+        """Run a statement; wait for other processes, but never inside of a transaction."""
+        began, has_spoken = time.monotonic(), False
         while True:
             try:
-                return self._connected().execute(sql, values)
+                return (connection or self._connected()).execute(sql, values)
             except sqlite3.OperationalError as error:
-                code = error.sqlite_errorcode & 0xFF
-                if code == sqlite3.SQLITE_BUSY and (not self._depth or sql == "COMMIT"):
-                    limit = self.patience() if self._waits else 0
-                    if limit is not None and time.monotonic() - began >= limit:
-                        raise
-                    if not has_spoken:
-                        text = f"{_writer_of(self.path)} is writing to {self.path}"
-                        (self.on_wait or _log.info)(text)
-                    has_spoken = True
-                    continue
-                # Another user's process makes the WAL, and opens it to us a moment later.
-                attempt += 1
-                is_readonly = code == sqlite3.SQLITE_READONLY and attempt < _TRIES
-                if not is_readonly or self._depth or not os.access(self.path, os.W_OK):
+                is_busy = error.sqlite_errorcode & 0xFF in _BUSY
+                limit = self.patience()
+                is_over = limit is not None and time.monotonic() - began >= limit
+                if not is_busy or is_over or (self._writer and sql != "COMMIT"):
                     raise
-                self.disconnect()
-                time.sleep(_PAUSE)
+            if not has_spoken and time.monotonic() - began >= _SPELL:
+                has_spoken = True
+                (self.on_wait or _log.info)(f"another process is writing to {self.path}")
+            time.sleep(_PAUSE)  # SQLite itself does not wait for who switches the journal
 
     @contextmanager
-    def write(self, *, durable: bool = False) -> Iterator[None]:
-        """Run a block as one transaction; `durable` makes its commit survive power loss.
+    def write(self) -> Iterator[None]:
+        """Run a block as one transaction.
 
         Never hash, download or wait inside: everybody else who writes waits for this block. A block
         within a block is part of it.
         """
         with self._gate:
-            if self._depth:
+            if self._writer:
                 yield
                 return
-            if durable:
-                self.execute("PRAGMA synchronous = FULL")
-            try:
-                self.execute("BEGIN IMMEDIATE")
-                self._depth += 1
-                try:
-                    yield
-                    self.execute("COMMIT")
-                except BaseException:
-                    if self._connected().in_transaction:
-                        self.execute("ROLLBACK")
-                    raise
-                finally:
-                    self._depth -= 1
-            finally:
-                if durable:
-                    self.execute("PRAGMA synchronous = NORMAL")
-
-    @contextmanager
-    def if_free(self) -> Iterator[None]:
-        """Run a block of writes that is left out while another process writes."""
-        with self._gate:
-            if self._depth:
-                yield
-                return
-            self.execute("PRAGMA busy_timeout = 0")
-            self._waits = False
+            self.execute("BEGIN IMMEDIATE")
+            self._writer = threading.get_ident()
             try:
                 yield
-            except LockTimeoutError as error:
-                _log.debug("not recorded: %s", error)
+                self.execute("COMMIT")
+            except BaseException:
+                if self._connected().in_transaction:
+                    self.execute("ROLLBACK")
+                raise
             finally:
-                self._waits = True
-                self.execute(f"PRAGMA busy_timeout = {int(1000 * SPELL_SECONDS)}")
+                self._writer = None
 
-    def note(self, key: str) -> str | None:
-        """Return a note about the database as a whole."""
+    def meta(self, key: str) -> str | None:
+        """Return what the table `meta` has for a key."""
         row = self.select_one("SELECT value FROM meta WHERE key = ?", key)
         return None if row is None else str(row[0])
 
-    def set_note(self, key: str, value: str | None) -> None:
-        """Set or remove a note about the database as a whole."""
+    def set_meta(self, key: str, value: str | None) -> None:
+        """Set or remove a row of the table `meta`."""
         if value is None:
             self.execute("DELETE FROM meta WHERE key = ?", key)
         else:
             self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
-    def notes(self, beginning: str) -> list[str]:
-        """Return the keys of notes that begin with a text."""
-        sql = "SELECT key FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
-        return [str(row[0]) for row in self.select(sql, len(beginning), beginning)]
+    def copy_to(self, path: Path) -> None:
+        """Write a consistent copy, without holes, to a path where nothing is; mode 0600."""
+        os.close(create_own(path))
+        self.execute("VACUUM INTO ?", _uri(path, "rw"))
 
-    def is_sound(self) -> bool:
-        """Say whether SQLite finds the file whole."""
-        with self._gate:
-            try:
-                row = self._connected().execute("PRAGMA quick_check(1)").fetchone()
-                return bool(row[0] == "ok")
-            except (StoreError, *FAILURES):
-                return False
-
-    def backup(self, path: Path) -> None:
-        """Write a consistent copy to `path`."""
-        target = sqlite3.connect(path)
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
         try:
-            with self._gate:
-                self._connected().backup(target)
+            yield
         except FAILURES as error:
-            raise _translated(error, self.path) from error
-        finally:
-            target.close()
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> StoreError:
+        """Return the error of ours that says what one of `FAILURES` means for the user."""
+        text, path = str(error), self.path
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        is_io = code == sqlite3.SQLITE_IOERR and free_bytes(path.parent) < _SCARCE
+        if code == sqlite3.SQLITE_FULL or is_io:
+            return NoSpaceError(f"No space left to write {path}", path=path)
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            return StoreUnwritableError(f"Cannot write {path}: {text}", path=path)
+        is_nonsense = not isinstance(error, sqlite3.Error) or text.startswith("Could not decode")
+        if code in _DAMAGED or is_nonsense:
+            return IndexDamagedError(f"{path} is damaged: {text}", path=path)
+        if code == sqlite3.SQLITE_BUSY:
+            message = f"Gave up waiting: another process is writing to {path}"
+            return LockTimeoutError(message, key=str(path), holder="another process")
+        return StoreError(f"{path}: {text}", path=path)
 
     def fork_begins(self) -> None:
         """Let no thread use the database until the fork is over, and have no connection open."""
         self._gate.acquire()
-        if not self._depth:
-            self.disconnect()
+        if not self._writer and self._access != "memory":  # memory is copied, and has no locks
+            self._disconnect()
 
     def fork_is_over(self, *, in_child: bool) -> None:
         """Go on after a fork; a child made within a transaction cannot use the database."""
-        if in_child and self._depth:
+        if in_child and self._writer:
             # The transaction is the parent's; closing the connection here would end it.
             self._is_stranded = True
         self._gate.release()
@@ -384,174 +370,28 @@ os.register_at_fork(
 )
 
 
-def connect(
-    path: Path, schema: str, version: int, *, wal: bool, create: bool
-) -> tuple[sqlite3.Connection, bool]:
-    """Open a database with all that every connection needs.
+def _make_file(path: Path) -> None:
+    """Make an empty file if there is none; UnsafeFileError if what is there is no file of ours.
 
-    Says, too, whether this call has made its tables.
+    SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index. One that is
+    there is not opened: closing it again would free every lock that this process has on it.
     """
-    connection: sqlite3.Connection | None = None
     try:
-        if create:
-            # SQLite would make it 0644 whatever the umask is; its WAL gets the mode of the index.
-            # One that is there is not opened: closing it again would free every lock that this
-            # process has on it.
-            os.close(create_own(path))
+        os.close(create_own(path))
     except FileExistsError:
-        pass
+        check_file(path, os.lstat(path))
     except OSError as error:
-        raise StoreUnwritableError(f"Cannot make {path}: {error.strerror}", path=path) from error
-    try:
-        has_holes = wal and _make_sure_of_room(path)
-        connection = sqlite3.connect(
-            _uri(path, "mode=rw"),
-            uri=True,
-            timeout=BUSY_SECONDS,
-            isolation_level=None,
-            cached_statements=256,
-            check_same_thread=False,  # used by one thread, closed by any
-        )
-        # WAL needs shared memory, which network filesystems do not have: rollback journal there.
-        _set_journal_mode(connection, "WAL" if wal else "DELETE")
-        # NORMAL: after power loss the last rows may be missing: an unindexed blob, not a lie.
-        # Removal asks for FULL (see `write`), because a missing deletion would be one.
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA cache_size = -16000")
-        is_made = _make_tables(connection, path, schema, version)
-        connection.execute(f"PRAGMA busy_timeout = {int(1000 * SPELL_SECONDS)}")
-        if has_holes:
-            _fill_holes(path)
-    except FAILURES as error:
-        if connection is not None:
-            connection.close()
-        raise _translated(error, path) from error
-    return connection, is_made
+        raise unwritable(f"Cannot make {path}", path, error) from error
 
 
-def _uri(path: Path, options: str) -> str:
+def _has_large_blocks(folder: Path) -> bool:
+    """Say whether SQLite's shared memory has no holes; it takes a byte of each 4 KB for all.
+
+    To write into one when the disk is full is a SIGBUS, which nobody can catch.
+    """
+    return os.statvfs(nearest_existing(folder)).f_frsize >= 4096  # noqa: PLR2004
+
+
+def _uri(path: Path, access: str) -> str:
     """Return what names a file for SQLite; its path may hold any byte."""
-    return f"file:{quote_from_bytes(os.fsencode(path))}?{options}"
-
-
-def _make_sure_of_room(path: Path) -> bool:
-    """Raise NoSpaceError where SQLite would die of a full disk while it opens the index.
-
-    The WAL comes with shared memory, a mapped file. SQLite gets its blocks by writing one byte to
-    each 4 KB; where blocks are smaller, the others are holes, and writing to one through the
-    mapping when the disk is full is a SIGBUS, which nobody can catch. Says whether it is so here.
-    """
-    try:
-        if os.statvfs(path.parent).f_frsize >= _SHM_PAGE:
-            return False
-    except OSError:
-        return False
-    free, needed = free_bytes(path.parent), _SHM_REGION + _SHM_SPARE
-    with suppress(FileNotFoundError):
-        needed += os.stat(f"{path}-wal").st_size // _WAL_PER_REGION * _SHM_REGION
-    with suppress(FileNotFoundError):  # somebody uses it, or its blocks will be free
-        free += allocated_bytes(os.stat(f"{path}-shm"))
-    if free < needed:
-        raise NoSpaceError(f"No space left to open {path}", path=path)
-    return True
-
-
-def _fill_holes(path: Path) -> None:
-    """Reserve every block of the shared memory, and of some more that a long WAL would need.
-
-    Through the descriptor that SQLite has: closing one of our own would free every lock that this
-    process has on the file.
-    """
-    name = os.path.realpath(f"{path}-shm")
-    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{entry}") == name:
-                reserve(int(entry), 0, _SHM_REGIONS * _SHM_REGION)
-                return
-
-
-def _set_journal_mode(connection: sqlite3.Connection, mode: str) -> None:
-    """Switch the journal, once for all connections.
-
-    SQLite does not wait here while another connection switches it in the same moment: it says
-    "locked" at once.
-    """
-    deadline = time.monotonic() + BUSY_SECONDS
-    while True:
-        try:
-            if str(connection.execute("PRAGMA journal_mode").fetchone()[0]).upper() != mode:
-                connection.execute(f"PRAGMA journal_mode = {mode}")
-            return
-        except sqlite3.OperationalError as error:
-            is_busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-            if not is_busy or time.monotonic() > deadline:
-                raise
-            time.sleep(_PAUSE)
-
-
-def _make_tables(connection: sqlite3.Connection, path: Path, schema: str, version: int) -> bool:
-    """Make the tables if there are none; say whether this call has. Of two processes one does."""
-    is_made = False
-    if not _version(connection):
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            if not _version(connection):
-                # Not `executescript`: it would commit the transaction it runs in.
-                lines = (line.partition("--")[0] for line in schema.splitlines())
-                for statement in "\n".join(lines).split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {version}")
-                is_made = True
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:  # a full disk has rolled it back already
-                connection.execute("ROLLBACK")
-            raise
-    found = _version(connection)
-    if found > version:
-        message = f"{path} has schema {found}; this smartcache reads {version}"
-        raise StoreFormatError(message, path=path)
-    if found < version:
-        message = f"{path} has schema {found}, of an older smartcache"
-        raise IndexDamagedError(message, path=path)
-    return is_made
-
-
-def _version(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
-def _translated(error: Exception, path: Path) -> StoreError:
-    """Return the error of ours that says what one of `FAILURES` means for the user."""
-    text = str(error)
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    is_io = code == sqlite3.SQLITE_IOERR and free_bytes(path.parent) < _SCARCE
-    if code == sqlite3.SQLITE_FULL or is_io:
-        return NoSpaceError(f"No space left to write {path}", path=path)
-    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return StoreUnwritableError(f"Cannot write {path}: {text}", path=path)
-    if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
-        return BlobNotFoundError("The blob was removed in this moment", path=path)
-    is_nonsense = not isinstance(error, sqlite3.Error) or text.startswith("Could not decode")
-    if code in _DAMAGED or is_nonsense:
-        return IndexDamagedError(f"{path} is damaged: {text}", path=path)
-    if code == sqlite3.SQLITE_BUSY:
-        holder = _writer_of(path)
-        message = f"Gave up waiting: {holder} is writing to {path}"
-        return LockTimeoutError(message, key=str(path), holder=holder)
-    return StoreError(f"{path}: {text}", path=path)
-
-
-def _writer_of(path: Path) -> str:
-    """Name the process that writes to a database, as far as the kernel tells."""
-    with suppress(OSError, ValueError, IndexError):
-        inodes = {os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-shm")}
-        # Never by opening the file: closing it again would free every lock this process has on it.
-        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            # 7: POSIX  ADVISORY  WRITE 4711 fe:00:1318921 120 120
-            _, kind, _, access, process, place, *_ = line.split()
-            is_ours = int(place.rpartition(":")[2]) in inodes
-            if (kind, access) == ("POSIX", "WRITE") and is_ours and int(process) > 0:
-                return f"process {process}"
-    return "another process"
+    return f"file:{quote_from_bytes(os.fsencode(path))}?mode={access}"

@@ -20,7 +20,7 @@ from smartcache.artifacts import Fingerprint, check_name
 from smartcache.errors import DatasetError, SmartcacheError
 from smartcache.system.faults import reached
 from smartcache.system.kernel import sync_directory
-from smartcache.system.locks import lock
+from smartcache.system.locks import store_lock
 from smartcache.system.ownfiles import create_own
 from smartcache.training.encoder import Buckets
 from smartcache.training.sources import Sources
@@ -129,7 +129,7 @@ def _damaged(path: Path, error: BaseException) -> DatasetError:
 def changing(folder: Path) -> AbstractContextManager[None]:
     """Let nobody else change dataset.json for the length of a `with` block."""
     path = folder / f"{FILE}.lock"
-    return lock(path, exclusive=True, what="opening a dataset", name=f"the dataset {folder}")
+    return store_lock(path, "opening a dataset", name=f"the dataset {folder}")
 
 
 def set_of(spec: Mapping[str, Any]) -> str:

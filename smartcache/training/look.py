@@ -32,7 +32,7 @@ from smartcache.errors import ConfigError, DatasetError, SourcesVanishedError, S
 from smartcache.progress import Job, Progress, silent
 from smartcache.system.hashing import hash_file, hash_many
 from smartcache.system.kernel import RACY_NS
-from smartcache.system.locks import lock
+from smartcache.system.locks import store_lock
 from smartcache.training.sources import FIELD, FILE, IMAGES, Part, Row, Sources, plain_text
 from smartcache.training.table import (
     ABSENT,
@@ -612,8 +612,8 @@ class _Look:
             return
         # One process reads; the others then find it done.
         waiting = self.table.path.with_name("lock")
-        with lock(
-            waiting, exclusive=True, what="reading sources", name="the dataset",
+        with store_lock(
+            waiting, "reading sources", name="the dataset",
             on_wait=lambda text: _log.warning("Waiting: %s", text),
         ):  # fmt: skip
             if self.table.version() != self.version:

@@ -172,7 +172,7 @@ class SourceTable(Database):
 
     def stamp(self, part: int) -> str | None:
         """Return what says that the file of a list is as it was when its rows were kept."""
-        return self.note(f"rows {part}")
+        return self.meta(f"rows {part}")
 
     def set_rows(self, part: int, blocks: Sequence[str], stamp: str | None) -> None:
         """Keep the rows of a list; what is there already is not written again."""
@@ -184,7 +184,7 @@ class SourceTable(Database):
             with self.write():
                 self.execute_many("INSERT OR REPLACE INTO rows VALUES (?, ?, ?)", changed)
                 self.execute("DELETE FROM rows WHERE part = ? AND block >= ?", part, len(blocks))
-                self.set_note(f"rows {part}", stamp)
+                self.set_meta(f"rows {part}", stamp)
 
     def drop_rows(self, lists: Iterable[int]) -> None:
         """Forget the rows of lists that are no sources any more."""
@@ -193,4 +193,4 @@ class SourceTable(Database):
             with self.write():
                 self.execute_many("DELETE FROM rows WHERE part = ?", [(part,) for part in old])
                 for part in old:
-                    self.set_note(f"rows {part}", None)
+                    self.set_meta(f"rows {part}", None)

@@ -31,7 +31,7 @@ from smartcache.errors import (
 )
 from smartcache.progress import Progress, silent
 from smartcache.system.faults import reached
-from smartcache.system.locks import lock
+from smartcache.system.locks import store_lock
 from smartcache.system.ownfiles import make_own
 from smartcache.training.build import missing
 from smartcache.training.document import (
@@ -142,7 +142,7 @@ def _copy_table(dataset: Dataset, target: Path) -> None:
     table = target / ".index.sqlite3.new"
     for left in ("", "-journal", "-wal", "-shm"):  # of a copy that was interrupted
         table.with_name(table.name + left).unlink(missing_ok=True)
-    dataset.table.backup(table)
+    dataset.table.copy_to(table)
     with closing(SourceTable(table, wal=False)) as copied:
         copied.drop_texts()  # what was edited away is nobody's business elsewhere
     with closing(sqlite3.connect(table)) as database:
@@ -381,7 +381,7 @@ class _Cleaning:
         # Nothing is forgotten before it is executed: a copy of the table takes note.
         with TemporaryDirectory(prefix="smartcache-") as folder:
             path = Path(folder) / "index.sqlite3"
-            self.dataset.table.backup(path)
+            self.dataset.table.copy_to(path)
             with closing(SourceTable(path, wal=False)) as table:
                 return self.dataset.look_at(table, progress, force=True)
 
@@ -422,7 +422,7 @@ class _Cleaning:
         for folder in wanting if listing is None else ():
             name = f"the dataset {folder.parent.name}"
             path = folder / "lock"
-            stack.enter_context(lock(path, exclusive=True, what="cleaning", name=name))
+            stack.enter_context(store_lock(path, "cleaning", name=name))
         found: dict[str, set[bytes]] = {}
         if listing is None:
             self._add_wanted(found, dataset.path, dataset.sources, dataset.document["outputs"])

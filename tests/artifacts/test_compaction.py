@@ -16,7 +16,7 @@ from smartcache.artifacts import ArtifactSet, ArtifactSets
 from smartcache.artifacts.engine import compact as artifacts_compact
 from smartcache.errors import LockTimeoutError
 from smartcache.system import faults as store_faults
-from smartcache.system.locks import lock
+from smartcache.system.locks import store_lock
 from tests.artifacts.opening import (
     array,
     blocks_of,
@@ -227,7 +227,7 @@ class TestByItself:
             if cause == "an error of the disk":
                 monkeypatch.setattr(store_faults, "hook", refuse)
             else:
-                stack.enter_context(lock(opened.path / "lock", exclusive=False))
+                stack.enter_context(store_lock(opened.path / "lock", "working"))
             pool = stack.enter_context(ThreadPoolExecutor(1))  # locks are those of threads
             for n in range(30):
                 assert pool.submit(opened.delete, f"k{n}").result()
@@ -305,7 +305,7 @@ def test_asked_for_it_says_what_keeps_it_from_being_done_and_changes_nothing(
     with open_set(sets) as opened:
         fill(opened, 20)
         opened.delete_many(f"k{n}" for n in range(15))
-        with lock(opened.path / "lock", exclusive=False), ThreadPoolExecutor(1) as pool:
+        with store_lock(opened.path / "lock", "working"), ThreadPoolExecutor(1) as pool:
             job = pool.submit(opened.compact)  # locks are those of threads
             with pytest.raises(LockTimeoutError):
                 job.result()

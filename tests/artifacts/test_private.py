@@ -134,7 +134,7 @@ class TestModes:
         with Child(modes) as child:
             found = child.result()
         assert {"..", ".", "set.json", "index.sqlite3", "index.sqlite3-wal"} < found.keys()
-        assert {"lock", "lock.turn", "leases"} < found.keys()
+        assert {"lock", "leases"} < found.keys()
         assert any(name.endswith(".pack") for name in found)
         assert {name for name, mode in found.items() if mode != 0o600} == {"..", ".", "leases"}
         assert {found[name] for name in ("..", ".", "leases")} == {0o700}
@@ -180,9 +180,7 @@ class TestNoFile:
 
         return replace
 
-    @pytest.mark.parametrize(
-        "name", ["set.json", "index.sqlite3", "index.sqlite3-wal", "lock", "lock.turn"]
-    )
+    @pytest.mark.parametrize("name", ["set.json", "index.sqlite3", "index.sqlite3-wal", "lock"])
     def test_in_the_place_of_a_file_is_refused(
         self, sets: ArtifactSets, path: Path, replaced: Callable[[str], None], name: str
     ) -> None:

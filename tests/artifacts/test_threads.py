@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 
 from smartcache.artifacts import ArtifactSet, ArtifactSets
 from smartcache.artifacts.engine import packs as artifacts_packs
+from smartcache.artifacts.engine.index import open_index
 from tests.artifacts.meanwhile import Meanwhile
 from tests.artifacts.opening import array, check_whole, engine_of, open_set
 from tests.processes.children import Child
@@ -150,6 +155,30 @@ class TestManyThreads:
             with ThreadPoolExecutor(6) as pool:
                 list(pool.map(put, range(6)))
             assert len(opened) == 72
+
+
+def test_an_index_that_is_opened_again_keeps_its_locks(tmp_path: Path) -> None:
+    """POSIX frees the locks of a process when it closes any descriptor of the file."""
+    other = (
+        "import sqlite3, sys\n"
+        "connection = sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None)\n"
+        "connection.execute('BEGIN IMMEDIATE')\n"
+    )
+    with closing(open_index(tmp_path, 1, wal=False)) as index, index.write():
+        index.set_meta("x", "1")
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(open_index, tmp_path, 1, wal=False)
+            wait([again], 0.1)
+            done = subprocess.run(
+                [sys.executable, "-c", other, index.path],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            index.execute("COMMIT")
+            again.result().close()
+            index.execute("BEGIN IMMEDIATE")
+    assert "database is locked" in done.stderr
 
 
 class TestDuringCompaction:

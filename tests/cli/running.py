@@ -202,7 +202,7 @@ def age(home: Path, digest: str, days: int) -> None:
     index = sqlite3.connect(home / "index.sqlite3")
     with index:
         values = (then, then, bytes.fromhex(digest))
-        index.execute("UPDATE blobs SET used_at = ?, added_at = ? WHERE digest = ?", values)
+        index.execute("UPDATE hashes SET used_at = ?, added_at = ? WHERE digest = ?", values)
     index.close()
 
 

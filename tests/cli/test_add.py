@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smartcache.store.volume import volume_root
+from smartcache.store.layout import pool_root
 from smartcache.system.filesystems import mount_of
 from tests.cli.running import Here
 from tests.store.files import OTHER, WEIGHTS, digest_of, inode_of, mode_of, snapshot, write
@@ -71,25 +71,25 @@ class TestAdopt:
         assert "duplicate" in sc("add", "--adopt", models / "b.safetensors").stdout
         assert mode_of(models / "b.safetensors") == 0o644
 
-    def test_on_another_filesystem_a_volume_is_made_on_request_only(
+    def test_on_another_filesystem_a_pool_is_made_on_request_only(
         self, sc: Here, models: Path, elsewhere: Path
     ) -> None:
         file = write(elsewhere / "m.pt")
         done = sc("add", "--adopt", file, code=1)
-        assert "There is no volume on the filesystem" in done.stderr
+        assert "is on another filesystem than the store" in done.stderr
         assert mode_of(file) == 0o644
-        done = sc("add", "--make-volume", models / "a.safetensors", code=2)
-        assert "--make-volume is for --adopt" in done.stderr
-        volume = volume_root(mount_of(elsewhere).point)
-        if volume.exists():
-            pytest.skip(f"{volume} is somebody's")
+        done = sc("add", "--make-pool", models / "a.safetensors", code=2)
+        assert "--make-pool is for --adopt" in done.stderr
+        pool = pool_root(mount_of(elsewhere).point)
+        if pool.exists():
+            pytest.skip(f"{pool} is somebody's")
         try:
-            done = sc("add", "--adopt", "--make-volume", file)
-            assert f"Made a volume at {volume}" in done.stderr
+            done = sc("add", "--adopt", "--make-pool", file)
+            assert f"Made a pool at {pool}" in done.stderr
             assert file.stat().st_nlink == 2
-            assert sc("ls", "--json").json[0]["root"] == str(volume)
+            assert sc("ls", "--json").json[0]["pool"] == str(pool)
         finally:
-            shutil.rmtree(volume, ignore_errors=True)
+            shutil.rmtree(pool, ignore_errors=True)
 
 
 class TestFolders:

@@ -58,7 +58,7 @@ class TestDf:
         text = sc("df").stdout
         assert re.search(r"^  artifact sets +\S+ KB +1 set, 15 artifacts$", text, re.MULTILINE)
         assert re.search(r"^    to be freed +4[0-9.]+ KB ", text, re.MULTILINE)
-        (usage,) = sc("df", "--json").json["stores"]
+        usage = sc("df", "--json").json
         (part,) = usage["artifact_sets"]
         assert (part["name"], part["artifacts"]) == (f"latents/{worn}", 15)
         before = on_disk(home)
@@ -66,7 +66,7 @@ class TestDf:
         assert usage["reclaimable"] == part["reclaimable"] > 10 * 4096
         sc("prune", "-y")
         assert before - on_disk(home) == pytest.approx(usage["reclaimable"], rel=0.1)
-        assert sc("df", "--json").json["stores"][0]["reclaimable"] == 0
+        assert sc("df", "--json").json["reclaimable"] == 0
 
     def test_verbose_shows_every_set_and_one_that_cannot_be_read_is_named(
         self, sc: Here, worn: str, home: Path
@@ -85,7 +85,7 @@ class TestDf:
     def test_without_sets_nothing_is_said_of_them(self, sc: Here, models: Path) -> None:
         sc("add", models / "a.safetensors")
         assert "artifact" not in sc("df", "-v").stdout
-        assert sc("df", "--json").json["stores"][0]["artifact_sets"] == []
+        assert sc("df", "--json").json["artifact_sets"] == []
         assert sc("verify").stdout == "Checked 1 blob.\nNo damage was found.\n"
         assert sc("verify", "--json").json["artifact_sets"] == []
         assert "tensors" not in sc("report").stdout
@@ -281,7 +281,7 @@ def test_eject_loses_what_was_computed_only_if_allowed_and_undo_never(
     assert len(keys(home, id_)) == 10
     text = sc("eject", "-n").stdout
     assert re.search(r"^  1 artifact set \(\S+ KB\) would be lost", text, re.MULTILINE)
-    document = sc("eject", "-n", "--json").json["stores"][0]
+    document = sc("eject", "-n", "--json").json
     assert document["artifact_sets"] == [str(home / "sets/latents" / id_)]
     assert document["freed_size"] >= document["artifact_sets_size"] > 10 * 4096
     assert "are lost" in sc("eject", "-n", "--drop-artifacts").stdout

@@ -56,7 +56,7 @@ def test_the_file_to_edit_is_named_also_before_it_exists(
 
 def test_a_bad_value_is_named_with_the_file(sc: Here, file: Path) -> None:
     file.write_text('threads = "many"\n')
-    assert f"{file}: threads: not a number" in sc("config", code=2).error
+    assert f"{file}: threads: not such a number" in sc("config", code=2).error
     file.unlink()
     assert f"a file that does not exist: {file}" in sc("config", code=2).error
 

@@ -378,7 +378,7 @@ class TestStore:
     @pytest.mark.usefixtures("photos")
     def test_eject_names_what_would_be_lost(self, sc: Here, home: Path) -> None:
         assert "2 artifact sets and 1 dataset (" in sc("eject", "-n").stdout
-        (store,) = sc("eject", "-n", "--json").json["stores"]
+        store = sc("eject", "-n", "--json").json
         assert len(store["artifact_sets"]) == 2
         assert store["datasets"] == [str(home / "sets/photos/dataset")]
         assert "would be lost" in sc("eject", "-y", code=1).error

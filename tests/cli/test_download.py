@@ -244,8 +244,8 @@ class TestPlan:
     ) -> None:
         before = snapshot(tmp_path)
         done = download("org/one", "--dry-run")
-        assert "fetch  3 files  800 KB  not there yet: comes from the Hub" in done.ids
-        assert done.stderr.startswith("Warning: There is no store yet, so only the place of the")
+        assert "fetch   500 KB  unet/model.safetensors          the Hub" in done.ids
+        assert done.ids[-1] == "Would fetch 800 KB."
         assert snapshot(tmp_path) == before
         assert download.hub.gets() == []
         huggingface_hub.hf_hub_download(

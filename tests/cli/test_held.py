@@ -37,7 +37,7 @@ def cache(sc: Here) -> Path:
 
 def figures(sc: Here) -> dict[str, int]:
     """Return what each command says to programs."""
-    (store,) = sc("df", "--json").json["stores"]
+    store = sc("df", "--json").json
     return {
         "prune": sc("prune", "--dry-run", "--json").json["planned_size"],
         "df": store["reclaimable"],
@@ -50,7 +50,8 @@ def figures(sc: Here) -> dict[str, int]:
 def told(sc: Here, *words: str) -> str | None:
     """Return the size that a command tells people can be freed with `prune`."""
     text = " ".join(sc(*words).stdout.split())
-    found = re.search(r"([\d.]+ \w+) are held only by smartcache; 'smartcache prune' frees", text)
+    said = r"can be freed\. Run 'smartcache prune'"
+    found = re.search(rf"([\d.]+ \w+) {said}", text)
     return None if found is None else found[1]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from smartcache.sizes import format_size
-from smartcache.store.records import Owner
 from smartcache.store.store import Store
 from tests.cli.running import Here, Smartcache
 from tests.hub.caches import blocks_below, commit_of, hf, make_repo
@@ -42,11 +41,8 @@ def weights_of(cache: Path) -> Path:
 def adopt(home: Path, cache: Path) -> Path:
     """Make the weights of org/a a blob, as a download does; return the name in the cache."""
     blob = weights_of(cache)
-    folder = cache / "models--org--a" / "snapshots" / A
     with Store(home) as store:
-        digest = store.adopt(blob).digest
-        owner = Owner(kind="repo", name=f"model/org/a@{A}", path=folder, root=cache)
-        store.own(owner, [digest])
+        store.adopt(blob)
     return blob
 
 

@@ -41,11 +41,12 @@ def test_a_store_whose_format_was_lost_is_made_again_with_all_it_has(
     use: Callable[[Here, Path], None], lost: str, sc: Here, home: Path, models: Path
 ) -> None:
     before = snapshot(models)
-    Store(home).close()
+    make_store(home.parent)
     use(sc, models)
     blobs = sc.digests()
     if lost == "all but the mark":
-        (home / "format").unlink()
+        for path in (home / "format", *home.glob("index.sqlite3*")):
+            path.unlink()
         assert "'smartcache scan' makes one" in sc("ls").stderr + sc("df").stderr
         sc("scan", models)
     else:
@@ -56,9 +57,9 @@ def test_a_store_whose_format_was_lost_is_made_again_with_all_it_has(
     assert sc.digests() == blobs
     for words in (["df"], ["verify", "--full"], ["scan", models], ["undo", "--list"]):
         sc(*words)
+    sc("add", models / "b.safetensors")
     assert (home / "format").read_text() == "1\n"
     assert (home / "blobs" / "CACHEDIR.TAG").stat().st_size > 0
-    sc("add", models / "b.safetensors")
     if use is adopt_and_dedup:
         sc("undo", "--all", "-y")
         (models / "copy.safetensors").unlink()
@@ -73,7 +74,7 @@ def test_a_blob_that_was_put_survives_it(home: Path) -> None:
     os.truncate(home / "format", 0)
     with Store(home) as store, store.open(digest) as file:
         assert file.read() == WEIGHTS
-        assert blob_path(store, digest).stat().st_nlink == 1
+        assert blob_path(store, digest).stat().st_nlink == 2
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "tmp/photo.jpg", "sets/mine"])
@@ -92,7 +93,8 @@ def test_a_folder_with_files_of_others_is_no_half_made_store(
 
 
 def make_store(place: Path) -> Path:
-    Store(place / "store").close()
+    with Store(place / "store") as store:
+        store.ready()
     return place / "store" / "format"
 
 

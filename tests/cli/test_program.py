@@ -77,7 +77,7 @@ class TestInterrupt:
         file = sparse(tmp_path / "big.bin", GIGABYTE)
         process = program.start("add", file)
         written = home / "tmp"
-        wait_until(lambda: written.is_dir() and os.listdir(written))
+        wait_until(lambda: any(str(written) in each for each in open_files(process.pid)))
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130
@@ -96,7 +96,7 @@ class TestInterrupt:
             terminal.process.send_signal(signal.SIGINT)
             text = terminal.read_to_end()
             assert terminal.process.wait(PATIENCE) == 130
-        last = "Interrupted; what was finished stays, and nothing is left half done."
+        last = "Interrupted; what was finished stays, and nothing is left half done.\n0 files.*"
         assert re.search(rf"\r[ \r]*\n{last}\n$", text)
         assert mode_of(file) == 0o644
         assert program("undo", "--list", "-q").ids == []
@@ -137,7 +137,7 @@ class TestInterrupt:
         self, program: Smartcache, sc: Here, models: Path, home: Path
     ) -> None:
         sc("add", "--no-pin", models / "a.safetensors")
-        with Store(home) as store, store.volume.guard("test", exclusive=True):
+        with Store(home) as store, store.locked("test"):
             process = program.start("prune", "-y")
             assert process.stderr is not None
             assert "Waiting: " in process.stderr.readline()
@@ -182,7 +182,7 @@ class TestPipes:
     ) -> None:
         files = [write(tmp_path / f"files/{n}", f"{n}".encode()) for n in range(1500)]
         with Store(home) as store:
-            assert len(list(store.adopt_many(files))) == len(files)
+            assert len(list(store.link_many(files, label="add"))) == len(files)
         for words in (["ls"], ["ls", "-q"], ["ls", "--json"], ["ls", "-v"], ["--help"]):
             process = program.start(*words)
             assert process.stdout is not None
@@ -457,16 +457,14 @@ class TestSmallDisk:
         assert "\nHint: " in done.stderr
         assert done.stderr.endswith("\n1\n")  # and nothing half done
 
-    def test_prune_works_on_a_full_disk_once_any_file_was_deleted(self, tmp_path: Path) -> None:
+    def test_prune_works_on_a_full_disk(self, tmp_path: Path) -> None:
         write(tmp_path / "x.bin", b"x" * 3_000_000)
         script = """
             $SC add -q --no-pin x.bin > /dev/null && cat /dev/zero > disk/zeros 2> /dev/null
-            $SC prune -y -q; truncate -s -1M disk/zeros
             $SC prune -y --json && $SC ls -q
         """
         done = self.in_namespace(tmp_path / "disk", "size=80m", script)
         assert done.code == 0, done
-        assert "Hint: Delete " in done.stderr
         assert done.json["freed_size"] >= 3_000_000
 
     def test_a_disk_too_full_for_the_store_itself(self, tmp_path: Path) -> None:

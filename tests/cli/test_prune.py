@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from smartcache.store.records import Owner
 from smartcache.store.store import Store
 from tests.cli.running import PATIENCE, Here, Smartcache, age
 from tests.store.files import OTHER, WEIGHTS, allocated, digest_of, write
@@ -18,7 +16,7 @@ LARGE, SMALL = digest_of(WEIGHTS), digest_of(OTHER)
 
 @pytest.fixture
 def filled(sc: Here, models: Path) -> Here:
-    """Two blobs that nobody holds."""
+    """Two blobs that only the store has."""
     sc("add", "--no-pin", models / "a.safetensors", models / "sub/c.gguf")
     return sc
 
@@ -61,30 +59,6 @@ def test_bad_files_go_only_when_asked(filled: Here, home: Path) -> None:
     assert os.listdir(home / "bad") == []
 
 
-def test_what_an_unmounted_drive_owns_is_kept_unless_dropped(
-    filled: Here, home: Path, tmp_path: Path
-) -> None:
-    drive = tmp_path / "drive"
-    (drive / "models").mkdir(parents=True)
-    with Store(home) as store:
-        owner = Owner(kind="folder", name="drive", path=drive / "models", root=drive)
-        store.own(owner, [LARGE])
-    shutil.rmtree(drive)
-    done = filled("prune", "-y", "-q")
-    assert done.ids == [SMALL]
-    assert "Warning: folder drive is not mounted" in done.stderr
-    assert filled("prune", "-y", "-q", "--drop-away").ids == [LARGE]
-
-
-def test_refuses_after_a_rebuild_unless_allowed(filled: Here) -> None:
-    filled("verify", "--rebuild", "-y")
-    done = filled("prune", "-y", code=1)
-    assert "rebuilt" in done.error
-    assert "--after-rebuild" in done.hint
-    assert len(filled.digests()) == 2
-    assert filled("prune", "-y", "--after-rebuild", "--json").json["removed"] == 2
-
-
 def test_a_long_plan_is_cut_unless_verbose(sc: Here, tmp_path: Path) -> None:
     files = [write(tmp_path / f"{n}.bin", f"{n}".encode() * 1000) for n in range(30)]
     sc("add", "--no-pin", *files)
@@ -93,19 +67,19 @@ def test_a_long_plan_is_cut_unless_verbose(sc: Here, tmp_path: Path) -> None:
     assert len(whole.stdout.splitlines()) == 1 + 30 + 1
 
 
-def test_every_volume_is_pruned(filled: Here, home: Path, elsewhere: Path) -> None:
+def test_every_pool_is_pruned(filled: Here, home: Path, elsewhere: Path) -> None:
     with Store(home) as store:
-        neighbour = store.add_volume(elsewhere / ".smartcache")
-        neighbour.put_stream([b"z" * 5000])
+        pool = store.add_pool(elsewhere / ".smartcache")
+        store.put_stream([b"z" * 5000], pool=pool)
     document = filled("prune", "-y", "--json").json
     assert document["removed"] == 3
     roots = {str(home), str(elsewhere / ".smartcache")}
-    assert {each["root"] for each in document["victims"]} == roots
+    assert {each["pool"] for each in document["victims"]} == roots
 
 
 @pytest.mark.usefixtures("filled")
 def test_waits_for_another_process_and_says_for_what(program: Smartcache, home: Path) -> None:
-    with Store(home) as store, store.volume.guard("test"):
+    with Store(home) as store, store.locked("test"):
         waiting = program.start("prune", "-y", "--json")
         assert waiting.stderr is not None
         assert waiting.stderr.readline().startswith("Waiting: ")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from smartcache import folders as folders_face
+from smartcache.folders import scan as scanning
 from tests.cli.running import Here, Smartcache
-from tests.folders.trees import SIZE, Machine, content, write
+from tests.folders.trees import SIZE, Machine, content, safetensors, write
 from tests.store.files import allocated, link_count, snapshot
 
 SMALL = ("--min-size", "4KiB")
@@ -307,22 +307,20 @@ class TestFolders:
         assert f"Warning: {pair} is not there now" in sc("scan").stderr
 
 
-def test_after_a_rebuild_only_a_scan_of_everything_lets_prune_run_again(
+def test_damaged_models_are_named_by_every_command_that_looks_at_models(
     sc: Here, pair: Path
 ) -> None:
-    """A link to a blob may be in what was not scanned, or was not there."""
-    sc("folders", "add", pair)
-    sc("verify", "--rebuild", "-y")
-    assert "'smartcache scan'" in sc("prune", "-y", code=1).hint
-    for words in (["models"], ["--program", "ollama"]):
-        sc("scan", *SMALL, *words)
-        sc("prune", "-y", code=1)
-    pair.rename(pair.with_name("away"))
-    sc("scan", *SMALL)
-    sc("prune", "-y", code=1)
-    pair.with_name("away").rename(pair)
-    sc("scan", *SMALL)
-    sc("prune", "-y")
+    cut = write(pair / "cut.safetensors", safetensors(1)[:-1])
+    write(pair / "empty.gguf", b"")
+    words = " ".join(sc("scan", pair, *SMALL).stdout.split())
+    named = "cut.safetensors is shorter than its header says, empty.gguf is empty"
+    assert f"Damaged: {named}. Get them again." in words
+    found = sc("scan", pair, *SMALL, "--json").json["damaged"]
+    assert [each["path"] for each in found] == [str(cut), str(pair / "empty.gguf")]
+    for command in (("report", pair), ("doctor",)):
+        text = sc(*command).stdout
+        assert "cut.safetensors" in text, command
+        assert "empty.gguf" in text, command
 
 
 def test_ctrl_c_says_that_it_was_not_in_vain(
@@ -331,7 +329,7 @@ def test_ctrl_c_says_that_it_was_not_in_vain(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders_face, "scan_folders", interrupted)
+    monkeypatch.setattr(scanning, "scan_folders", interrupted)
     text = sc("scan", pair, code=130).stderr
     assert "nothing is left half done" in text
     assert "the next scan goes on from there" in text

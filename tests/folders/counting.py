@@ -9,15 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
-from smartcache.folders.checks import Checks, Copy, Option, Skip, Verdict
-from smartcache.folders.groups import Group, is_write_once
+from smartcache.folders.checks import Checks, Decided
+from smartcache.folders.groups import is_write_once
 from smartcache.folders.programs import ModelFolder
 from smartcache.folders.scan import Figures, Scan
 from smartcache.progress import Job, Unit
+from smartcache.system.filesystems import Mount
+from tests.store.files import Watch
 
 Key = tuple[int, int]
+MOUNT = Mount(
+    point=Path("/"), fstype="ext4", source="", options=frozenset(), family="local"
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class Inode:
 
     @property
     def is_linkable(self) -> bool:
-        return all(is_write_once(path) for path, _ in self.names)
+        return all(is_write_once(os.path.basename(path)) for path, _ in self.names)
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, int, bytes]:
@@ -58,8 +62,11 @@ class Counted:
         self, folders: Sequence[ModelFolder], *, min_size: int = 1, blobs: Iterable[Path] = ()
     ) -> None:
         self.inodes: dict[Key, Inode] = {}
+        tops = {os.fsencode(folder.path) for folder in folders}
         for folder in sorted(folders, key=lambda each: str(each.path)):
-            for directory, _, names in os.walk(os.fsencode(folder.path)):
+            for directory, below, names in os.walk(os.fsencode(folder.path)):
+                # An inner folder keeps its own files.
+                below[:] = [n for n in below if os.path.join(directory, n) not in tops]
                 for name in names:
                     self._add(os.path.join(directory, name), folder)
         for blob in blobs:
@@ -123,49 +130,23 @@ class Counted:
 
 
 class Unhindered(Checks):
-    """Checks that let every file be linked but those that programs edit in place."""
+    """The checks of files that are not there: links can be made everywhere."""
 
     def __init__(self) -> None:
         """Take no store: nothing is asked of the disk."""
+        self.allow = frozenset()
+        self._looks = False
 
-    def may_share(self, filesystem: str, path: bytes | Path) -> bool:
-        del filesystem, path
-        return False
+    def of(self, filesystem: str, folder: str) -> Decided:
+        del filesystem, folder
+        return Decided("hardlink", "", MOUNT.point)
 
-    def __call__(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
-        return self.verdicts(copies)
+    def _mount(self, folder: str) -> Mount:
+        del folder
+        return MOUNT
 
-    def verdicts(self, copies: Sequence[Copy]) -> tuple[Verdict, ...]:
-        found = []
-        for filesystem in dict.fromkeys(copy.filesystem for copy in copies):
-            same = [copy for copy in copies if copy.filesystem == filesystem]
-            first, *others = same
-            may = [copy for copy in others if first.is_linkable and copy.is_linkable]
-            replaced = [copy for copy in may if not copy.outside_names and not copy.shares_with]
-            freed = [copy.allocated for copy in replaced]
-            skips = [
-                Skip(path=copy.path, reason="edited", option="any-file", size=copy.gain)
-                for copy in same
-                if not copy.is_linkable
-            ]
-            skips += [
-                Skip(path=copy.path, reason="other names") for copy in may if copy.outside_names
-            ]
-            found.append(
-                Verdict(
-                    filesystem=filesystem, kind="hardlink", survivor=first, freed=sum(freed),
-                    replaced=tuple(replaced), skipped=tuple(skips),
-                )
-            )  # fmt: skip
-        return tuple(found)
-
-    def is_ordinary(self, filesystem: str, path: bytes) -> bool:
-        del filesystem, path
-        return True
-
-    def allowing(self, more: Iterable[Option]) -> Self:
-        del more
-        return self
+    def _can_write(self, folder: str) -> bool:
+        return bool(folder)
 
 
 def numbers(figures: Figures) -> tuple[int, int, int, int, int]:
@@ -173,14 +154,12 @@ def numbers(figures: Figures) -> tuple[int, int, int, int, int]:
     return figures.files, figures.logical, figures.physical, figures.shared, figures.freeable
 
 
-def paths_of(group: Group) -> list[list[Path]]:
-    """The names of each copy, in order."""
-    return [[name.path for name in copy.names] for copy in group.copies]
-
-
 def groups_of(found: Scan) -> list[list[list[Path]]]:
     """The names of each copy of each group, all in order of their names."""
-    return sorted(sorted(paths_of(group)) for group in found.largest())
+    return sorted(
+        sorted([name.path for name in copy.names] for copy in group.copies)
+        for group in found.largest()
+    )
 
 
 def plain(*paths: Path, program: str = "", is_given: bool = False) -> list[ModelFolder]:
@@ -227,24 +206,26 @@ def bytes_read() -> int:
     raise AssertionError
 
 
-class Recorded:
-    """A `Progress` that remembers, for each label, what was announced and what was done."""
+class Interrupting(Watch):
+    """A `Progress`, a job, and a hook of the fault points: Ctrl-C at the n-th call."""
 
-    def __init__(self) -> None:
-        self.totals: dict[str, int | None] = {}
-        self.units: dict[str, Unit] = {}
-        self.done: dict[str, int] = defaultdict(int)
+    def __init__(self, countdown: int) -> None:
+        super().__init__()
+        self._left = countdown
 
-    def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Job:
-        self.totals[label] = total
-        self.units[label] = unit
-        return _Job(self, label)
-
-
-class _Job(Job):
-    def __init__(self, record: Recorded, label: str) -> None:
-        self._record = record
-        self._label = label
+    def tick(self, _: object = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
 
     def advance(self, amount: int = 1) -> None:
-        self._record.done[self._label] += amount
+        super().advance(amount)
+        self.tick()
+
+
+class Recorded(dict[str, Watch]):
+    """A `Progress` that remembers, for each label, what was announced and what was done."""
+
+    def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Job:
+        self[label] = Watch()
+        return self[label](label, total, unit)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import ParamSpec
 
 from smartcache.config import load_settings
 from smartcache.errors import NothingToUndoError
@@ -14,8 +16,11 @@ from smartcache.folders.dedup import DedupPlan, DedupResult, plan_dedup
 from smartcache.folders.scan import Scan, folders_to_scan
 from smartcache.folders.scan import scan_folders as scan
 from smartcache.progress import Progress, silent
-from smartcache.store.changes.userfile import Allowance
 from smartcache.store.store import Store
+from smartcache.store.userfile import Allowance
+from tests.store.small_disks import in_own_namespace
+
+P = ParamSpec("P")
 
 ALL: frozenset[Allowance] = frozenset(("group", "mode", "xattr"))
 
@@ -64,15 +69,12 @@ def deduplicated(
 
 
 def undo_everything(store: Store) -> list[str]:
-    """Undo all changes on all volumes; return what could not be, with the reason."""
-    stuck = []
-    for each in store.stores():
-        try:
-            undone = each.plan_undo().execute()
-        except NothingToUndoError:
-            continue
-        stuck += [f"{u.change.op} {u.change.path}: {u.note}" for u in undone if not u.is_undone]
-    return stuck
+    """Undo all changes; return what could not be undone, with the reason."""
+    try:
+        undone = store.plan_undo().execute()
+    except NothingToUndoError:
+        return []
+    return [f"{each.path}: {each.note}" for each in undone if not each.is_undone]
 
 
 def reasons(skipped: Iterable[Skip]) -> dict[str, str]:
@@ -80,21 +82,10 @@ def reasons(skipped: Iterable[Skip]) -> dict[str, str]:
     return {skip.path.name: skip.reason for skip in skipped}
 
 
-def touched(plan: DedupPlan) -> set[Path]:
-    """Return the names a plan speaks of: survivors and those to be replaced."""
-    return {path for group in plan.groups for path in (group.survivor, *group.replaced)}
-
-
-def allocated_in(*places: Path) -> int:
-    """Return the disk blocks of all regular files below some places, each inode once, in bytes."""
-    found: dict[tuple[int, int], int] = {}
-    for place in places:
-        for directory, _, names in os.walk(place):
-            for name in names:
-                st = os.lstat(os.path.join(directory, name))
-                if stat.S_ISREG(st.st_mode):
-                    found[st.st_dev, st.st_ino] = st.st_blocks * 512
-    return sum(found.values())
+def allocated_in(place: Path) -> int:
+    """Return the disk blocks of all regular files below a place, each inode once, in bytes."""
+    found = {(st := path.lstat()).st_ino: st for path in place.rglob("*")}
+    return sum(st.st_blocks * 512 for st in found.values() if stat.S_ISREG(st.st_mode))
 
 
 def inodes_of(paths: Iterable[Path]) -> set[int]:
@@ -110,3 +101,13 @@ def leftovers(*places: Path) -> list[str]:
         for name in (*folders, *names)
         if name.endswith(".smartcache") and name != ".smartcache"
     ]
+
+
+def in_namespace(test: Callable[P, None]) -> Callable[P, None]:
+    """Run a test in a process that may mount what it likes."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        in_own_namespace(lambda: test(*args, **kwargs))
+
+    return run

@@ -75,13 +75,6 @@ def found() -> list[str]:
     return [f"{each.program}: {each.path} ({each.found_by})" for each in discovery.folders]
 
 
-def check(bare: Callable[[], Bare], cases: Mapping[str, Case]) -> None:
-    for what, (there, variables, expected) in cases.items():
-        machine = bare()
-        machine.make(there, variables)
-        assert found() == [machine.text(each) for each in expected], what
-
-
 # a whole machine
 
 
@@ -135,7 +128,6 @@ VARIABLES = {
     "INVOKEAI_ROOT": ("/models", "InvokeAI"),
     "MODELSCOPE_CACHE": ("", "ModelScope"),
     "XDG_DATA_HOME": ("/nomic.ai/GPT4All", "GPT4All"),
-    "APPDATA": ("/StabilityMatrix/Models", "Stability Matrix"),
 }
 DEFAULTS = {
     "HOME/comfyui/models": "ComfyUI",
@@ -153,56 +145,138 @@ DEFAULTS = {
     "HOME/pinokio/api/some.git/models": "Pinokio",
 }
 
+UNIT = "ROOT/etc/systemd/system/ollama.service"
+HUB, DEFAULT = "HOME/.cache/huggingface/hub", "default place"
+INVOKEAI, DESKTOP = "HOME/invokeai/invokeai.yaml", "HOME/.config/ComfyUI"
+EXTRA, HOW = "HOME/ComfyUI/extra_model_paths.yaml", "(extra_model_paths.yaml of HOME/ComfyUI)"
+OWN = f"ComfyUI: HOME/ComfyUI/models ({DEFAULT})"
+CASES: dict[str, Case] = {
+    **{
+        name: ([f"AT{below}"], {name: "AT"}, [f"{program}: AT{below} ({name})"])
+        for name, (below, program) in VARIABLES.items()
+    },
+    **{
+        place: ([place], {}, [f"{program}: {place} ({DEFAULT})"])
+        for place, program in DEFAULTS.items()
+    },
+    # several places of one program
+    "the default place besides that of the variable": (
+        [HUB, "AT/hub"], {"HF_HOME": "AT"},
+        ["Hugging Face: AT/hub (HF_HOME)", f"Hugging Face: {HUB} ({DEFAULT})"],
+    ),
+    "of two variables that say the same the one that wins": (
+        ["AT/hub"], {"HF_HOME": "AT", "HF_HUB_CACHE": "AT/hub"},
+        ["Hugging Face: AT/hub (HF_HUB_CACHE)"],
+    ),
+    "a folder in another one is left to that one": (
+        ["ROOT/var/lib/ollama/models"], {"OLLAMA_MODELS": "ROOT/var/lib/ollama/models"},
+        [f"Ollama: ROOT/var/lib/ollama ({DEFAULT})"],
+    ),
+    "a tilde is the home": (
+        ["HOME/ollama"], {"OLLAMA_MODELS": "~/ollama"},
+        ["Ollama: HOME/ollama (OLLAMA_MODELS)"],
+    ),
+    "nothing there": ([], {"OLLAMA_MODELS": "AT/none"}, []),
+    "a file": ([("AT/file", "")], {"OLLAMA_MODELS": "AT/file"}, []),
+    "relative directories of XDG, in silence": (
+        ["AT/cache/huggingface/hub"], {"XDG_CACHE_HOME": "cache"}, [],
+    ),
+    "a user without a home": (
+        ["ROOT/var/lib/ollama"], {"HOME": "not absolute"},
+        [f"Ollama: ROOT/var/lib/ollama ({DEFAULT})"],
+    ),
+    # config files lead to more
+    **{
+        line: (
+            ["AT", (f"{UNIT}.d/override.conf", f"[Service]\n{line}\n")], {},
+            [f"Ollama: AT (override.conf of {UNIT}.d)"],
+        )
+        for line in (
+            'Environment="OLLAMA_MODELS=AT"',
+            "Environment=OLLAMA_HOST=0.0.0.0 OLLAMA_MODELS=AT",
+            "  Environment = 'PATH=/bin' 'OLLAMA_MODELS=AT'",
+        )
+    },
+    **{
+        config: (
+            ["AT", (f"HOME/{config}/settings.json", '{"downloadsFolder": "AT", "x": 1}')], {},
+            [f"LM Studio: AT (settings.json of HOME/{config})"],
+        )
+        for config in (".lmstudio", ".config/LM Studio")
+    },
+    "a service that cannot be understood": (
+        [(UNIT, b'Environment="OLLAMA_MODELS=/x\nEnvironment=A\n\xff\nExecStart=x\n')],
+        {}, [],
+    ),
+    "the pointer of LM Studio": (
+        ["AT/models", ("HOME/.lmstudio-home-pointer", "AT\n")], {},
+        ["LM Studio: AT/models (.lmstudio-home-pointer)"],
+    ),
+    "the library of Stability Matrix": (
+        ["AT/Models", "AT/Packages/ui/models", "AT/Packages/ui/modules",
+         "AT/Packages/ui/extensions",
+         ("HOME/.config/StabilityMatrix/library.json", '{"LibraryPath": "AT"}')], {},
+        ["A1111: AT/Packages/ui/models (Stability Matrix in AT)",
+         "Stability Matrix: AT/Models (library.json of HOME/.config/StabilityMatrix)"],
+    ),
+    "the models of InvokeAI": (
+        ["AT", (INVOKEAI, "schema_version: 4.0.2\nmodels_dir: AT\n")], {},
+        ["InvokeAI: AT (invokeai.yaml of HOME/invokeai)"],
+    ),
+    "relative ones, in the old sections": (
+        ["HOME/invokeai/weights",
+         (INVOKEAI, "InvokeAI:\n  Paths:\n    models_dir: weights\n")], {},
+        ["InvokeAI: HOME/invokeai/weights (invokeai.yaml of HOME/invokeai)"],
+    ),
+    "the desktop app of ComfyUI": (
+        ["AT/base/models", "AT/base/custom_nodes", "AT/extra/loras",
+         (f"{DESKTOP}/config.json", '{"basePath": "AT/base"}'),
+         (f"{DESKTOP}/extra_models_config.yaml", "x:\n  base_path: AT/extra\n  a: loras")],
+        {},
+        [f"ComfyUI: AT/base/models (config.json of {DESKTOP})",
+         f"ComfyUI: AT/extra/loras (extra_models_config.yaml of {DESKTOP})"],
+    ),
+    "settings without the one that matters": (
+        [("HOME/.lmstudio/settings.json", '{"downloadsFolder": null}')], {}, [],
+    ),
+    "no settings": ([("HOME/.lmstudio/settings.json", "{}")], {}, []),
+    "an empty file": ([("HOME/.lmstudio/settings.json", "\n")], {}, []),
+    # ComfyUI's example file shares the models of A1111, whose cache is keyed by mtime
+    "a single one is taken as it is": (
+        ["AT/loras", "AT/private", (EXTRA, "x:\n  base_path: AT\n  loras: loras\n")],
+        {}, [f"ComfyUI: AT/loras {HOW}"],
+    ),
+    "siblings in the home do not make the home one": (
+        ["HOME/ComfyUI/models", "HOME/a", "HOME/b",
+         (EXTRA, "x:\n  base_path: HOME\n  a: a\n  b: b\n")],
+        {}, [OWN, f"ComfyUI: HOME/a {HOW}", f"ComfyUI: HOME/b {HOW}"],
+    ),
+    "what another program has stays that program's": (
+        ["HOME/ComfyUI/models", "HOME/sd-webui/models/Stable-diffusion",
+         (EXTRA, "a111:\n  base_path: HOME/sd-webui\n  a: models/Stable-diffusion\n")],
+        {}, [OWN, "A1111: HOME/sd-webui/models (default place)"],
+    ),
+    "and so does a folder in it": (
+        ["HOME/ComfyUI/models", "HOME/.lmstudio/models/me/clip",
+         (EXTRA, "x:\n  clip: HOME/.lmstudio/models/me/clip\n")],
+        {}, [OWN, "LM Studio: HOME/.lmstudio/models (default place)"],
+    ),
+    "a webui that only ComfyUI knows is called by its name": (
+        ["AT/models/Stable-diffusion", "AT/models/Lora", "AT/modules", "AT/extensions",
+         (EXTRA, "a111:\n  base_path: AT\n  a: models/Stable-diffusion\n")],
+        {}, [f"A1111: AT/models/Stable-diffusion {HOW}"],
+    ),
+}  # fmt: skip
 
-def test_variables_and_default_places_lead_to_programs(bare: Callable[[], Bare]) -> None:
-    check(
-        bare,
-        {
-            name: ([f"AT{below}"], {name: "AT"}, [f"{program}: AT{below} ({name})"])
-            for name, (below, program) in VARIABLES.items()
-        },
-    )
-    check(
-        bare,
-        {
-            place: ([place], {}, [f"{program}: {place} (default place)"])
-            for place, program in DEFAULTS.items()
-        },
-    )
 
-
-def test_several_places_of_one_program(bare: Callable[[], Bare]) -> None:
-    hub, default = "HOME/.cache/huggingface/hub", "default place"
-    check(
-        bare,
-        {
-            "the default place besides that of the variable": (
-                [hub, "AT/hub"], {"HF_HOME": "AT"},
-                ["Hugging Face: AT/hub (HF_HOME)", f"Hugging Face: {hub} ({default})"],
-            ),
-            "of two variables that say the same the one that wins": (
-                ["AT/hub"], {"HF_HOME": "AT", "HF_HUB_CACHE": "AT/hub"},
-                ["Hugging Face: AT/hub (HF_HUB_CACHE)"],
-            ),
-            "a folder in another one is left to that one": (
-                ["ROOT/var/lib/ollama/models"], {"OLLAMA_MODELS": "ROOT/var/lib/ollama/models"},
-                [f"Ollama: ROOT/var/lib/ollama ({default})"],
-            ),
-            "a tilde is the home": (
-                ["HOME/ollama"], {"OLLAMA_MODELS": "~/ollama"},
-                ["Ollama: HOME/ollama (OLLAMA_MODELS)"],
-            ),
-            "nothing there": ([], {"OLLAMA_MODELS": "AT/none"}, []),
-            "a file": ([("AT/file", "")], {"OLLAMA_MODELS": "AT/file"}, []),
-            "relative directories of XDG, in silence": (
-                ["AT/cache/huggingface/hub"], {"XDG_CACHE_HOME": "cache"}, [],
-            ),
-            "a user without a home": (
-                ["ROOT/var/lib/ollama"], {"HOME": "not absolute"},
-                [f"Ollama: ROOT/var/lib/ollama ({default})"],
-            ),
-        },
-    )  # fmt: skip
+@pytest.mark.parametrize("what", CASES)
+def test_variables_default_places_and_config_files_lead_to_programs(
+    bare: Callable[[], Bare], what: str
+) -> None:
+    there, variables, expected = CASES[what]
+    machine = bare()
+    machine.make(there, variables)
+    assert found() == [machine.text(each) for each in expected]
 
 
 def test_a_symlinked_folder_is_found_once_by_its_real_path(home: Path, tmp_path: Path) -> None:
@@ -258,75 +332,6 @@ def test_a_place_that_may_not_be_looked_at_is_a_warning() -> None:
 
 # config files
 
-UNIT = "ROOT/etc/systemd/system/ollama.service"
-
-
-def test_config_files_lead_to_more(bare: Callable[[], Bare]) -> None:
-    services: dict[str, Case] = {
-        line: (
-            ["AT", (f"{UNIT}.d/override.conf", f"[Service]\n{line}\n")], {},
-            [f"Ollama: AT (override.conf of {UNIT}.d)"],
-        )
-        for line in (
-            'Environment="OLLAMA_MODELS=AT"',
-            "Environment=OLLAMA_HOST=0.0.0.0 OLLAMA_MODELS=AT",
-            "  Environment = 'PATH=/bin' 'OLLAMA_MODELS=AT'",
-        )
-    }  # fmt: skip
-    downloads: dict[str, Case] = {
-        config: (
-            ["AT", (f"HOME/{config}/settings.json", '{"downloadsFolder": "AT", "x": 1}')], {},
-            [f"LM Studio: AT (settings.json of HOME/{config})"],
-        )
-        for config in (".lmstudio", ".config/LM Studio")
-    }  # fmt: skip
-    invokeai = "HOME/invokeai/invokeai.yaml"
-    comfyui = "HOME/.config/ComfyUI"
-    check(
-        bare,
-        {
-            **services,
-            **downloads,
-            "a service that cannot be understood": (
-                [(UNIT, b'Environment="OLLAMA_MODELS=/x\nEnvironment=A\n\xff\nExecStart=x\n')],
-                {}, [],
-            ),
-            "the pointer of LM Studio": (
-                ["AT/models", ("HOME/.lmstudio-home-pointer", "AT\n")], {},
-                ["LM Studio: AT/models (.lmstudio-home-pointer)"],
-            ),
-            "the library of Stability Matrix": (
-                ["AT/Models", "AT/Packages/ui/models", "AT/Packages/ui/modules",
-                 "AT/Packages/ui/extensions",
-                 ("HOME/.config/StabilityMatrix/library.json", '{"LibraryPath": "AT"}')], {},
-                ["A1111: AT/Packages/ui/models (Stability Matrix in AT)",
-                 "Stability Matrix: AT/Models (library.json of HOME/.config/StabilityMatrix)"],
-            ),
-            "the models of InvokeAI": (
-                ["AT", (invokeai, "schema_version: 4.0.2\nmodels_dir: AT\n")], {},
-                ["InvokeAI: AT (invokeai.yaml of HOME/invokeai)"],
-            ),
-            "relative ones, in the old sections": (
-                ["HOME/invokeai/weights",
-                 (invokeai, "InvokeAI:\n  Paths:\n    models_dir: weights\n")], {},
-                ["InvokeAI: HOME/invokeai/weights (invokeai.yaml of HOME/invokeai)"],
-            ),
-            "the desktop app of ComfyUI": (
-                ["AT/base/models", "AT/base/custom_nodes", "AT/extra/loras",
-                 (f"{comfyui}/config.json", '{"basePath": "AT/base"}'),
-                 (f"{comfyui}/extra_models_config.yaml", "x:\n  base_path: AT/extra\n  a: loras")],
-                {},
-                [f"ComfyUI: AT/base/models (config.json of {comfyui})",
-                 f"ComfyUI: AT/extra/loras (extra_models_config.yaml of {comfyui})"],
-            ),
-            "settings without the one that matters": (
-                [("HOME/.lmstudio/settings.json", '{"downloadsFolder": null}')], {}, [],
-            ),
-            "no settings": ([("HOME/.lmstudio/settings.json", "{}")], {}, []),
-            "an empty file": ([("HOME/.lmstudio/settings.json", "\n")], {}, []),
-        },
-    )  # fmt: skip
-
 
 def test_a_strange_config_file_is_a_warning_that_names_it(bare: Callable[[], Bare]) -> None:
     settings = ".lmstudio/settings.json"
@@ -359,44 +364,8 @@ def test_a_strange_config_file_is_a_warning_that_names_it(bare: Callable[[], Bar
 def test_a_fifo_in_place_of_a_config_file_is_not_waited_for(home: Path) -> None:
     (home / ".lmstudio").mkdir()
     os.mkfifo(home / ".lmstudio/settings.json")
-    assert len(discover().warnings) == 1
-
-
-def test_whose_the_folders_are_that_comfyui_names(bare: Callable[[], Bare]) -> None:
-    """Its example file shares the models of A1111, whose cache is keyed by mtime."""
-    extra = "HOME/ComfyUI/extra_model_paths.yaml"
-    own = "ComfyUI: HOME/ComfyUI/models (default place)"
-    how = "(extra_model_paths.yaml of HOME/ComfyUI)"
-    web = [f"AT/{name}" for name in ("models/Stable-diffusion", "models/Lora", "modules",
-                                     "extensions")]  # fmt: skip
-    check(
-        bare,
-        {
-            "a single one is taken as it is": (
-                ["AT/loras", "AT/private", (extra, "x:\n  base_path: AT\n  loras: loras\n")],
-                {}, [f"ComfyUI: AT/loras {how}"],
-            ),
-            "siblings in the home do not make the home one": (
-                ["HOME/ComfyUI/models", "HOME/a", "HOME/b",
-                 (extra, "x:\n  base_path: HOME\n  a: a\n  b: b\n")],
-                {}, [own, f"ComfyUI: HOME/a {how}", f"ComfyUI: HOME/b {how}"],
-            ),
-            "what another program has stays that program's": (
-                ["HOME/ComfyUI/models", "HOME/sd-webui/models/Stable-diffusion",
-                 (extra, "a111:\n  base_path: HOME/sd-webui\n  a: models/Stable-diffusion\n")],
-                {}, [own, "A1111: HOME/sd-webui/models (default place)"],
-            ),
-            "and so does a folder in it": (
-                ["HOME/ComfyUI/models", "HOME/.lmstudio/models/me/clip",
-                 (extra, "x:\n  clip: HOME/.lmstudio/models/me/clip\n")],
-                {}, [own, "LM Studio: HOME/.lmstudio/models (default place)"],
-            ),
-            "a webui that only ComfyUI knows is called by its name": (
-                [*web, (extra, "a111:\n  base_path: AT\n  a: models/Stable-diffusion\n")],
-                {}, [f"A1111: AT/models/Stable-diffusion {how}"],
-            ),
-        },
-    )  # fmt: skip
+    (warning,) = discover().warnings
+    assert warning == f"{home}/.lmstudio/settings.json: cannot be read: not a regular file"
 
 
 # whose folder a directory is

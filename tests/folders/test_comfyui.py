@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -92,9 +91,20 @@ UNUSABLE: list[tuple[str | bytes, str]] = [
     (b"x:\n  loras: \xff\n", "not UTF-8"),
     ("x: y".encode("utf-16"), "not UTF-8"),
     ("x:\n  loras: loras\n".ljust(discovering.MOST_READ + 1), "larger than"),
+    # 40 lines would be 2^40 keys
+    (
+        "\n".join(
+            [
+                "a0: &a0 {k: loras}",
+                *(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)),
+            ]
+        ),
+        "too many keys",
+    ),
 ]
 
 
+@pytest.mark.timeout(20)
 def test_what_cannot_be_used_is_one_line_that_names_the_file(folder: Path) -> None:
     for text, words in UNUSABLE:
         found, warnings = read(folder, text)
@@ -109,37 +119,6 @@ def test_a_wrong_section_does_not_hide_the_others(folder: Path) -> None:
     found, warnings = read(folder, "bad: 7\ngood:\n  worse: 8\n  loras: loras\n")
     assert found == [folder / "loras"]
     assert len(warnings) == 2
-
-
-@pytest.mark.timeout(20)
-def test_a_directory_or_fifo_in_place_of_the_file_is_a_warning(folder: Path) -> None:
-    os.mkfifo(folder / "fifo")
-    for name in ("loras", "fifo"):
-        found, warnings = read_extra_paths(folder / name)
-        assert (found, len(warnings)) == ([], 1), name
-
-
-def test_a_file_that_may_not_be_read_is_a_warning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(folder / "extra_model_paths.yaml", "x:\n  loras: loras\n", mtime=1)
-
-    def refuse(path: Path, flags: int) -> int:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-
-    monkeypatch.setattr(os, "open", refuse)
-    assert read_extra_paths(file) == ([], [f"{file}: cannot be read: Permission denied"])
-
-
-@pytest.mark.timeout(20)
-def test_merges_that_multiply_are_refused(folder: Path) -> None:
-    """Forty lines would be 2^40 keys."""
-    lines = ["a0: &a0 {k: loras}"]
-    lines += [f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
-    found, warnings = read(folder, "\n".join(lines))
-    assert found == []
-    assert len(warnings) == 1
-    assert "too many keys" in warnings[0]
 
 
 @pytest.mark.timeout(20)

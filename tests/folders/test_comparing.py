@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from smartcache.folders import scan as scanning
-from smartcache.folders.scan import SAMPLE_MIN_SIZE, compare, look
+from smartcache.folders.scan import Scan
 from smartcache.folders.scan import scan_folders as scan
 from smartcache.progress import Progress, silent
-from smartcache.store.catalog import Scope
-from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE, Learned
+from smartcache.store.catalog import RACY, Learned
+from smartcache.store.hashes import HEAD_SIZE, TAIL_SIZE
 from smartcache.store.store import Store
+from smartcache.system.filesystems import filesystem_id
 from smartcache.system.kernel import StatKey
+from smartcache.system.sqlite import signed
 from tests.folders.counting import Recorded, bytes_read, files_opened, groups_of, plain
 from tests.folders.trees import content, write
-from tests.store.files import digest_of
+from tests.store.files import adopt, digest_of
 
 MiB = 1 << 20
 SIZE = 3 * MiB
@@ -30,17 +32,12 @@ def _old_files(pass_time: Callable[[float], None]) -> None:
     pass_time(60)
 
 
-def compared(
-    store: Store,
-    folder: Path,
-    *,
-    is_quick: bool = False,
-    sizes: Iterable[int] | None = None,
-    progress: Progress = silent,
-) -> Learned:
-    _, scope = look(store, plain(folder), min_size=1)
-    wanted = None if sizes is None else set(sizes)
-    return compare(store, scope, sizes=wanted, is_quick=is_quick, progress=progress)
+def scanned(
+    store: Store, folder: Path, *, is_quick: bool = False, progress: Progress = silent
+) -> Scan:
+    return scan(
+        store, plain(folder), min_size=1, any_file=True, is_quick=is_quick, progress=progress
+    )
 
 
 def known(store: Store, folder: Path) -> dict[str, str]:
@@ -48,23 +45,69 @@ def known(store: Store, folder: Path) -> dict[str, str]:
     return {each.path.name: each.digest for each in store.sighted([folder]) if each.digest}
 
 
-class TestWhatIsRead:
-    def test_a_size_that_one_file_has_is_not_read(self, store: Store, folder: Path) -> None:
-        for number in range(5):
-            write(folder / f"{number}.gguf", content(1, 5000 + number))
-        with files_opened(folder) as opened:
-            assert compared(store, folder).size == 0
-        assert opened == []
+READ: dict[str, tuple[str, int]] = {
+    "each a size of its own": ("1:5000 1:5001 2:5002", 0),
+    "names of one inode": ("1:5000 link", 0),
+    "one inode with two names, and a copy": ("1:5000 link 1:5000", 2),
+    "several of a size": ("1:5000 2:5000 3:5000 1:6000", 3),
+}
+"""Files by seed and size, "link" one more name of the one before; how many are read."""
 
-    def test_names_of_one_inode_are_not_read_and_of_several_each_once(
+
+class TestWhatIsRead:
+    @pytest.mark.parametrize("what", READ)
+    def test_sizes_that_several_files_have_each_file_once_and_none_again(
+        self, store: Store, folder: Path, what: str
+    ) -> None:
+        words, count = READ[what]
+        path = folder
+        for number, word in enumerate(words.split()):
+            if word == "link":
+                os.link(path, folder / f"{number}.bin")
+            else:
+                seed, size = map(int, word.split(":"))
+                path = write(folder / f"{number}.bin", content(seed, size))
+        for expected in (count, 0):
+            with files_opened(folder) as opened:
+                assert scanned(store, folder).hashed == expected * 5000
+            assert len(opened) == expected
+
+    def test_a_new_copy_is_found_by_reading_it_alone(self, store: Store, folder: Path) -> None:
+        paths = [write(folder / f"{name}.bin", content(1, SIZE)) for name in "ab"]
+        assert scanned(store, folder).hashed == 2 * SIZE
+        paths.append(write(folder / "c.bin", content(1, SIZE)))
+        before = bytes_read()
+        with files_opened(folder) as opened:
+            assert scanned(store, folder).hashed == SIZE
+        assert set(opened) == {os.fsencode(paths[2])}
+        assert bytes_read() - before < SIZE + TAIL_SIZE + HEAD_SIZE + 400_000
+        assert groups_of(scanned(store, folder)) == [[[path] for path in paths]]
+
+    def test_quick_only_the_ends_so_that_groups_are_likely(
         self, store: Store, folder: Path
     ) -> None:
-        for name, count in (("a.gguf", 0), ("b.gguf", 2)):
-            path = write(folder / name, content(1, 5000))
-            os.link(path, folder / f"link-{name}")
-            with files_opened(folder) as opened:
-                assert compared(store, folder).size == count * 5000
-            assert len(opened) == count
+        """Models of one kind have equal heads; here the tails are equal too."""
+        ends = content(8, MiB), content(9, MiB)
+        large = [write(folder / f"{seed}.bin", content(seed, MiB).join(ends)) for seed in (1, 2)]
+        write(folder / "other.bin", content(3, SIZE))
+        small = [
+            write(folder / name, content(seed, 5000))
+            for name, seed in zip("abc", (1, 1, 2), strict=True)
+        ]
+        before = bytes_read()
+        found = scanned(store, folder, is_quick=True)
+        assert bytes_read() - before < 3 * (HEAD_SIZE + TAIL_SIZE) + 400_000
+        assert (found.is_quick, found.hashed) == (True, 0)
+        assert groups_of(found) == sorted([[[path] for path in large], [[a] for a in small[:2]]])
+        likely, other = found.largest()
+        assert (likely.digest, found.freeable) == ("", likely.freeable + other.freeable)
+        assert likely.freeable == likely.copies[1].allocated
+        with files_opened(folder) as opened:
+            scanned(store, folder, is_quick=True)
+        assert opened == []
+        whole = scanned(store, folder)
+        assert groups_of(whole) == [[[a] for a in small[:2]]], "the bytes tell"
+        assert whole.hashed == 2 * SIZE + 3 * 5000
 
     def test_large_files_are_read_in_full_only_if_their_ends_are_equal(
         self, store: Store, folder: Path
@@ -72,85 +115,50 @@ class TestWhatIsRead:
         ends, insides = (0, SIZE - 1, SIZE - TAIL_SIZE, HEAD_SIZE - 1), (HEAD_SIZE, SIZE // 2)
         data = content(1, SIZE)
         for at in ends:
-            write(folder / f"{at}.gguf", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        write(folder / "other.gguf", content(2, SIZE))
-        _, scope = look(store, plain(folder), min_size=1)
+            write(folder / f"{at}.bin", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        write(folder / "other.bin", content(2, SIZE))
         before = bytes_read()
-        assert compare(store, scope, is_quick=False, progress=silent).size == 0
+        assert scanned(store, folder).hashed == 0
         assert bytes_read() - before < 5 * (HEAD_SIZE + TAIL_SIZE) + 400_000
         assert known(store, folder) == {}
         for at in (*insides, SIZE - TAIL_SIZE - 1):
-            write(folder / f"{at}.gguf", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        assert compared(store, folder).size == 3 * SIZE, "what is inside is not sampled"
+            write(folder / f"{at}.bin", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert scanned(store, folder).hashed == 3 * SIZE, "what is inside is not sampled"
         assert len(set(known(store, folder).values())) == 3
-        write(folder / "copy.gguf", content(2, SIZE))
-        assert compared(store, folder).size == 2 * SIZE
-        assert known(store, folder)["copy.gguf"] == digest_of(content(2, SIZE))
-
-    def test_small_files_are_hashed_at_once(self, store: Store, folder: Path) -> None:
-        size = SAMPLE_MIN_SIZE - 1
-        for number in range(3):
-            write(folder / f"{number}.gguf", content(number, size))
-        with files_opened(folder) as opened:
-            assert compared(store, folder).size == 3 * size
-        assert len(opened) == 3
+        write(folder / "copy.bin", content(2, SIZE))
+        assert scanned(store, folder).hashed == 2 * SIZE
+        assert known(store, folder)["copy.bin"] == digest_of(content(2, SIZE))
 
     def test_with_a_blob_of_that_size_a_single_file_is_read(
         self, store: Store, folder: Path
     ) -> None:
-        write(folder / "a.gguf", content(1, SIZE))
-        store.put_stream([content(2, SIZE)])
-        assert compared(store, folder).size == SIZE
-        assert compared(store, folder).size == 0
-
-    def test_a_file_that_is_the_only_blob_of_its_size_is_not(
-        self, store: Store, folder: Path
-    ) -> None:
-        path = write(folder / "a.gguf", content(1, SIZE))
-        store.adopt(path)
-        with files_opened(folder) as opened:
-            assert compared(store, folder).size == 0
-            os.link(path, folder / "b.gguf")  # its row is not proof any more
-            assert compared(store, folder).size == 0
-        assert opened == []
+        for size, seed, hashed in ((5000, 2, 5000), (SIZE, 2, 0), (SIZE + 1, 1, SIZE + 1)):
+            write(folder / f"{size}.bin", content(1, size))
+            store.put_stream([content(seed, size)])
+            assert scanned(store, folder).hashed == hashed, "large ones if their ends are equal"
+            assert scanned(store, folder).hashed == 0
 
     def test_what_the_store_knows_of_its_blobs_is_not_read(
         self, store: Store, folder: Path
     ) -> None:
-        first = write(folder / "a.gguf", content(1, SIZE))
-        second = write(folder / "b.gguf", content(1, SIZE))
-        store.adopt(first)
+        first = write(folder / "a.bin", content(1, SIZE))
+        adopt(store, first)
         with files_opened(folder) as opened:
-            found = scan(store, plain(folder), min_size=1)
-        assert (found.hashed, groups_of(found)) == (SIZE, [[[first], [second]]])
-        assert set(opened) <= {os.fsencode(first), os.fsencode(second)}
+            assert scanned(store, folder).hashed == 0
+            os.link(first, folder / "c.bin")  # its row is not proof any more
+            assert scanned(store, folder).hashed == 0
+        assert opened == [], "the only blob of its size"
+        second = write(folder / "b.bin", content(1, SIZE))
+        found = scanned(store, folder)
+        assert groups_of(found) == [[[first, folder / "c.bin"], [second]]]
 
     def test_what_anybody_has_hashed_before_is_not_read(self, store: Store, folder: Path) -> None:
-        for name in ("a.gguf", "b.gguf"):
+        for name in ("a.bin", "b.bin"):
             store.digest_of(write(folder / name, content(1, 5000)))
         with files_opened(folder) as opened:
-            assert compared(store, folder).size == 0
+            assert scanned(store, folder).hashed == 0
         assert opened == []
         assert len(set(known(store, folder).values())) == 1
-
-    def test_quick_only_the_ends(self, store: Store, folder: Path) -> None:
-        for name in ("a", "b"):
-            write(folder / f"{name}.gguf", content(1, SIZE))
-        _, scope = look(store, plain(folder), min_size=1)
-        before = bytes_read()
-        assert compare(store, scope, is_quick=True, progress=silent).size == 0
-        assert bytes_read() - before < 2 * (HEAD_SIZE + TAIL_SIZE) + 400_000
-        with files_opened(folder) as opened:
-            compare(store, scope, is_quick=True, progress=silent)
-        assert opened == []
-
-    def test_only_the_sizes_asked_for(self, store: Store, folder: Path) -> None:
-        for size in (5000, 6000):
-            for name in ("a", "b"):
-                write(folder / f"{name}-{size}.gguf", content(1, size))
-        assert compared(store, folder, sizes=[6000]).size == 2 * 6000
-        assert compared(store, folder, sizes=[]).size == 0
-        assert compared(store, folder).size == 2 * 5000
 
     def test_many_sizes_are_compared_in_portions(
         self, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,88 +175,44 @@ class TestWhatIsRead:
 class TestMemory:
     def test_a_racy_sample_is_no_reason_not_to_compare(self, store: Store, folder: Path) -> None:
         """What was read of a file that was changed right then says nothing of its bytes now."""
-        old = [write(folder / f"{number}.gguf", content(number, SIZE)) for number in range(4)]
-        young = write(folder / "young.gguf", content(1, SIZE))
-        _, scope = look(store, plain(folder), min_size=1)
-        compare(store, scope, is_quick=True, progress=silent)
+        old = [write(folder / f"{number}.bin", content(number, SIZE)) for number in range(4)]
+        young = write(folder / "young.bin", content(1, SIZE))
+        scanned(store, folder, is_quick=True)
         st = young.stat()
-        row = (store.volume.filesystem, st.st_ino, *StatKey.of(st), 1, None, b"a racy sample...")
-        with store.catalog.write():
-            store.catalog.learn([row])
+        number = store.catalog.filesystem_number(filesystem_id(young))
+        sample = b"a racy sample..."
+        row = Learned(number, signed(st.st_ino), StatKey.of(st), 0, None, sample, RACY)
+        store.catalog.learn([row])
         found = scan(store, plain(folder), min_size=1)
         assert groups_of(found) == [[[old[1]], [young]]]
 
-    @pytest.mark.parametrize("first", ["sample", "blake3"])
+    @pytest.mark.parametrize("first", ["sample", "digest"])
     def test_sample_and_digest_are_kept_beside_each_other(
         self, store: Store, folder: Path, first: str
     ) -> None:
         for name in ("a", "b"):
-            write(folder / f"{name}.gguf", content(1, SIZE))
-        compared(store, folder, is_quick=first == "sample")
-        compared(store, folder, is_quick=first != "sample")
+            write(folder / f"{name}.bin", content(1, SIZE))
+        scanned(store, folder, is_quick=first == "sample")
+        scanned(store, folder, is_quick=first != "sample")
         with files_opened(folder) as opened:
-            compared(store, folder, is_quick=True)
-            compared(store, folder)
+            scanned(store, folder, is_quick=True)
+            scanned(store, folder)
         assert opened == []
 
-    def test_other_hashes_are_kept_too(self, store: Store, folder: Path) -> None:
-        paths = [write(folder / f"{name}.gguf", content(1, 5000)) for name in "ab"]
-        before = store.digest_of(paths[0], ["sha256"]).values["sha256"]
-        compared(store, folder)
-        with files_opened(folder) as opened:
-            assert store.digest_of(paths[0], ["sha256"]).values["sha256"] == before
-        assert opened == []
 
-    def test_of_other_bytes_nothing_is_kept(self, store: Store, folder: Path) -> None:
-        paths = [write(folder / f"{name}.gguf", content(1, 5000)) for name in "ab"]
-        store.digest_of(paths[0], ["sha256"])
-        paths[0].write_bytes(content(2, 5000))
-        compared(store, folder)
-        memo = store.catalog.memos(store.volume.filesystem, [paths[0].stat().st_ino]).get(
-            paths[0].stat().st_ino
-        )
-        assert memo is not None
-        assert memo.digest == digest_of(content(2, 5000))
-        assert set(store.known_hashes([paths[0]])[paths[0]]) == {"blake3"}
-
-
-class TestProgress:
-    @pytest.mark.parametrize("is_quick", [True, False])
-    def test_it_reaches_what_was_announced(
-        self, store: Store, folder: Path, is_quick: bool
-    ) -> None:
-        for name, seed, size in (
-            ("a", 1, SIZE), ("b", 1, SIZE), ("c", 2, SIZE), ("d", 1, 5000), ("e", 2, 5000),
-            ("alone", 1, 7000),
-        ):  # fmt: skip
-            write(folder / f"{name}.gguf", content(seed, size))
-        os.link(folder / "a.gguf", folder / "link.gguf")
-        for _ in range(2):
-            seen = Recorded()
-            compared(store, folder, is_quick=is_quick, progress=seen)
-            assert seen.totals["Comparing"] == 4 * SIZE + 2 * 5000
-            assert seen.done["Comparing"] == 4 * SIZE + 2 * 5000
-
-    def test_of_a_whole_scan(self, store: Store, folder: Path) -> None:
-        for name in "abc":
-            write(folder / f"{name}.gguf", content(1, 5000))
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_progress_reaches_what_was_announced(store: Store, folder: Path, is_quick: bool) -> None:
+    for name, seed, size in (
+        ("a", 1, SIZE), ("b", 1, SIZE), ("c", 2, SIZE), ("d", 1, 5000), ("e", 2, 5000),
+        ("alone", 1, 7000),
+    ):  # fmt: skip
+        write(folder / f"{name}.bin", content(seed, size))
+    os.link(folder / "a.bin", folder / "link.bin")
+    for total in (3 * SIZE + 2 * 5000, None):
         seen = Recorded()
-        scan(store, plain(folder), min_size=1, progress=seen)
-        assert seen.units == {"Looking at files": "items", "Comparing": "bytes"}
-        assert seen.done["Looking at files"] == 3
-        assert seen.done["Comparing"] == seen.totals["Comparing"] == 3 * 5000
-
-
-def test_what_could_not_be_read_is_named(store: Store, folder: Path) -> None:
-    paths = [write(folder / f"{name}.gguf", content(1, SIZE)) for name in "abc"]
-    _, scope = look(store, plain(folder), min_size=1)
-    paths[0].unlink()
-    with open(paths[1], "r+b"):
-        found = compare(store, scope, is_quick=False, progress=silent)
-    assert found.busy == [os.fsencode(paths[1])]
-    assert found.problems == [(os.fsencode(paths[0]), "No such file or directory")]
-
-
-def test_a_scope_without_files(store: Store) -> None:
-    scope = Scope(home="f", boot="b", folders=())
-    assert compare(store, scope, is_quick=False, progress=silent) == Learned()
+        scanned(store, folder, is_quick=is_quick, progress=seen)
+        assert {name: each.unit for name, each in seen.items()} == {
+            "Looking at files": "items", **({"Comparing": "bytes"} if total else {}),
+        }  # fmt: skip
+        assert seen["Looking at files"].done == 7
+        assert total is None or seen["Comparing"].done == seen["Comparing"].total == total

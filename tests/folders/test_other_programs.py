@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import stat
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,17 +23,14 @@ from tests.folders.trees import (
     SIZE,
     Machine,
     content,
-    make_machine,
     safetensors,
     sha256,
     webui,
     write,
 )
+from tests.hub.caches import hf
 from tests.hub_server import Hub
 from tests.store.files import inode_of, link_count, snapshot
-
-HF = Path(sys.executable).with_name("hf")
-PATIENCE = 100.0
 
 
 @pytest.fixture
@@ -45,26 +41,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return make_machine(tmp_path / "home")
-
-
-def hf(hub: Hub, *words: str | Path, code: int = 0) -> str:
-    """Run the real `hf` against the Hub of the test."""
-    done = subprocess.run(
-        [str(HF), *map(str, words)],
-        env={**os.environ, **hub.environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.skipif(not HF.exists(), reason="no hf here")
 class TestHuggingFace:
     WEIGHTS = safetensors(1)
     FILES = {  # noqa: RUF012 - never changed
@@ -80,13 +56,14 @@ class TestHuggingFace:
         hub.add("org/one", self.FILES)
         hub.add("org/two", {"README.md": b"two", "same.safetensors": self.WEIGHTS})
         for name in ("org/one", "org/two"):
-            hf(hub, "download", name, "--cache-dir", cache)
+            hf(hub, cache, "download", name)
         write(tmp_path / "ComfyUI" / "models" / "checkpoints" / "x.safetensors", self.WEIGHTS)
         return cache
 
     def test_a_deduplicated_cache_is_valid_by_its_own_tools(
         self, cache: Path, hub: Hub, store: Store, tmp_path: Path
     ) -> None:
+        """And a repository that is removed leaves the others whole."""
         before = snapshot(cache)
         result = deduplicated(store, cache, tmp_path / "ComfyUI")
         assert result.replaced == 2
@@ -95,60 +72,24 @@ class TestHuggingFace:
         assert len(inodes_of(names)) == 1
         strict = ("--fail-on-missing-files", "--fail-on-extra-files")
         for name in ("org/one", "org/two"):
-            hf(hub, "cache", "verify", name, "--cache-dir", cache, *strict)
-        listed = json.loads(hf(hub, "cache", "ls", "--cache-dir", cache, "--json"))
+            hf(hub, cache, "cache", "verify", name, *strict)
+        listed = json.loads(hf(hub, cache, "cache", "ls", "--json"))
         assert {entry["id"] for entry in listed} == {"model/org/one", "model/org/two"}
         after = snapshot(cache)
         links = {name: facts for name, facts in before.items() if facts[0] == "symlink"}
         assert links.items() <= after.items()
-        for name in links:
-            assert (cache / name).read_bytes() == self.FILES.get(
-                name.partition("/snapshots/")[2].partition("/")[2], (cache / name).read_bytes()
-            )
         hub.clear()
-        hf(hub, "download", "org/one", "--cache-dir", cache)
-        hf(hub, "download", "org/two", "--cache-dir", cache)
+        hf(hub, cache, "download", "org/one")
+        hf(hub, cache, "download", "org/two")
         assert hub.gets() == []
         assert len(inodes_of(names)) == 1
-
-    def test_verify_would_have_found_a_wrong_byte(
-        self, cache: Path, hub: Hub, store: Store
-    ) -> None:
-        """The check above can fail."""
-        deduplicated(store, cache)
-        blob = cache / "models--org--one" / "blobs" / sha256(self.WEIGHTS)
-        write(cache / "new", content(9)).replace(blob)
-        hf(hub, "cache", "verify", "org/one", "--cache-dir", cache, code=1)
-
-    def test_a_repository_that_is_removed_leaves_the_other_whole(
-        self, cache: Path, hub: Hub, store: Store, tmp_path: Path
-    ) -> None:
-        deduplicated(store, cache, tmp_path / "ComfyUI")
-        hf(hub, "cache", "rm", "model/org/one", "--cache-dir", cache, "-y")
-        assert not (cache / "models--org--one").exists()
-        hf(hub, "cache", "verify", "org/two", "--cache-dir", cache)
+        hf(hub, cache, "cache", "rm", "model/org/one", "-y")
+        assert not names[0].parent.parent.exists()
         comfy = tmp_path / "ComfyUI" / "models" / "checkpoints" / "x.safetensors"
-        assert comfy.read_bytes() == self.WEIGHTS
-        undo_everything(store)
-        hf(hub, "cache", "verify", "org/two", "--cache-dir", cache)
-        assert comfy.read_bytes() == self.WEIGHTS
-
-    def test_the_library_sees_a_cache_without_warnings(
-        self, machine: Machine, store: Store
-    ) -> None:
-        from huggingface_hub import scan_cache_dir
-
-        before = scan_cache_dir(machine.hugging_face)
-        deduplicated(store, machine.home)
-        after = scan_cache_dir(machine.hugging_face)
-        assert after.warnings == []
-        assert {repo.repo_id for repo in after.repos} == {repo.repo_id for repo in before.repos}
-        assert after.size_on_disk == before.size_on_disk
-        for repo in after.repos:
-            for revision in repo.revisions:
-                for file in revision.files:
-                    assert file.file_path.is_symlink()
-                    assert file.blob_path.is_file()
+        for _ in range(2):
+            hf(hub, cache, "cache", "verify", "org/two")
+            assert comfy.read_bytes() == self.WEIGHTS
+            undo_everything(store)
 
 
 def test_ollama_finds_every_layer_with_the_bytes_of_its_name(
@@ -157,12 +98,12 @@ def test_ollama_finds_every_layer_with_the_bytes_of_its_name(
     deduplicated(store, machine.home)
     assert link_count(machine.shared["llama"].paths[0]) > 1
     checked = 0
-    for manifest in (machine.ollama / "manifests").rglob("*"):
+    for manifest in (machine.folder["Ollama"] / "manifests").rglob("*"):
         if manifest.is_dir():
             continue
         document = json.loads(manifest.read_text())
         for layer in (document["config"], *document["layers"]):
-            blob = machine.ollama / "blobs" / layer["digest"].replace(":", "-")
+            blob = machine.folder["Ollama"] / "blobs" / layer["digest"].replace(":", "-")
             assert stat.S_ISREG(os.lstat(blob).st_mode)
             assert os.lstat(blob).st_size == layer["size"]
             assert f"sha256:{hashlib.sha256(blob.read_bytes()).hexdigest()}" == layer["digest"]
@@ -202,55 +143,42 @@ def test_that_a1111_must_hash_again_is_said_before(store: Store, tmp_path: Path)
 def test_lm_studio_has_ordinary_files(machine: Machine, store: Store) -> None:
     """It does not follow links to folders, and looks at the size of files."""
     deduplicated(store, machine.home)
-    found = [path for path in machine.lm_studio.rglob("*") if not path.is_dir()]
+    found = [path for path in machine.folder["LM Studio"].rglob("*") if not path.is_dir()]
     assert {stat.S_IFMT(os.lstat(path).st_mode) for path in found} == {stat.S_IFREG}
     assert all(os.lstat(path).st_size == SIZE for path in found)
     shared = machine.shared["llama"].paths
-    (mine,) = [path for path in shared if path.is_relative_to(machine.lm_studio)]
+    (mine,) = [path for path in shared if path.is_relative_to(machine.folder["LM Studio"])]
     assert link_count(mine) == len(shared) + 1
     assert {inode_of(path) for path in shared} == {inode_of(mine)}
 
 
 @pytest.mark.torch
-def test_safetensors_and_torch_load_the_files(tmp_path: Path, store: Store) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    tensors = {"weight": torch.arange(30_000, dtype=torch.float32)}
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "x.safetensors")
-        torch.save(tensors, tmp_path / name / "x.pt")
-    result = deduplicated(store, tmp_path / "a", tmp_path / "b")
-    assert result.replaced == 2
-    for name in ("a", "b"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loaded = load_file(tmp_path / name / "x.safetensors")
-            again = torch.load(tmp_path / name / "x.pt", weights_only=True)
-            mapped = torch.load(tmp_path / name / "x.pt", weights_only=True, mmap=True)
-        for found in (loaded, again, mapped):
-            assert torch.equal(found["weight"], tensors["weight"])
-
-
-@pytest.mark.torch
-def test_a_program_that_replaces_its_file_gets_its_own_and_changes_no_other(
+def test_libraries_load_what_is_shared_and_what_they_save_anew_changes_no_other(
     tmp_path: Path, store: Store
 ) -> None:
-    """A new download, or safetensors' own way of saving."""
+    """Without warnings, mapped too; saved as safetensors does, or a new download."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    old, new = {"w": torch.zeros(20_000)}, {"w": torch.ones(20_000)}
-    paths = [tmp_path / "models" / name for name in ("a.safetensors", "b.safetensors")]
-    paths[0].parent.mkdir()
-    for path in paths:
-        save_file(old, path)
-    deduplicated(store, tmp_path / "models")
-    assert len(inodes_of(paths)) == 1
-    save_file(new, paths[1])
-    assert torch.equal(load_file(paths[0])["w"], old["w"])
-    assert torch.equal(load_file(paths[1])["w"], new["w"])
-    undo_everything(store)
-    assert torch.equal(load_file(paths[0])["w"], old["w"])
-    assert torch.equal(load_file(paths[1])["w"], new["w"])
+    old = {"weight": torch.arange(30_000, dtype=torch.float32)}
+    new = {"weight": torch.ones(30_000)}
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        save_file(old, folder / "x.safetensors")
+        torch.save(old, folder / "x.pt")
+    assert deduplicated(store, *folders).replaced == 2
+    for folder in folders:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = [load_file(folder / "x.safetensors")]
+            found += [
+                torch.load(folder / "x.pt", weights_only=True, mmap=way) for way in (False, True)
+            ]
+        assert all(torch.equal(each["weight"], old["weight"]) for each in found)
+    save_file(new, folders[1] / "x.safetensors")
+    for _ in range(2):
+        first, second = (load_file(folder / "x.safetensors")["weight"] for folder in folders)
+        assert torch.equal(first, old["weight"])
+        assert torch.equal(second, new["weight"])
+        undo_everything(store)

@@ -19,11 +19,9 @@ import io
 import json
 import os
 import random
-import sqlite3
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +31,7 @@ COMMIT = "4621659a80f5b1a4d2cb1e8b1d0bd2a2c9f1c0de"
 VARIABLES = (
     "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
     "XDG_DATA_HOME", "OLLAMA_MODELS", "COMFYUI_PATH", "COMFYUI_MODEL_PATH",
-    "INVOKEAI_ROOT", "MODELSCOPE_CACHE", "APPDATA",
-    "LOCALAPPDATA", "TRANSFORMERS_CACHE",
+    "INVOKEAI_ROOT", "MODELSCOPE_CACHE", "TRANSFORMERS_CACHE",
 )  # fmt: skip
 """Variables that say where models are; a test of discovery unsets them all."""
 
@@ -135,7 +132,6 @@ def hf_repo(
     files: Mapping[str, bytes],
     *,
     kind: str = "model",
-    commit: str = COMMIT,
     has_symlinks: bool = True,
 ) -> dict[str, Path]:
     """Add a repository to an HF cache; return the file with the bytes of each name.
@@ -144,10 +140,10 @@ def hf_repo(
     symlinks (Windows) the files lie in the snapshot itself.
     """
     repo = cache / f"{kind}s--{repo_id.replace('/', '--')}"
-    write(repo / "refs" / "main", commit)
+    write(repo / "refs" / "main", COMMIT)
     made = {}
     for name, data in files.items():
-        link = repo / "snapshots" / commit / name
+        link = repo / "snapshots" / COMMIT / name
         if not has_symlinks:
             made[name] = write(link, data)
             continue
@@ -210,61 +206,15 @@ def comfyui(base: Path, extra: str = "") -> Path:
 
 def webui(base: Path, *, is_forge: bool = False) -> Path:
     """Make an empty A1111 (or Forge); return its models folder."""
-    names = [
-        "Stable-diffusion",
-        "Lora",
-        "VAE",
-        "VAE-approx",
-        "ESRGAN",
-        "hypernetworks",
-        "Codeformer",
-    ]
-    names += ["text_encoder", "ControlNet", "diffusers"] if is_forge else ["GFPGAN", "deepbooru"]
-    for name in names:
-        (base / "models" / name).mkdir(parents=True, exist_ok=True)
-    programs = ["modules", "extensions", "embeddings", "outputs", "scripts"]
-    for name in (*programs, *(("modules_forge", "backend") if is_forge else ())):
+    models = "Stable-diffusion Lora VAE VAE-approx ESRGAN hypernetworks Codeformer "
+    models += "text_encoder ControlNet diffusers" if is_forge else "GFPGAN deepbooru"
+    programs = "modules extensions embeddings outputs scripts"
+    programs += " modules_forge backend" if is_forge else ""
+    for name in (*(f"models/{each}" for each in models.split()), *programs.split()):
         (base / name).mkdir(parents=True, exist_ok=True)
     write(base / "webui.py", "")
     write(base / "config.json", "{}")
     return base / "models"
-
-
-def a1111_hashes(base: Path, models: Sequence[Path]) -> Path:
-    """Write A1111's cache.json: sha256 of checkpoints, valid while their mtimes are the same."""
-    hashes = {
-        f"checkpoint/{path.name}": {
-            "mtime": path.stat().st_mtime,
-            "sha256": sha256(path.read_bytes()),
-        }
-        for path in models
-    }
-    return write(base / "cache.json", json.dumps({"hashes": hashes}, indent=4))
-
-
-def invokeai(root: Path, models: Mapping[str, tuple[str, bytes]]) -> dict[str, Path]:
-    """Make an InvokeAI root with these models: `name: (file name, bytes)`; return the files."""
-    made = {}
-    (root / "databases").mkdir(parents=True)
-    write(root / "invokeai.yaml", "schema_version: 4.0.2\n")
-    with closing(sqlite3.connect(root / "databases" / "invokeai.db")) as database, database:
-        database.execute("CREATE TABLE models (id TEXT PRIMARY KEY, name TEXT, path TEXT)")
-        for number, (name, (file_name, data)) in enumerate(models.items()):
-            key = f"{number:08x}-7c4b-4f0e-9d57-0f5d1c2b3a49"
-            made[name] = write(root / "models" / key / file_name, data)
-            database.execute(
-                "INSERT INTO models VALUES (?, ?, ?)", (key, name, f"{key}/{file_name}")
-            )
-    return made
-
-
-def modelscope_repo(cache: Path, repo_id: str, files: Mapping[str, bytes]) -> dict[str, Path]:
-    """Add a repository to a ModelScope cache; return its files."""
-    repo = cache / "hub" / "models" / repo_id
-    write(repo / ".msc", b"\x80\x04].")  # a pickle: to be left alone
-    write(repo / ".mv", f"Revision:master,CreatedAt:1700000000,{repo_id}")
-    write(repo / "configuration.json", '{"framework":"pytorch"}')
-    return {name: write(repo / name, data) for name, data in files.items()}
 
 
 # all of them
@@ -291,19 +241,10 @@ class Machine:
     unique: dict[str, Path] = field(default_factory=dict)
     """Weights that only one program has, by its name."""
 
-    hugging_face: Path = Path()
     comfyui: Path = Path()
     comfyui_extra: Path = Path()
     """Another disk, which only ComfyUI's extra_model_paths.yaml knows."""
     a1111: Path = Path()
-    forge: Path = Path()
-    ollama: Path = Path()
-    lm_studio: Path = Path()
-    invokeai: Path = Path()
-    stability_matrix: Path = Path()
-    modelscope: Path = Path()
-    gpt4all: Path = Path()
-    pinokio: Path = Path()
 
     @property
     def duplicate_bytes(self) -> int:
@@ -345,8 +286,7 @@ def make_machine(home: Path, *, size: int = SIZE) -> Machine:
 
 
 def _hugging_face(machine: Machine) -> None:
-    cache = machine.hugging_face = machine.home / ".cache" / "huggingface" / "hub"
-    machine.folder["Hugging Face"] = cache
+    cache = machine.folder["Hugging Face"] = machine.home / ".cache" / "huggingface" / "hub"
     shared = machine.shared
     write(cache / "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55\n")
     pipeline = hf_repo(
@@ -359,14 +299,10 @@ def _hugging_face(machine: Machine) -> None:
             "text_encoder/model.safetensors": shared["text_encoder"].data,
         },
     )
-    encoder = hf_repo(
-        cache,
-        "openai/clip-vit-large-patch14",
-        {"config.json": b"{}", "model.safetensors": shared["text_encoder"].data},
-    )
-    rows = hf_repo(
-        cache, "nlp/rows", {"data/train.parquet": content(20, machine.size)}, kind="dataset"
-    )
+    files = {"config.json": b"{}", "model.safetensors": shared["text_encoder"].data}
+    encoder = hf_repo(cache, "openai/clip-vit-large-patch14", files)
+    files = {"data/train.parquet": content(20, machine.size)}
+    rows = hf_repo(cache, "nlp/rows", files, kind="dataset")
     shared["sdxl"].paths.append(pipeline["sd_xl_base_1.0.safetensors"])
     shared["vae"].paths.append(pipeline["vae/diffusion_pytorch_model.safetensors"])
     shared["text_encoder"].paths.append(pipeline["text_encoder/model.safetensors"])
@@ -400,8 +336,15 @@ def _webuis(machine: Machine) -> None:
     own = models / "Stable-diffusion" / "v1-5-pruned.ckpt"
     machine.put_own("A1111", own, checkpoint(30, machine.size))
     write(base / "embeddings" / "bad-hands.pt", content(31, 2000))
-    a1111_hashes(base, [found, own])
-    forge = machine.forge = machine.folder["Forge"] = webui(
+    # The hashes are valid while the times are the same.
+    hashes = {
+        f"checkpoint/{path.name}": {
+            "mtime": path.stat().st_mtime, "sha256": sha256(path.read_bytes()),
+        }
+        for path in (found, own)
+    }  # fmt: skip
+    write(base / "cache.json", json.dumps({"hashes": hashes}, indent=4))
+    forge = machine.folder["Forge"] = webui(
         machine.home / "stable-diffusion-webui-forge", is_forge=True
     )
     machine.put("sdxl", forge / "Stable-diffusion" / "sdxl.safetensors")
@@ -409,7 +352,7 @@ def _webuis(machine: Machine) -> None:
 
 
 def _ollama(machine: Machine) -> None:
-    models = machine.ollama = machine.folder["Ollama"] = machine.home / ".ollama" / "models"
+    models = machine.folder["Ollama"] = machine.home / ".ollama" / "models"
     llama = machine.shared["llama"]
     library = "registry.ollama.ai/library"
     blob = ollama_model(models, f"{library}/llama3", llama.data, tag="8b")
@@ -421,8 +364,7 @@ def _ollama(machine: Machine) -> None:
 
 
 def _lm_studio(machine: Machine) -> None:
-    models = machine.lm_studio = machine.home / ".lmstudio" / "models"
-    machine.folder["LM Studio"] = models
+    models = machine.folder["LM Studio"] = machine.home / ".lmstudio" / "models"
     machine.put("llama", models / "meta" / "Llama-3-8B-GGUF" / "llama-3-8b.Q4_K_M.gguf")
     own = models / "TheBloke" / "Mistral-7B-GGUF" / "mistral-7b.Q5_K_M.gguf"
     machine.put_own("LM Studio", own, gguf(41, machine.size, "Mistral 7B"))
@@ -430,22 +372,16 @@ def _lm_studio(machine: Machine) -> None:
 
 def _invokeai(machine: Machine) -> None:
     root = machine.home / "invokeai"
-    machine.invokeai = machine.folder["InvokeAI"] = root / "models"
-    own = safetensors(50, machine.size)
-    made = invokeai(
-        root,
-        {
-            "SDXL": ("sd_xl_base_1.0.safetensors", machine.shared["sdxl"].data),
-            "Dream": ("dream.safetensors", own),
-        },
-    )
-    machine.shared["sdxl"].paths.append(made["SDXL"])
-    machine.unique["InvokeAI"] = made["Dream"]
+    models = machine.folder["InvokeAI"] = root / "models"
+    write(root / "databases" / "invokeai.db", b"")
+    write(root / "invokeai.yaml", "schema_version: 4.0.2\n")
+    machine.put("sdxl", models / "00000000-7c4b-4f0e-9d57" / "sd_xl_base_1.0.safetensors")
+    machine.put_own("InvokeAI", models / "00000001-7c4b-4f0e-9d57" / "dream.safetensors")
 
 
 def _stability_matrix(machine: Machine) -> None:
     library = machine.home / "StabilityMatrix"
-    models = machine.stability_matrix = machine.folder["Stability Matrix"] = library / "Models"
+    models = machine.folder["Stability Matrix"] = library / "Models"
     machine.put("sdxl", models / "StableDiffusion" / "sd_xl_base_1.0.safetensors")
     machine.put("lora", models / "Lora" / "ink_style.safetensors")
     machine.put_own("Stability Matrix", models / "VAE" / "ae.safetensors")
@@ -458,31 +394,26 @@ def _stability_matrix(machine: Machine) -> None:
 
 
 def _modelscope(machine: Machine) -> None:
-    cache = machine.modelscope = machine.folder["ModelScope"] = (
-        machine.home / ".cache" / "modelscope"
-    )
-    made = modelscope_repo(
-        cache,
-        "AI-ModelScope/clip-vit-large-patch14",
-        {
-            "model.safetensors": machine.shared["text_encoder"].data,
-            "pytorch_model.bin": checkpoint(60, machine.size),
-        },
-    )
-    machine.shared["text_encoder"].paths.append(made["model.safetensors"])
-    machine.unique["ModelScope"] = made["pytorch_model.bin"]
+    cache = machine.folder["ModelScope"] = machine.home / ".cache" / "modelscope"
+    repo = cache / "hub" / "models" / "AI-ModelScope" / "clip-vit-large-patch14"
+    write(repo / ".msc", b"\x80\x04].")  # a pickle: to be left alone
+    write(repo / ".mv", "Revision:master,CreatedAt:1700000000,AI-ModelScope/clip")
+    write(repo / "configuration.json", '{"framework":"pytorch"}')
+    machine.put("text_encoder", repo / "model.safetensors")
+    own = checkpoint(60, machine.size)
+    machine.put_own("ModelScope", repo / "pytorch_model.bin", own)
 
 
 def _gpt4all(machine: Machine) -> None:
     folder = machine.home / ".local" / "share" / "nomic.ai" / "GPT4All"
-    machine.gpt4all = machine.folder["GPT4All"] = folder
+    machine.folder["GPT4All"] = folder
     machine.put("llama", folder / "Meta-Llama-3-8B-Instruct.Q4_0.gguf")
     machine.put_own("GPT4All", folder / "nomic-embed.gguf", gguf(70, machine.size, "Nomic"))
 
 
 def _pinokio(machine: Machine) -> None:
     drive = machine.home / "pinokio" / "drive" / "drives" / "peers" / "d1700000000000"
-    machine.pinokio = machine.folder["Pinokio"] = drive
+    machine.folder["Pinokio"] = drive
     machine.put("vae", drive / "vae" / "sdxl_vae.safetensors")
     machine.put_own("Pinokio", drive / "checkpoints" / "wan.safetensors")
     app = machine.home / "pinokio" / "api" / "comfy.git" / "app" / "models"

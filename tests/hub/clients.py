@@ -16,7 +16,9 @@ import huggingface_hub
 from smartcache.cache import SmartCache
 from smartcache.hub.api import Call
 from smartcache.hub.plan import DownloadPlan
+from smartcache.store.catalog import FileRow
 from smartcache.store.store import Store
+from smartcache.system.filesystems import filesystem_id
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, Child
 
@@ -101,13 +103,19 @@ def wrong_blobs(store: Store, *caches: Path) -> list[Path]:
     wrong = []
     for blob in store.blobs():
         path = store.path_of(blob.digest)
-        known = store.aliases_of(blob).get("sha256")
+        known = store.hashes_of(blob.digest).get("sha256")
         if known not in (None, sha256(path.read_bytes())):
             wrong.append(path)
     named = [path for cache in caches for path in cache.glob("*/blobs/*") if path.is_file()]
     lfs = [path for path in named if len(path.name) == 64]
     wrong += [path for path in lfs if sha256(path.read_bytes()) != path.name]
     return wrong
+
+
+def believe(store: Store, path: Path, digest: str) -> None:
+    """Let a store remember bytes of a file that the disk has changed since, without a trace."""
+    st = os.stat(path)
+    store.catalog.remember([FileRow.of(filesystem_id(path, st), st, digest)])
 
 
 def state_of(path: Path) -> tuple[int, ...]:
@@ -117,16 +125,9 @@ def state_of(path: Path) -> tuple[int, ...]:
 
 
 def assert_sound(client: Client) -> None:
-    """Nothing in the store is damaged, missing, unknown or writable, nor any blob of the cache."""
-    assert_undamaged(client)
-    assert client.store.verify().dead_links == []
-
-
-def assert_undamaged(client: Client) -> None:
-    """The same, where somebody else has removed or replaced links."""
+    """Nothing in the store is damaged, strange or writable, nor any blob of the cache."""
     report = client.store.verify(full=True)
-    found = (report.damaged, report.missing, report.unindexed, report.stray, report.writable)
-    assert found == ([], [], [], [], [])
+    assert not any((report.damaged, report.stray, report.writable))
     assert wrong_blobs(client.store, client.cache) == []
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from smartcache.cache import SmartCache
-from smartcache.system.filesystems import filesystem_id
-from smartcache.system.kernel import StatKey
-from smartcache.system.sqlite import signed
 from tests.hub.clients import (
     SIZE,
     Client,
     as_ordinary_user,
     assert_sound,
+    believe,
     contents,
     plain_snapshot,
     sha256,
@@ -28,7 +26,7 @@ from tests.hub.clients import (
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub
 from tests.processes.children import NOBODY, folder_of
-from tests.store.files import edit, inode_of, link_count, mode_of, write
+from tests.store.files import digest_of, edit, inode_of, link_count, mode_of, write
 
 WANTED = weights(1)
 NAME = "model.safetensors"
@@ -312,7 +310,7 @@ def test_large_texts_are_copied_and_never_linked(
 
 def assert_store_sound(client: Client) -> None:
     report = client.store.verify(full=True)
-    assert (report.damaged, report.missing, report.writable) == ([], [], [])
+    assert not any((report.damaged, report.stray, report.writable))
 
 
 def test_a_text_of_a_known_blob_is_copied_from_the_store(client: Client, hub: Hub) -> None:
@@ -439,7 +437,7 @@ def test_a_file_on_another_filesystem_is_copied(client: Client, hub: Hub, elsewh
 def test_a_file_of_a_cache_that_cannot_become_a_blob_is_hashed_all_the_same(
     client: Client, hub: Hub, elsewhere: Path
 ) -> None:
-    """There is no volume there, and its name says that it has the bytes."""
+    """There is no pool there, and its name says that it has the bytes."""
     hub.add("org/name", {NAME: WANTED})
     blob = Path(os.path.realpath(plain_snapshot(hub, elsewhere / "hub", "org/name") / NAME))
     edit(blob)
@@ -490,13 +488,13 @@ def test_a_file_that_may_become_a_link_is_preferred_to_one_that_is_copied(
     assert (path / foreign.name).read_bytes() == WANTED
 
 
-def test_a_blob_on_another_volume_is_copied_unless_there_is_a_near_file(
+def test_a_blob_on_another_filesystem_is_copied_unless_there_is_a_near_file(
     client: Client, hub: Hub, tmp_path: Path, elsewhere: Path
 ) -> None:
     """A copy is a second one on this filesystem."""
-    volume = client.store.add_volume(elsewhere / "volume")
+    pool = client.store.add_pool(elsewhere / "pool")
     for number, data in enumerate((weights(7), WANTED)):
-        blob = volume.put_stream([data], algorithms=("sha256",))
+        blob = client.store.put_stream([data], algorithms=("sha256",), pool=pool)
         hub.add(f"org/{number}", {NAME: data})
     assert client.sources("org/0") == {NAME: "copy"}
     assert (client.snapshot("org/0") / NAME).read_bytes() == weights(7)
@@ -505,7 +503,7 @@ def test_a_blob_on_another_volume_is_copied_unless_there_is_a_near_file(
     assert client.sources("org/1") == {NAME: "reuse"}
     assert os.path.samefile(client.snapshot("org/1") / NAME, near)
     assert hub.gets() == []
-    assert link_count(volume.path_of(blob.digest)) == 1
+    assert link_count(blob.path) == 1
     assert_sound(client)
 
 
@@ -541,9 +539,7 @@ def test_a_known_file_that_has_rotted_since_is_not_handed_out(
     rotten = WANTED[:-100] + bytes(100)
     found.write_bytes(rotten)
     os.utime(found, ns=(st.st_atime_ns, st.st_mtime_ns))
-    catalog, place = client.store.catalog, (filesystem_id(found), signed(st.st_ino))
-    digest = catalog.memos(place[0], [st.st_ino])[place[1]].digest
-    catalog.learn([(*place, *StatKey.of(found.stat()), 0, bytes.fromhex(digest), None)])
+    believe(client.store, found, digest_of(WANTED))
     hub.add("org/name", {NAME: WANTED})
     path = client.snapshot()
     assert (path / NAME).read_bytes() == WANTED

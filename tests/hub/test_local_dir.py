@@ -14,7 +14,6 @@ from tests.hub.clients import (
     Client,
     as_ordinary_user,
     assert_sound,
-    assert_undamaged,
     contents,
     plain_file,
     plain_snapshot,
@@ -207,7 +206,7 @@ def check_state(client: Client, local: Path, state: str, *, is_cached: bool, wan
     assert wanted == "old" or not (path / NAME).is_symlink()
     assert {each: each.read_bytes() for each in shared} == shared
     assert not (local.parent / "nothing").exists()
-    assert_undamaged(client)
+    assert_sound(client)
     hub.clear()
     plain_snapshot(hub, local.parent / "x", local_dir=path, revision=commit, token=False)
     assert hub.gets() == []
@@ -291,7 +290,7 @@ def test_huggingface_hub_of_an_ordinary_user_never_damages_a_blob(
                 plain_snapshot(hub, client.cache, local_dir=path, revision=new, token=False)
             except OSError as error:
                 said = repr(error)
-            assert_undamaged(client)
+            assert_sound(client)
             client.snapshot(local_dir=path, revision=new, token=False)
             assert files_of(path) == NEXT
             assert_sound(client)

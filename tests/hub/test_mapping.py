@@ -20,6 +20,7 @@ from smartcache import SmartCache
 from smartcache.folders.programs import ModelFolder
 from smartcache.folders.scan import look
 from smartcache.hub.care.mapping import CacheMapping
+from smartcache.store.layout import Pool
 from smartcache.store.store import Store
 from tests.store.files import OTHER, WEIGHTS, edit, write
 
@@ -32,8 +33,8 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def put(store: Store, data: bytes) -> Path:
-    return store.path_of(store.put_stream([data], algorithms=["sha256"]).digest)
+def put(store: Store, data: bytes, pool: Pool | None = None) -> Path:
+    return store.put_stream([data], algorithms=["sha256"], pool=pool).path
 
 
 def see(store: Store, folder: Path) -> None:
@@ -85,15 +86,15 @@ class TestBlobs:
         path.unlink()
         assert dict(CacheMapping(store)) == {}
 
-    def test_of_other_volumes_too(self, store: Store, elsewhere: Path) -> None:
+    def test_of_other_filesystems_too(self, store: Store, elsewhere: Path) -> None:
         here = put(store, WEIGHTS)
-        there = put(store.add_volume(elsewhere / "volume"), OTHER)
+        there = put(store, OTHER, store.add_pool(elsewhere / "pool"))
         assert dict(CacheMapping(store)) == {sha256(WEIGHTS): here, sha256(OTHER): there}
 
     def test_a_sound_one_elsewhere_stands_in_for_a_damaged_one(
         self, store: Store, elsewhere: Path
     ) -> None:
-        there = put(store.add_volume(elsewhere / "volume"), WEIGHTS)
+        there = put(store, WEIGHTS, store.add_pool(elsewhere / "pool"))
         edit(put(store, WEIGHTS))
         assert dict(CacheMapping(store)) == {sha256(WEIGHTS): there}
 
@@ -152,7 +153,7 @@ class TestFiles:
 def test_asking_for_one_key_reads_no_other_row(store: Store, known: Path) -> None:
     """What makes it fit for a million rows: both questions are answered by an index."""
     assert known.exists()
-    index = store.volume.index
+    index = store.catalog
     seen: list[str] = []
     index._connected().set_trace_callback(seen.append)  # noqa: SLF001
     assert "0" * 64 not in CacheMapping(store)
@@ -167,7 +168,7 @@ def test_asking_for_one_key_reads_no_other_row(store: Store, known: Path) -> Non
 def test_going_through_it_sorts_nothing_but_ties(store: Store) -> None:
     """Rows come in the order of an index: a million need no more memory than a thousand."""
     seen: list[str] = []
-    index = store.volume.index
+    index = store.catalog
 
     def record(sql: str, *values: object) -> Iterator[tuple[object, ...]]:
         seen.append(sql)
@@ -178,7 +179,7 @@ def test_going_through_it_sorts_nothing_but_ties(store: Store) -> None:
         assert len(CacheMapping(store)) == 0
     (sql,) = seen
     plan = [row[3] for row in index.select(f"EXPLAIN QUERY PLAN {sql}")]
-    assert "INDEX contents_sha256" in plan[0]
+    assert "INDEX hashes_sha256" in plan[0]
     assert "USE TEMP B-TREE FOR ORDER BY" not in plan
 
 
@@ -244,10 +245,6 @@ class Model:
         if verb == "hash":
             self.store.digest_of(path, ["sha256"])
             self.files[path] = self.files[path][0], True
-            self.known.add(self.files[path][0])
-            self.known.add(self.files[path][0])
-            self.known.add(self.files[path][0])
-            self.known.add(self.files[path][0])
             self.known.add(self.files[path][0])
         elif verb == "append":
             path.write_bytes(self.files[path][0] + b"!")

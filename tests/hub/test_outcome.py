@@ -218,7 +218,7 @@ class TestRoom:
                 return ""
 
         message = in_own_namespace(work)
-        assert message == "" if is_given else "needs 300 KB" in message
+        assert message == "" if is_given else "needs 300 KB" in message, message
 
     def test_an_import_of_a_blob_of_another_disk_needs_room(self, hub: Hub, tmp_path: Path) -> None:
         hub.add("org/one", {NAME: WANTED})
@@ -229,7 +229,7 @@ class TestRoom:
             disk = Disk(tmp_path / "disk", 4 << 20)
             with SmartCache(tmp_path / "another") as smart:
                 smart.store.put_stream([WANTED], algorithms=["sha256"])
-                smart.store.add_volume(disk.point / "volume")
+                smart.store.add_pool(disk.point / "pool")
                 disk.fill(but=50)
                 with (
                     pytest.raises(NoSpaceError, match="The import needs 300 KB"),

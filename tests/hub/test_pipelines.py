@@ -93,8 +93,7 @@ def digest(store: Store, etag: str) -> str:
 
 def assert_store_is_whole(store: Store) -> None:
     report = store.verify(full=True)
-    assert not report.has_damage
-    assert (report.damaged, report.missing, report.unindexed) == ([], [], [])
+    assert not any((report.damaged, report.stray, report.writable))
     assert report.blobs > 0
 
 
@@ -179,9 +178,7 @@ class TestTheProgramOfTheHub:
             hf(hub, cache_dir, "verify", name, *self.STRICT)
         assert_store_is_whole(smart.store)
 
-    def test_after_rm_the_owner_is_gone_and_the_rest_is_whole(
-        self, hub: Hub, smart: SmartCache, cache_dir: Path
-    ) -> None:
+    def test_after_rm_the_rest_is_whole(self, hub: Hub, smart: SmartCache, cache_dir: Path) -> None:
         store = smart.store
         assert prunable(store) == set()
         hf(hub, cache_dir, "rm", "model/org/first", "-y")
@@ -209,7 +206,7 @@ class TestTheProgramOfTheHub:
         first = digest(smart.store, etags(hub, "org/first")[OWN_WEIGHTS])
         assert prunable(smart.store) == {first}
 
-    def test_prune_of_an_old_revision_ends_its_owner_only(
+    def test_prune_of_an_old_revision_lets_its_own_blob_go(
         self, hub: Hub, models: Models, smart: SmartCache, cache_dir: Path
     ) -> None:
         old = etags(hub, "org/first")[OWN_WEIGHTS]

@@ -15,7 +15,6 @@ from smartcache.hub.api import Call
 from smartcache.hub.care.census import Census
 from smartcache.hub.care.remove import RemovalPlan, RemovalResult, plan_cache_prune, plan_removal
 from smartcache.hub.layout import CachedRepo, scan_caches
-from smartcache.store.records import Owner
 from smartcache.store.store import Store
 from smartcache.system import faults
 from tests.hub.caches import blocks_below, commit_of, download, hf, inodes_below, make_repo
@@ -37,28 +36,21 @@ def cache(tmp_path: Path) -> Path:
 
 def own(store: Store, folder: Path, commit: str) -> list[str]:
     """Adopt the weights of a revision as a download does; return the digests."""
-    snapshot_folder = folder / "snapshots" / commit
-    owner = Owner(
-        kind="repo", name=f"model/{folder.name}@{commit}", path=snapshot_folder, root=folder.parent
-    )
-    weights = [path for path in snapshot_folder.rglob("*.safetensors") if path.exists()]
-    digests = [store.adopt(path.resolve()).digest for path in weights]
-    store.own(owner, digests)
-    return digests
+    weights = (folder / "snapshots" / commit).rglob("*.safetensors")
+    return [store.adopt(path.resolve()).digest for path in weights if path.exists()]
 
 
 def plan(
     cache: Path, store: Store | None = None, *, name: str = "org/name", revision: str | None = None,
     keep_blobs: bool = False,
 ) -> RemovalPlan:  # fmt: skip
-    stores = [] if store is None else [store]
-    census = Census(scan_caches([cache]), stores)
+    census = Census(scan_caches([cache]), store)
     chosen: list[tuple[CachedRepo, str | None]] = [
         (repo, None if revision is None else repo.commit_of(revision))
         for repo in census.repos
         if repo.repo.id == name
     ]
-    return plan_removal(census, chosen, stores, keep_blobs=keep_blobs)
+    return plan_removal(census, chosen, keep_blobs=keep_blobs)
 
 
 def remove_measured(made: RemovalPlan, *roots: Path) -> RemovalResult:
@@ -186,7 +178,6 @@ class TestRepos:
 
 MOMENTS = [
     *(Moment("hub rm: name removed", nth) for nth in range(1, 6)),
-    Moment("prune: rows removed", 1),
     Moment("prune: blob removed", 1),
 ]
 
@@ -257,7 +248,7 @@ class TestRevisions:
 
 
 class TestBlobs:
-    def test_of_the_store_go_when_nobody_else_holds_them(self, cache: Path, store: Store) -> None:
+    def test_of_the_store_go_when_nobody_else_has_them(self, cache: Path, store: Store) -> None:
         folder = make_repo(cache, FILES)
         (digest,) = own(store, folder, A)
         weights = allocated(store.path_of(digest))
@@ -316,32 +307,10 @@ class TestBlobs:
         remove_measured(plan(cache, store, revision=B), cache, store.root / "blobs")
         assert store.find("blake3", digest) is None
 
-    def test_that_were_copied_into_the_cache_go_too(self, cache: Path, store: Store) -> None:
-        """As when the store is on another filesystem: the owner holds what has no link there."""
-        folder = make_repo(cache, FILES)
-        digest = store.put_file(folder / "snapshots" / A / "m.safetensors").digest
-        store.own(
-            Owner(kind="repo", name=f"x@{A}", path=folder / "snapshots" / A, root=cache), [digest]
-        )
-        made = plan(cache, store)
-        assert made.blobs_size == allocated(store.path_of(digest))
-        result = remove_measured(made, cache, store.root / "blobs")
-        assert result.freed_size == made.freed_size
-        assert store.find("blake3", digest) is None
-
-    def test_stay_while_a_rebuilt_index_may_lack_owners(self, cache: Path, store: Store) -> None:
-        (digest,) = own(store, make_repo(cache, FILES), A)
-        store.rebuild()
-        made = plan(cache, store)
-        assert made.blobs_size == 0
-        assert "smartcache scan" in made.warnings[0]
-        remove_measured(made, cache, store.root / "blobs")
-        assert store.path_of(digest).read_bytes() == WEIGHTS
-
     def test_survive_an_end_between_files_and_blobs(
         self, cache: Path, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Then the owner is gone, and prune takes what it held."""
+        """Then prune takes what has no other name."""
         (digest,) = own(store, make_repo(cache, FILES), A)
 
         def end(*_: object) -> None:
@@ -403,7 +372,7 @@ class TestWithHuggingfaceHub:
 
 
 class TestWithDownloads:
-    """What `smartcache.snapshot_download` made: its owners, links and blobs."""
+    """What `smartcache.snapshot_download` made: its links and blobs."""
 
     def download(self, hub: Hub, cache: Path, name: str, store: Store) -> None:
         with SmartCache(settings=store.settings) as smartcache:
@@ -427,13 +396,13 @@ class TestWithDownloads:
         second = plan(cache, store, name="org/b")
         result = remove_measured(second, *roots)
         assert (result.freed_size, result.blobs_removed) == (second.freed_size, 2)
-        assert blocks_below(*roots) == os.stat(store.volume.layout.tag).st_blocks * 512
+        tag = store.root / "blobs" / "CACHEDIR.TAG"
+        assert blocks_below(*roots) == os.stat(tag).st_blocks * 512
         assert store.plan_prune().victims == ()
 
 
 def prune(cache: Path, store: Store | None = None) -> RemovalPlan:
-    stores = [] if store is None else [store]
-    return plan_cache_prune(Census(scan_caches([cache]), stores), stores)
+    return plan_cache_prune(Census(scan_caches([cache]), store))
 
 
 def age(folder: Path, commit: str) -> None:
@@ -443,16 +412,14 @@ def age(folder: Path, commit: str) -> None:
 
 
 class TestWhatNothingAsksFor:
-    def test_blobs_held_for_a_revision_without_a_ref_go_with_it(
-        self, cache: Path, store: Store
-    ) -> None:
+    def test_blobs_of_a_revision_without_a_ref_go_with_it(self, cache: Path, store: Store) -> None:
         folder = make_repo(cache, FILES, commit=A, ref="")
         make_repo(cache, {"m.safetensors": OTHER}, commit=B)
         (gone,) = own(store, folder, A)
         (stays,) = own(store, folder, B)
         age(folder, A)
         made = prune(cache, store)
-        assert made.blobs_size == allocated(Path(store.volume.layout.blob(gone)))
+        assert made.blobs_size == allocated(store.path_of(gone))
         result = made.execute()
         assert (result.freed_size, result.failures) == (made.freed_size, ())
         assert [blob.digest for blob in store.blobs()] == [stays]

@@ -169,7 +169,7 @@ class TestSharing:
         blob = (folder / "snapshots" / commit_of(1) / "copy.safetensors").resolve()
         store.adopt(blob)
         repo = only(cache)
-        share = Census([repo], [store]).share_of_repo(repo)
+        share = Census([repo], store).share_of_repo(repo)
         assert (share.shared, share.in_store) == (0, allocated(blob))
         assert share.own == blocks_below(folder)
         assert Census([repo]).share_of_repo(repo).shared == allocated(blob)
@@ -252,7 +252,7 @@ def test_own_bytes_are_those_that_disappear_from_the_disk(
                 pointer.symlink_to(f"../../blobs/{number}-{count}")
         shutil.rmtree(root / "pool")
         repos = scan_caches([root / "hub"])
-        census = Census(repos, [store])
+        census = Census(repos, store)
         blobs = inodes_below(root / "store" / "blobs")
         for repo in repos:
             share = census.share_of_repo(repo)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from smartcache.errors import DamagedBlobError
 from smartcache.hub.care.verify import Finding, RepoVerifyReport, plan_repair, verify_repos
 from smartcache.hub.layout import scan_caches
-from smartcache.store.records import Trust
 from smartcache.store.store import Store
 from tests.hub.caches import commit_of, download, hf, make_repo, write_listing
+from tests.hub.clients import believe
 from tests.hub.shared_stores import add_entry, make_shared_store
 from tests.hub_server import Hub, etag_of, git_sha1
 from tests.store.files import OTHER, WEIGHTS, Watch, edit, inode_of, snapshot, write
@@ -210,14 +211,13 @@ class TestMemory:
         pass_time(WAIT)
         verify(store, cache)
         edit(blob)
-        store.volume.index.refresh(adopted.id, os.stat(blob), Trust.VERIFIED)
-        store.add_aliases(adopted.digest, {"sha256": blob.name})
+        believe(store, blob, adopted.digest)
+        store.catalog.add_hashes([(adopted.digest, {"sha256": blob.name})])
         assert verify(store, cache).damage == []
         assert len(verify(store, cache, full=True).damage) == 1
         assert len(verify(store, cache).damage) == 1
-        now = store.volume.index.blob(adopted.digest)
-        assert now is not None
-        assert now.trust == Trust.UNPROVEN
+        with pytest.raises(DamagedBlobError):
+            store.open(adopted.digest)
 
 
 class TestRepair:
@@ -237,7 +237,7 @@ class TestRepair:
         edit(blob)
         damaged, inode = blob.read_bytes(), inode_of(blob)
         assert self.repair(store, cache) == 1
-        (bad,) = store.volume.layout.bad.iterdir()
+        (bad,) = (store.root / "bad").iterdir()
         assert (bad.read_bytes(), inode_of(bad)) == (damaged, inode)
         assert not os.path.lexists(folder / "snapshots" / commit / "unet" / "m.safetensors")
         hub.clear()
@@ -295,4 +295,4 @@ class TestRepair:
         repos = scan_caches([elsewhere])
         plan = plan_repair(store, repos, verify_repos(store, repos).damage)
         assert plan.is_empty
-        assert "without a volume" in plan.warnings[0]
+        assert "without a pool" in plan.warnings[0]

@@ -187,7 +187,9 @@ class TestWhatIsEncoded:
     ) -> None:
         run = Run(tmp_path / "cache", room, encoder_fingerprint=None).epoch().epoch()
         assert run.encodes == 10
-        assert [each.message.count("cannot be noticed") for each in caplog.records] == [1]
+        # Caches that earlier tests have left may be heard at any moment.
+        ours = [each for each in caplog.records if each.name.startswith("smartcache.integrations")]
+        assert [each.message.count("cannot be noticed") for each in ours] == [1]
 
     def test_little_is_written_for_one_edit(self, tmp_path: Path, room: Path) -> None:
         """A row each for the file, the item, its size and artifact, and that all are noted."""

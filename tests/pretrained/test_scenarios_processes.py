@@ -116,8 +116,8 @@ def problems(job: Job) -> list[str]:
     """Return what is damaged in the store, and what nobody uses in the HF cache."""
     with Store(job.store) as store:
         report = store.verify(full=True)
-        left = os.listdir(store.volume.layout.tmp)
-    found = [*report.damaged, *report.missing, *report.unindexed, *report.stray, *left]
+        left = os.listdir(store.root / "tmp")
+    found = [*report.damaged, *report.stray, *left]
     for folder in job.cache_dir.glob("models--*"):
         used = {path.resolve().name for path in (folder / "snapshots").rglob("*")}
         names = {name for name in os.listdir(folder / "blobs") if not name.startswith("tmp_")}

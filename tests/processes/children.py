@@ -6,6 +6,7 @@ A child that fails or is killed by a signal fails the test that asks for its res
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -14,8 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import Pipe
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,8 @@ from smartcache.store.store import Store
 T = TypeVar("T")
 
 NOBODY = 65534
+FORKS = multiprocessing.get_context("fork")
+"""Has the `Barrier` and `Event` of processes that are forked afterwards."""
 
 
 class Child(Generic[T]):
@@ -62,15 +64,17 @@ class Child(Generic[T]):
             pytest.fail(f"in a child process:\n{value}")
         return cast("T", value)
 
-    def end(self) -> None:
-        """Kill it if nobody waited for it."""
+    def end(self) -> bool:
+        """Kill it if nobody waited for it; say whether it was alive until then."""
+        status = 0
         if not self._is_over:
             os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+            _, status = os.waitpid(self.pid, 0)
             self._is_over = True
         if self._reading >= 0:
             os.close(self._reading)
             self._reading = -1
+        return os.WIFSIGNALED(status)
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +86,13 @@ class Child(Generic[T]):
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+
+def at_once(*works: Callable[[], T]) -> list[T]:
+    """Run each function in a child of its own, all at the same time; return their results."""
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(work)) for work in works]
+        return [child.result() for child in children]
 
 
 def _run(work: Callable[[], object], user: int | None, group: int | None, pipe: int) -> None:
@@ -108,7 +119,7 @@ def _load_everything() -> None:
         blob = store.put_stream([b"bytes"])
         for kind in KINDS:
             store.place(blob.digest, Path(name) / kind, kind="copy" if kind == "reflink" else kind)
-        store.replace(Path(name) / "copy", blob.digest)
+        store.link(Path(name) / "copy", blob.digest)
         store.verify(full=True)
         store.plan_prune().execute()
         store.plan_undo().execute()
@@ -138,7 +149,7 @@ def folder_of(user: int | None, *, on: Path | None = None) -> Iterator[Path]:
 @contextmanager
 def talking(work: Callable[[T, Connection], None], given: T) -> Iterator[Callable[..., object]]:
     """Have a child that answers what it is told, one message at a time, until it is told "end"."""
-    mine, theirs = Pipe()
+    mine, theirs = FORKS.Pipe()
 
     def tell(*words: object) -> object:
         mine.send(words)

@@ -35,6 +35,7 @@ from typing import Literal, Self, TypeAlias
 
 from smartcache.hub import layout
 from smartcache.hub.records import Repo
+from smartcache.store.layout import listed
 from smartcache.store.store import Store
 from smartcache.system import faults
 from tests.hub.caches import refs_of
@@ -324,17 +325,23 @@ class World:
         wanted = {path: file.read() for path, file in self.commit(repo).files.items()}
         return wanted == {path: where.read_bytes() for path, where in _files(root)}
 
-    def problems(self) -> list[str]:
-        """Return what is half-made or wrong: in the HF cache, and in the store at rest."""
+    def problems(self, *, is_killed: bool = False) -> list[str]:
+        """Return what is half-made or wrong: in the HF cache, and in the store at rest.
+
+        `is_killed`: the next change has to end what a dead process had begun.
+        """
         owner = self.home.stat().st_uid
         if owner != os.geteuid():  # a store is opened by its own user only
-            with Child(self.problems, user=owner) as child:
+            with Child(partial(self.problems, is_killed=is_killed), user=owner) as child:
                 return child.result()
         found = self.problems_of_cache()
         with self.store() as store:
+            if is_killed and listed(store.layout.tmp):
+                found += [f"left open: {each}" for each in store.recover()]
+                store.end_batch()
             if store.verify(full=True).has_damage:
                 found.append(f"the store is damaged: {store.verify(full=True)}")
-            found += [f"left in tmp/: {name}" for name in os.listdir(store.volume.layout.tmp)]
+            found += [f"left in tmp/: {name}" for name in listed(store.layout.tmp)]
         return found
 
     def problems_of_cache(self) -> list[str]:

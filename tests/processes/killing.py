@@ -87,18 +87,21 @@ def die_at(moment: Moment) -> None:
 
 
 def is_fault_point(moment: Moment) -> bool:
-    return ": " in moment.place
+    return not moment.place.startswith("os.") and moment.place != "open"
 
 
-def points_of(action: Callable[[], object]) -> list[Moment]:
-    """Run `action`; return the first and the last time it reached each fault point, in order."""
+def points_of(action: Callable[[], object], *, every: bool = False) -> list[Moment]:
+    """Run `action`; return the fault points it reached: their first and last time, or `every`."""
     seen: list[str] = []
     faults.hook = seen.append
     try:
         action()
     finally:
         faults.hook = None
-    return first_and_last(seen)
+    if not every:
+        return first_and_last(seen)
+    times: Counter[str] = Counter()
+    return [Moment(place, times[place]) for place in seen if times.update((place,)) is None]
 
 
 def first_and_last(seen: list[str]) -> list[Moment]:
@@ -163,8 +166,9 @@ def moments_of(make: Callable[[str], W], run: Callable[[W], object]) -> list[Mom
 
     Fault points are where danger was thought of; the calls are everything else.
     """
-    changes = changes_of(lambda: partial(run, make("changes")))
     points = points_of(partial(run, make("points")))
+    # Afterwards: what this process has learned of a filesystem, its children do not try again.
+    changes = changes_of(lambda: partial(run, make("changes")))
     return [*points, *first_and_last([change.place for change in changes])]
 
 

@@ -1,440 +1,274 @@
 """The operations of a store: the world before, and what is done in it.
 
-`tests.processes.test_operations` disturbs each of them in every way. `OPENINGS` are what the
-opening of a store has to put right.
+`tests.processes.test_operations` disturbs each of them in every way.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from smartcache.errors import BlobNotFoundError, DestinationExistsError, NothingToUndoError
+from smartcache.errors import BlobNotFoundError, DestinationExistsError
 from smartcache.store import Kind
-from smartcache.store import volume as store_volume
-from smartcache.store.owners import pin
-from smartcache.store.records import Owner
 from smartcache.store.store import Store
-from tests.folders.deduping import deduplicated
-from tests.processes.killing import Moment, die_at, in_child, was_killed
-from tests.processes.worlds import NotDoneError, Operation, World, content
+from smartcache.store.userfile import Allowance
+from tests.folders.deduping import scanned
+from tests.processes.worlds import Operation, World, content, undo_everything
+from tests.store.files import digest_of
 
-LARGE = content(1, 200_000)
-MEDIUM = content(2, 70_001)
-SMALL = content(3, 5_000)
-OTHER = content(4, 66_000)
+LARGE = content(1, 1_100_000)
+"""More than one step of a copy."""
+MEDIUM, SMALL, OTHER = content(2, 70_001), content(3, 5_000), content(4, 66_000)
+ALL: frozenset[Allowance] = frozenset(("group", "mode", "xattr"))
+
+Act = Callable[[World, Store], None]
 
 
-def adopted(world: World, store: Store, name: str, data: bytes, *, mode: int = 0o644) -> str:
-    """Make a user's file and adopt it."""
-    return store.adopt(world.write(name, data, mode=mode)).digest
+class NotDoneError(Exception):
+    """An operation says that it did not do all of it."""
+
+
+def _link(world: World, store: Store, names: Iterable[str], *, replace: bool) -> None:
+    paths = [world.at(name) for name in names]
+    for result in store.link_many(paths, label="link", replace=replace, allow=ALL):
+        if result.error is not None:
+            raise result.error
+
+
+def adopting(*names: str) -> Act:
+    return lambda world, store: _link(world, store, names, replace=False)
+
+
+def linking(*names: str) -> Act:
+    return lambda world, store: _link(world, store, names, replace=True)
 
 
 def stored(world: World, store: Store, name: str, data: bytes) -> str:
-    """Make a user's file and copy it into the store."""
     return store.put_file(world.write(name, data)).digest
 
 
-# put
-
-
 def _before_put(world: World, store: Store) -> None:
-    adopted(world, store, "bystander.bin", MEDIUM)
+    world.write("old.bin", MEDIUM)
+    adopting("old.bin")(world, store)
     world.write("new.bin", LARGE)
-
-
-def _put_stream(world: World, store: Store) -> None:
-    chunks = (LARGE[at : at + 50_000] for at in range(0, len(LARGE), 50_000))
-    store.put_stream(chunks, size=len(LARGE), algorithms=("sha256", "git-sha1"))
 
 
 def _put_copy(world: World, store: Store) -> None:
     store.put_file(world.at("new.bin"), algorithms=("sha256",))
 
 
-def _put_unannounced(world: World, store: Store) -> None:
-    store.put_stream([LARGE[:100], LARGE[100:]])
+def _put_stream(_: World, store: Store) -> None:
+    chunks = (LARGE[at : at + 500_000] for at in range(0, len(LARGE), 500_000))
+    store.put_stream(chunks, size=len(LARGE), algorithms=("sha256", "git-sha1"))
 
 
-# adopt and replace
-
-
-def _before_adopt(world: World, store: Store) -> None:
-    adopted(world, store, "bystander.bin", OTHER)
-    world.write("one.bin", LARGE, mode=0o664)
-    world.write("same.bin", LARGE, mode=0o644)
-    world.write("two.bin", MEDIUM, mode=0o600)
-    world.write("known.bin", OTHER, mode=0o640)
-    world.write("three.bin", SMALL)
-
-
-def _before_adopt_twins(world: World, store: Store) -> None:
-    world.write("one.bin", LARGE, mode=0o664)
+def _before_adopt(world: World, _: Store) -> None:
+    """There is no store yet."""
+    world.write("one.bin", MEDIUM, mode=0o664)
     world.link("twin.bin", to="one.bin")
-    world.write("two.bin", MEDIUM)
+    world.write("same.bin", MEDIUM)
+    world.write("two.bin", SMALL, mode=0o600, attribute=b"mine")
 
 
-def _adopt(*names: str) -> Callable[[World, Store], None]:
-    def run(world: World, store: Store) -> None:
-        owner = Owner(kind="folder", name="models", path=world.files)
-        for adoption in store.adopt_many(map(world.at, names), owner=owner):
-            if adoption.error is not None:
-                raise adoption.error
-
-    return run
-
-
-def _before_replace(world: World, store: Store) -> None:
-    adopted(world, store, "one.bin", LARGE)
-    adopted(world, store, "two.bin", MEDIUM)
-    world.write("same.bin", LARGE, mode=0o664)
-    world.write("again.bin", LARGE)
-    world.write("second.bin", MEDIUM, mode=0o644)
+def _before_dedup(world: World, store: Store) -> None:
+    """Three contents: one is no blob yet, one is, of one a file has two names."""
+    world.write("a/one.bin", LARGE, mode=0o640)
+    world.write("b/two.bin", LARGE, attribute=b"of two")
+    world.write("c/three.bin", LARGE, mode=0o600)
+    world.link("a/twin.bin", to="c/three.bin")
+    stored(world, store, "a/four.bin", MEDIUM)
+    world.write("b/five.bin", MEDIUM, mode=0o664, attribute=b"of five")
+    world.write("c/alone.bin", SMALL)
 
 
-def _before_replace_twins(world: World, store: Store) -> None:
-    _before_replace(world, store)
-    world.link("twin.bin", to="again.bin")
+DEDUPED = (
+    "a/one.bin", "b/two.bin", "c/three.bin", "a/twin.bin", "a/four.bin", "b/five.bin",
+)  # fmt: skip
+_dedup = linking(*DEDUPED)
 
 
-def _replace(*names: str) -> Callable[[World, Store], None]:
-    def run(world: World, store: Store) -> None:
-        owner = Owner(kind="folder", name="models", path=world.files)
-        files = [(world.at(name), world.digests[name]) for name in names]
-        for result in store.replace_many(files, owner=owner):
-            if result.error is not None:
-                raise result.error
-
-    return run
+def _before_dedup_of_a_drive(world: World, store: Store) -> None:
+    assert world.drive is not None
+    store.add_pool(world.drive / "pool")
+    for name in ("here.bin", "also here.bin", "drive/there.bin", "drive/also there.bin"):
+        world.write(name, MEDIUM)
 
 
-# share
+_dedup_drive = linking("here.bin", "also here.bin", "drive/there.bin", "drive/also there.bin")
 
 
-def _before_share(world: World, store: Store) -> None:
-    """Some have a blob as their source, some a user's file; one has two names."""
-    adopted(world, store, "one.bin", LARGE)
-    world.write("same.bin", LARGE, mode=0o664)
-    world.write("again.bin", LARGE, mode=0o444)
-    world.write("two.bin", MEDIUM, mode=0o600)
-    world.write("second.bin", MEDIUM)
-    world.link("twin.bin", to="second.bin")
+# at free paths, and over files
 
 
-SHARED = {"same.bin": "one.bin", "again.bin": "one.bin", "second.bin": "two.bin"}
-
-
-def _share(world: World, store: Store) -> None:
-    files = [(world.at(a), world.at(b), world.digests[b]) for b, a in SHARED.items()]
-    for result in store.share_many(files):
-        if result.error is not None:
-            raise result.error
-
-
-# place
-
-
-def _before_place(*, overwrite: bool, name: str = "placed.bin") -> Callable[[World, Store], None]:
+def _before_place(*, overwrite: bool, name: str) -> Act:
     def prepare(world: World, store: Store) -> None:
-        adopted(world, store, "one.bin", LARGE)
+        stored(world, store, "one.bin", LARGE)
         if overwrite:
             world.write(name, OTHER)
-            world.allowed[name] = {OTHER, LARGE}
-            world.originals.pop(name)
-        else:
-            world.allowed[name] = {None, LARGE}
+            world.given_up.add(name)
 
     return prepare
 
 
-def _place(
-    kind: Kind, *, overwrite: bool, name: str = "placed.bin"
-) -> Callable[[World, Store], None]:
+def _place(name: str, kind: Kind, *, overwrite: bool, keep: bool) -> Act:
     def run(world: World, store: Store) -> None:
-        digest = world.digests["one.bin"]
-        try:
-            store.place(digest, world.at(name), kind=kind, overwrite=overwrite)
-        except DestinationExistsError:
-            # A link is recognised as one; a copy that is there must be one the store knows of.
-            link = store.volume.index.link(world.at(name))
-            if overwrite or link is None or (link.kind, link.digest) != ("copy", digest):
-                raise
+        path = world.at(name)
+        with suppress(DestinationExistsError):  # the copy of before
+            store.place(digest_of(LARGE), path, kind=kind, overwrite=overwrite, keep=keep)
 
     return run
 
 
 def _places() -> Iterator[Operation]:
     kinds: tuple[Kind, ...] = ("hardlink", "copy")
-    for kind in kinds:
-        for overwrite in (False, True):
-            yield Operation(
-                name=f"place {kind}{' over a file' if overwrite else ''}",
-                prepare=_before_place(overwrite=overwrite),
-                run=_place(kind, overwrite=overwrite),
-                is_one_step=True,
-            )
-    for overwrite in (False, True):
+    for kind, overwrite, keep in ((k, o, e) for k in kinds for o in (0, 1) for e in (0, 1)):
+        where = "drive/placed.bin" if kind == "copy" and keep else "placed.bin"
         yield Operation(
-            name=f"place on another filesystem{' over a file' if overwrite else ''}",
-            prepare=_before_place(overwrite=overwrite, name="far/placed.bin"),
-            run=_place("copy", overwrite=overwrite, name="far/placed.bin"),
-            is_one_step=True,
-            needs_elsewhere=True,
+            name=f"place {kind}{' over a file' * overwrite}{' that others know' * keep}",
+            prepare=_before_place(overwrite=bool(overwrite), name=where),
+            run=_place(where, kind, overwrite=bool(overwrite), keep=bool(keep)),
+            needs="drive" if "drive" in where else "",
+            is_unwritten=bool(keep and not overwrite),
         )
 
 
-# remove
+# kept and let go
 
 
-def _before_remove(world: World, store: Store) -> None:
-    adopted(world, store, "bystander.bin", MEDIUM)
-    stored(world, store, "doomed.bin", LARGE)
+def _before_removing(world: World, store: Store) -> None:
+    for number, data in enumerate((LARGE, MEDIUM, SMALL)):
+        stored(world, store, f"{number}.bin", data)
+    store.pin(digest_of(SMALL), "mine")
 
 
-def _remove(world: World, store: Store) -> None:
-    digest = world.digests["doomed.bin"]
-    try:
-        store.remove(digest)
-    except BlobNotFoundError:
-        if os.path.lexists(store.volume.layout.blob(digest)):
-            raise
+def _remove(_: World, store: Store) -> None:
+    with suppress(BlobNotFoundError):
+        store.remove(digest_of(LARGE))
 
 
-def _before_prune(world: World, store: Store) -> None:
-    adopted(world, store, "bystander.bin", MEDIUM)
-    for seed in range(3):
-        stored(world, store, f"unowned{seed}.bin", content(10 + seed, 20_000))
-    store.pin(stored(world, store, "pinned.bin", LARGE))
-
-
-def _prune(world: World, store: Store) -> None:
+def _prune(_: World, store: Store) -> None:
     store.plan_prune().execute()
 
 
-# dedup
+def _pin(_: World, store: Store) -> None:
+    store.pin(digest_of(MEDIUM), "mine")
 
 
-def _before_dedup(world: World, store: Store) -> None:
-    """Three groups: one has two names, one a blob, one is plain; and bystanders."""
-    world.write("first/a.bin", LARGE)
-    world.write("second/b.bin", LARGE)
-    world.write("third/c.bin", LARGE, mode=0o664)
-    world.link("first/d.bin", to="second/b.bin")
-    adopted(world, store, "first/e.bin", MEDIUM)
-    world.write("second/f.bin", MEDIUM)
-    world.write("first/g.bin", OTHER)
-    world.write("third/h.bin", OTHER)
-    world.write("second/alone.bin", SMALL)
-    world.write("second/notes.txt", SMALL)
+def _unpin(_: World, store: Store) -> None:
+    store.unpin(digest_of(SMALL))
 
 
-def _dedup(world: World, store: Store) -> None:
-    result = deduplicated(store, *(world.files / name for name in ("first", "second", "third")))
-    for skip in result.skipped:
-        raise NotDoneError(str(skip))
-
-
-def _before_undoing_dedup(world: World, store: Store) -> None:
-    _before_dedup(world, store)
-    _dedup(world, store)
-
-
-def _before_pin(world: World, store: Store) -> None:
-    stored(world, store, "one.bin", LARGE)
-
-
-def _pin(world: World, store: Store) -> None:
-    store.pin(world.digests["one.bin"], "mine")
-
-
-# undo, eject
-
-
-def _before_leaving(world: World, store: Store) -> None:
-    """Make one of everything: adopted, replaced, twins, each kind of link."""
-    one = adopted(world, store, "one.bin", LARGE)
-    world.write("same.bin", LARGE, mode=0o664)
-    world.write("again.bin", LARGE)
-    world.link("twin.bin", to="again.bin")
-    for name in ("same.bin", "again.bin", "twin.bin"):
-        store.replace(world.at(name), one)
-    for kind in ("hardlink", "copy"):
-        store.place(one, world.at(f"{kind}.bin"), kind=kind)
-        world.allowed[f"{kind}.bin"] = {LARGE}
-    adopted(world, store, "alone.bin", SMALL, mode=0o600)
-    two = adopted(world, store, "two.bin", MEDIUM)
-    store.place(two, world.at("linked.bin"), kind="hardlink")
-    world.allowed["linked.bin"] = {MEDIUM}
-    three = stored(world, store, "three.bin", content(21, 10_000))
-    store.place(three, world.at("only.bin"), kind="hardlink")
-    world.allowed["only.bin"] = {content(21, 10_000)}
+# the way back
 
 
 def _before_undo(world: World, store: Store) -> None:
-    _before_leaving(world, store)
-    for name in ("hardlink.bin", "copy.bin", "linked.bin", "only.bin"):
-        world.may_vanish(name)
+    _before_dedup(world, store)
+    _dedup(world, store)
+    store.place(digest_of(LARGE), world.at("placed.bin"), kind="hardlink")
+    store.place(digest_of(MEDIUM), world.at("copied.bin"), kind="copy")
+    store.place(digest_of(MEDIUM), world.at("given.bin"), kind="hardlink", keep=True)
 
 
-def _undo(world: World, store: Store) -> None:
-    try:
-        undone = store.plan_undo().execute()
-    except NothingToUndoError:
-        return
-    left = [f"{result.change.op} {result.change.path.name}: {result.note}" for result in undone
-            if not result.is_undone]  # fmt: skip
-    if left:
-        raise NotDoneError(f"not undone: {left}")
+def _undo(_: World, store: Store) -> None:
+    if problems := undo_everything(store):
+        raise NotDoneError(problems)
 
 
-def _eject(world: World, store: Store) -> None:
-    store.plan_eject().execute()
+def _before_undo_of_never_linked(world: World, _: Store) -> None:
+    world.write("one of two.bin", OTHER, attribute=b"of both")
+    world.link("the other.bin", to="one of two.bin")
+    world.given_up |= {"one of two.bin", "the other.bin"}  # they are two files then
 
 
-# verify and rebuild
+def _before_leaving_with_twins(world: World, store: Store) -> None:
+    """Of an adopted file with two names one has no row."""
+    _before_adopt(world, store)
+    adopting("one.bin", "twin.bin", "two.bin")(world, store)
+    scanned(store, world.files)  # it remembers all names
+    store.place(digest_of(SMALL), world.at("placed.bin"), kind="hardlink")
+
+
+def undoing(*names: str) -> Act:
+    def run(world: World, store: Store) -> None:
+        paths = [world.at(name) for name in names]
+        for each in store.plan_undo(paths=paths, recursive=True).execute():
+            if not each.is_undone:
+                raise NotDoneError(each)
+
+    return run
+
+
+def _eject(_: World, store: Store) -> None:
+    store.plan_eject(drop_pinned=True).execute()
+
+
+# looking after it
 
 
 def _before_repair(world: World, store: Store) -> None:
-    """Damage a blob that a file outside still has, remove one that has a copy, forget one's row."""
-    layout, index = store.volume.layout, store.volume.index
-    spoiled = adopted(world, store, "one.bin", LARGE)
-    os.unlink(layout.blob(spoiled))
-    Path(layout.blob(spoiled)).write_bytes(LARGE[:-1] + b"?")
-    os.chmod(layout.blob(spoiled), 0o444)
-    missing = stored(world, store, "two.bin", MEDIUM)
-    store.place(missing, world.at("copy.bin"), kind="copy")
-    world.allowed["copy.bin"] = {MEDIUM}
-    os.unlink(layout.blob(missing))
-    orphan = stored(world, store, "three.bin", SMALL)
-    index.drop_blob(store.get(orphan).id)
-    world.spoiled = {spoiled, missing}
+    """A blob is damaged of which a copy is outside."""
+    _before_put(world, store)
+    world.spoiled = stored(world, store, "copy.bin", OTHER)
+    blob = Path(store.layout.blob(world.spoiled))
+    blob.unlink()
+    blob.write_bytes(OTHER[:-1] + b"?")
+    blob.chmod(0o444)
 
 
-def _repair(world: World, store: Store) -> None:
-    report = store.verify(full=True, repair=True)
-    if report.has_damage:
-        raise NotDoneError(f"not healed: {report}")
+def _repair(_: World, store: Store) -> None:
+    if store.verify(full=True, repair=True).has_damage:
+        raise NotDoneError("no space, or nothing to heal from")
 
 
-def _before_rebuild(world: World, store: Store) -> None:
-    _before_leaving(world, store)
-    store.own(pin("kept too"), [world.digests["two.bin"]])
-
-
-def _rebuild(world: World, store: Store) -> None:
+def _rebuild(_: World, store: Store) -> None:
     store.rebuild()
 
 
-def _nothing(world: World, store: Store) -> None:
-    pass
+def _before_share(world: World, _: Store) -> None:
+    for name in ("one.bin", "same.bin", "again.bin"):
+        world.write(name, LARGE)
 
 
-ADOPTED = ("one.bin", "same.bin", "two.bin", "known.bin", "three.bin")
-ADOPTED_TWINS = ("one.bin", "twin.bin", "two.bin")
-REPLACED = ("same.bin", "again.bin", "second.bin")
-REPLACED_TWINS = (*REPLACED, "twin.bin")
+def _share(world: World, store: Store) -> None:
+    one, *others = (world.at(name) for name in ("one.bin", "same.bin", "again.bin"))
+    for result in store.share_many((one, other, digest_of(LARGE)) for other in others):
+        if result.error is not None:
+            raise result.error
+
 
 OPERATIONS = [
-    Operation(name="put a stream", prepare=_before_put, run=_put_stream, is_one_step=True),
+    Operation(name="put a stream", prepare=_before_put, run=_put_stream),
+    Operation(name="put a copy", prepare=_before_put, run=_put_copy),
+    Operation(name="adopt", prepare=_before_adopt, run=adopting("one.bin", "twin.bin", "two.bin")),
+    Operation(name="replace by links", prepare=_before_dedup, run=_dedup),
     Operation(
-        name="put a stream of unknown size",
-        prepare=_before_put,
-        run=_put_unannounced,
-        is_one_step=True,
+        name="replace by links on a drive, too",
+        prepare=_before_dedup_of_a_drive,
+        run=_dedup_drive,
+        needs="drive",
     ),
-    Operation(name="put a copy", prepare=_before_put, run=_put_copy, is_one_step=True),
-    Operation(name="adopt", prepare=_before_adopt, run=_adopt(*ADOPTED), takes=ADOPTED),
-    Operation(
-        name="adopt two names of a file",
-        prepare=_before_adopt_twins,
-        run=_adopt(*ADOPTED_TWINS),
-        takes=ADOPTED_TWINS,
-    ),
+    Operation(name="share blocks", prepare=_before_share, run=_share, needs="reflinks"),
     *_places(),
-    Operation(name="replace", prepare=_before_replace, run=_replace(*REPLACED), takes=REPLACED),
-    Operation(
-        name="replace two names of a file",
-        prepare=_before_replace_twins,
-        run=_replace(*REPLACED_TWINS),
-        takes=REPLACED_TWINS,
-    ),
-    Operation(
-        name="share",
-        prepare=_before_share,
-        run=_share,
-        takes=tuple(SHARED),
-        needs_reflinks=True,
-    ),
-    Operation(name="dedup", prepare=_before_dedup, run=_dedup),
-    Operation(name="undo of dedup", prepare=_before_undoing_dedup, run=_undo),
-    Operation(name="pin", prepare=_before_pin, run=_pin, is_one_step=True),
-    Operation(name="rm", prepare=_before_remove, run=_remove, is_one_step=True),
-    Operation(name="prune", prepare=_before_prune, run=_prune),
+    Operation(name="pin", prepare=_before_removing, run=_pin),
+    Operation(name="unpin", prepare=_before_removing, run=_unpin),
+    Operation(name="rm", prepare=_before_removing, run=_remove),
+    Operation(name="prune", prepare=_before_removing, run=_prune),
     Operation(name="undo", prepare=_before_undo, run=_undo),
-    Operation(name="eject", prepare=_before_leaving, run=_eject, ends_store=True),
-    Operation(name="verify and repair", prepare=_before_repair, run=_repair),
-    Operation(name="rebuild", prepare=_before_rebuild, run=_rebuild),
-]
-
-
-def _kill_at(operation: Operation, moment: Moment) -> Callable[[World], None]:
-    def spoil(world: World) -> None:
-        def run() -> None:
-            store = world.open()
-            die_at(moment)
-            operation.run(world, store)
-
-        if not was_killed(in_child(run)):
-            raise AssertionError(f"{operation} did not reach {moment}")
-
-    return spoil
-
-
-def _recoveries() -> Iterator[Operation]:
-    """Yield the opening of a store after an operation was killed: recovery can be killed, too."""
-    moments = {
-        "adopt": Moment("adopt: linked", 2),
-        "replace": Moment("replace: exchanged", 3),
-        "place hardlink over a file": Moment("place: temporary made", 1),
-        "place copy": Moment("place: linked", 1),
-        "rm": Moment("rm: row removed", 1),
-        "undo": Moment("own copy: written", 2),
-        "eject": Moment("eject: files restored", 1),
-    }
-    for operation in OPERATIONS:
-        if moment := moments.get(operation.name):
-            spoil = _kill_at(operation, moment)
-            yield replace(operation, name=f"recover from {operation}", spoil=spoil)
-
-
-def _lose_index(world: World) -> None:
-    for path in world.root.glob("index.sqlite3*"):
-        path.unlink()
-
-
-def _lengthen_journal(world: World) -> None:
-    with open(world.root / "journal.jsonl", "ab") as file:
-        file.write((b" " * 4095 + b"\n") * (store_volume.FOLD_SIZE // 4096))
-
-
-OPENINGS = [
-    *_recoveries(),
+    Operation(name="undo paths", prepare=_before_undo, run=undoing("b", "a/one.bin", "placed.bin")),
     Operation(
-        name="open for the first time",
-        prepare=_nothing,
-        run=_nothing,
-        spoil=lambda world: shutil.rmtree(world.root),
+        name="undo a path that was never linked",
+        prepare=_before_undo_of_never_linked,
+        run=undoing("one of two.bin"),
+        is_unwritten=True,
     ),
+    Operation(name="eject", prepare=_before_undo, run=_eject, ends_store=True),
     Operation(
-        name="open without an index", prepare=_before_rebuild, run=_rebuild, spoil=_lose_index
+        name="eject with names that have no row",
+        prepare=_before_leaving_with_twins,
+        run=_eject,
+        ends_store=True,
     ),
-    Operation(
-        name="open with a long journal",
-        prepare=_before_leaving,
-        run=_nothing,
-        spoil=_lengthen_journal,
-    ),
+    Operation(name="repair", prepare=_before_repair, run=_repair),
+    Operation(name="rebuild", prepare=_before_undo, run=_rebuild),
 ]

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -37,7 +36,7 @@ from tests.processes.artifact_writers import (
     value_of,
     wait_for,
 )
-from tests.processes.children import Child
+from tests.processes.children import Child, at_once
 from tests.processes.killing import Moment, die_at, in_child, was_killed
 
 Rounds = Callable[[int], int]
@@ -117,14 +116,8 @@ def _look_after(opened: ArtifactSet, chance: random.Random, counts: Counter[str]
 
 
 def test_four_processes_write_and_read_one_set(root: Path, rounds: Rounds) -> None:
-    with ExitStack() as stack:
-        children = [
-            stack.enter_context(Child(partial(read_and_write, root, number, rounds(150))))
-            for number in range(4)
-        ]
-        counts: Counter[str] = Counter()
-        for child in children:
-            counts += child.result()
+    work = (partial(read_and_write, root, number, rounds(150)) for number in range(4))
+    counts = sum(at_once(*work), Counter[str]())
     wanted = ("put", "read", "packs compacted", "verified", "rebuilt")
     assert all(counts[each] for each in wanted), counts
     with open_set(ArtifactSets(root)) as opened:
@@ -214,9 +207,7 @@ def test_many_threads_and_processes_compute_once(root: Path) -> None:
         with open_set(ArtifactSets(root)) as opened, ThreadPoolExecutor(16) as threads:
             return list(threads.map(ask, [opened] * 16))
 
-    with ExitStack() as stack:
-        children = [stack.enter_context(Child(process)) for _ in range(4)]
-        assert [child.result() for child in children] == [[1] * 16] * 4
+    assert at_once(*[process] * 4) == [[1] * 16] * 4
     assert len(log.read_text().splitlines()) == 1
 
 

@@ -23,7 +23,7 @@ from smartcache.hub.care.verify import plan_repair, verify_repos
 from smartcache.hub.layout import scan_caches
 from smartcache.store.store import Store
 from tests.hub.bundles import add_repo, bring, everything, export, faults_of, planned, two_repos
-from tests.processes.children import Child
+from tests.processes.children import at_once
 from tests.processes.killing import fail_with, moments_of, problems_of_kills
 from tests.processes.points import all_of
 from tests.store.files import edit
@@ -208,7 +208,5 @@ def test_two_imports_at_once_bring_everything(tmp_path: Path) -> None:
         with Store(tmp_path / "store") as store:
             bring(store, bundle, there)
 
-    with Child(partial(run, bundles[0])) as one, Child(partial(run, bundles[1])) as two:
-        one.result()
-        two.result()
+    at_once(*(partial(run, bundle) for bundle in bundles))
     assert everything(there) == everything(cache)

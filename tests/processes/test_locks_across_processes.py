@@ -9,116 +9,63 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from smartcache.errors import LockTimeoutError, StoreError, StoreUnwritableError
-from smartcache.system.locks import KeyLocks, claim, is_free, lock
-from tests.processes.children import NOBODY, folder_of
+from smartcache.system.locks import KeyLocks, claim, claim_folder, is_free, store_lock
+from tests.processes.children import NOBODY, Child, folder_of
+from tests.processes.killing import Moment, die_at, in_child, was_killed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock, fork and SIGKILL")
 
 FOR_EVER = 3600.0
+Block = Callable[..., AbstractContextManager[object]]
+Work = Callable[[Connection], object]
 
 
-class Other:
-    """A forked process. We `hear` what it says; it waits until we let it `go`."""
+class Other(Child[None]):
+    """A forked process. We `hear` what it sends; it receives when we let it `go`."""
 
-    def __init__(self, work: Callable[[Other], object]) -> None:
-        heard, self._saying = os.pipe()
-        self.waiting, self._going = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(heard)
-            os.close(self._going)
-            self._work(work)
-        os.close(self._saying)
-        os.close(self.waiting)
-        self._heard = os.fdopen(heard)
-        self._status: int | None = None
+    def __init__(self, work: Work) -> None:
+        self.ours, theirs = Pipe()
 
-    def _work(self, work: Callable[[Other], object]) -> None:
-        code = 1
-        try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            work(self)
-            code = 0
-        except BaseException:  # noqa: BLE001 - it must not return into the test
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+        def run() -> None:
+            self.ours.close()
+            work(theirs)
 
-    # in the other process
-
-    def say(self, *words: object) -> None:
-        os.write(self._saying, (" ".join(map(str, words)) + "\n").encode())
-
-    def wait(self) -> None:
-        os.read(self.waiting, 1)
-
-    def ready(self) -> None:
-        self.say("ready")
-        self.wait()
-
-    # here
+        super().__init__(run)
+        theirs.close()
 
     def hear(self) -> str:
-        line = self._heard.readline().strip()
-        if not line:
-            pytest.fail("the other process ended")
-        return line
+        assert self.ours.poll(60), "it says nothing"
+        return str(self.ours.recv())
 
     def go(self) -> None:
-        os.write(self._going, b"g")
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-        self.join()
-
-    def join(self) -> None:
-        if self._status is None:
-            self._status = os.waitpid(self.pid, 0)[1]
-
-    def end(self) -> str:
-        """Return what it said last."""
-        said = self._heard.read().strip()
-        self.join()
-        assert self._status == 0
-        return said
-
-    def close(self) -> None:
-        if self._status is None:
-            self.kill()
-        os.close(self._going)  # its children end, too
-        self._heard.close()
+        self.ours.send("go")
 
 
-Start = Callable[[Callable[[Other], object]], Other]
+Start = Callable[[Work], Other]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     others: list[Other] = []
 
-    def begin(work: Callable[[Other], object]) -> Other:
+    def begin(work: Work) -> Other:
         others.append(Other(work))
         return others[-1]
 
     yield begin
     for other in others:
-        other.close()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "lock"
+        other.end()
+        other.ours.close()  # its children end, too
 
 
 @pytest.fixture
@@ -126,59 +73,46 @@ def key_locks(tmp_path: Path) -> KeyLocks:
     return KeyLocks(tmp_path / "leases")
 
 
-def is_locked(path: Path) -> bool:
-    try:
-        with lock(path, exclusive=True, timeout=0):
-            return False
-    except LockTimeoutError:
-        return True
+@pytest.fixture
+def both(tmp_path: Path, key_locks: KeyLocks) -> list[Block]:
+    """The lock of a store, and those of two keys."""
+    keys = partial(key_locks.hold, ["a", "key"], what="prune")
+    return [partial(store_lock, tmp_path / "lock", "prune"), keys]
 
 
-def holding(wanted: Callable[[], AbstractContextManager[object]]) -> Callable[[Other], None]:
+@pytest.fixture(params=["store", "keys"])
+def block(request: pytest.FixtureRequest, both: list[Block]) -> Block:
+    return both[0] if request.param == "store" else both[1]
+
+
+def is_locked(*blocks: Block) -> bool:
+    """Whether all of them are."""
+    for block in blocks:
+        try:
+            with block(timeout=0):
+                return False
+        except LockTimeoutError:
+            pass
+    return True
+
+
+def holding(block: Block) -> Work:
     """Hold something until we may go."""
 
-    def work(me: Other) -> None:
-        with wanted():
-            me.say("held")
-            me.wait()
+    def work(me: Connection) -> None:
+        with block():
+            me.send("held")
+            me.recv()
 
     return work
 
 
-@pytest.mark.parametrize("exclusive", [True, False])
-def test_the_lock_of_a_killed_process_is_free_at_once(
-    start: Start, path: Path, exclusive: bool
+def test_who_waits_hears_for_which_process_and_a_killed_one_holds_nothing(
+    start: Start, block: Block
 ) -> None:
-    other = start(holding(lambda: lock(path, exclusive=exclusive, what="prune")))
+    other = start(holding(block))
     other.hear()
-    assert is_locked(path)
-    other.kill()
-    with lock(path, exclusive=False, timeout=0):
-        assert path.read_bytes() == b"", "its note is gone too"
-    assert not is_locked(path)
-
-
-def test_the_key_lock_of_a_killed_process_is_free_at_once(
-    start: Start, key_locks: KeyLocks
-) -> None:
-    other = start(holding(lambda: key_locks.hold("key", what="download")))
-    other.hear()
-    other.kill()
-    assert os.listdir(key_locks.directory), "the file is still there, with the note of the dead"
-    assert key_locks.busy("key") is None
-    with key_locks.hold("key", timeout=0):
-        assert str(key_locks.busy("key")).startswith("this process, since ")
-    assert os.listdir(key_locks.directory) == []
-
-
-@pytest.mark.parametrize("timeout", [None, FOR_EVER])
-@pytest.mark.parametrize("exclusive", [True, False])
-def test_who_waits_for_another_process_hears_which(
-    start: Start, path: Path, exclusive: bool, timeout: float | None
-) -> None:
-    other = start(holding(lambda: lock(path, exclusive=True, what="prune")))
-    other.hear()
-    with pytest.raises(LockTimeoutError) as caught, lock(path, exclusive=exclusive, timeout=0):
+    with pytest.raises(LockTimeoutError) as caught, block(timeout=0):
         pass
     assert vars(caught.value)["holder"].startswith(f"process {other.pid} (prune), since ")
     heard: list[str] = []
@@ -187,283 +121,218 @@ def test_who_waits_for_another_process_hears_which(
         heard.append(sentence)
         other.go()
 
-    with lock(path, exclusive=exclusive, timeout=timeout, on_wait=hear):
+    with block(timeout=None, on_wait=hear):
         pass
     (sentence,) = heard
-    expected = rf"process {other.pid} \(prune\) has held the store since \d\d:\d\d"
-    assert re.fullmatch(expected, sentence)
-
-
-@pytest.mark.parametrize("timeout", [None, FOR_EVER])
-def test_who_waits_for_a_key_of_another_process_hears_which(
-    start: Start, key_locks: KeyLocks, timeout: float | None
-) -> None:
-    other = start(holding(lambda: key_locks.hold("key", what="download")))
+    pattern = rf"process {other.pid} \(prune\) has held the (store|lock of 'a') since \d\d:\d\d"
+    assert re.fullmatch(pattern, sentence)
+    other = start(holding(block))
     other.hear()
-    with pytest.raises(LockTimeoutError) as caught, key_locks.hold("key", timeout=0):
-        pass
-    who = f"process {other.pid} (download)"
-    assert vars(caught.value)["key"] == "key"
-    assert vars(caught.value)["holder"] == key_locks.busy("key")
-    assert str(key_locks.busy("key")).startswith(f"{who}, since ")
-    heard: list[str] = []
-
-    def hear(sentence: str) -> None:
-        heard.append(sentence)
-        other.go()
-
-    with key_locks.hold("key", timeout=timeout, on_wait=hear):
-        pass
-    (sentence,) = heard
-    assert sentence.startswith(f"{who} has held the lock of 'key' since ")
+    assert is_locked(block)
+    other.end()
+    assert not is_locked(block)
 
 
-@pytest.mark.parametrize("timeout", [None, FOR_EVER])
-@pytest.mark.parametrize("kind", ["alone", "shared", "key", "key of a thread"])
+@pytest.mark.parametrize("holder", ["process", "thread"])
 def test_ctrl_c_ends_a_wait_and_leaves_nothing_locked(
-    start: Start, path: Path, key_locks: KeyLocks, kind: str, timeout: float | None
+    start: Start, block: Block, holder: str
 ) -> None:
-    def key_of_a_thread() -> None:
-        with key_locks.hold("other"):
-            taken.set()
-            time.sleep(FOR_EVER)
+    def work(me: Connection) -> None:
+        def hold() -> None:
+            with block():
+                taken.set()
+                time.sleep(FOR_EVER)
 
-    taken = threading.Event()
-
-    def work(me: Other) -> None:
-        wanted: AbstractContextManager[None]
-        if kind == "key of a thread":
-            threading.Thread(target=key_of_a_thread, daemon=True).start()
+        taken = threading.Event()
+        if holder == "thread":
+            threading.Thread(target=hold, daemon=True).start()
             taken.wait()
-            wanted = key_locks.hold("other", timeout=timeout, on_wait=me.say)
-        elif kind == "key":
-            wanted = key_locks.hold(["a", "key"], timeout=timeout, on_wait=me.say)
-        else:
-            wanted = lock(path, exclusive=kind == "alone", timeout=timeout, on_wait=me.say)
         try:
-            with wanted:
-                me.say("got it")
+            with block(timeout=FOR_EVER, on_wait=me.send):
+                me.send("got it")
         except KeyboardInterrupt:
-            me.say("interrupted")
-            me.wait()  # the traceback is alive, and must hold nothing
+            me.send("interrupted")
+            me.recv()  # the traceback is alive, and must hold nothing
 
-    with lock(path, exclusive=True), key_locks.hold("key"):
+    with block() if holder == "process" else nullcontext():
         other = start(work)
         other.hear()
-        other.send_signal(signal.SIGINT)
+        os.kill(other.pid, signal.SIGINT)
         assert other.hear() == "interrupted"
-    assert not is_locked(path)
-    with key_locks.hold(["a", "key"], timeout=0):
-        pass
+    assert is_locked(block) == (holder == "thread")
 
 
-@pytest.mark.parametrize("how", ["released", "killed"])
 def test_a_forked_child_neither_holds_nor_keeps_the_lock_of_another_thread(
-    start: Start, path: Path, key_locks: KeyLocks, how: str
+    start: Start, both: list[Block]
 ) -> None:
-    def work(me: Other) -> None:
+    def work(me: Connection) -> None:
         taken, done = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with lock(path, exclusive=True, what="prune"), key_locks.hold("key"):
+            with both[0](), both[1]():
                 taken.set()
                 done.wait()
-            me.say("released")
+            me.send("released")
 
         threading.Thread(target=hold, daemon=True).start()
         taken.wait()
         signal.signal(signal.SIGINT, lambda *_: done.set())
         if os.fork() == 0:
-            me.say("forked")
-            me.wait()
+            me.send("forked")
+            me.recv()
             os._exit(0)
         while True:
             time.sleep(FOR_EVER)
 
     parent = start(work)
     assert parent.hear() == "forked"
-    assert is_locked(path), "the child closed its copy, and the parent's lock stayed"
-    assert key_locks.busy("key")
-    if how == "released":
-        parent.send_signal(signal.SIGINT)
-        assert parent.hear() == "released"
-    else:
-        parent.kill()
-    assert not is_locked(path), "the child lives and holds nothing"
-    assert key_locks.busy("key") is None
+    assert is_locked(*both), "the child closed its copies, and the parent's locks stayed"
+    os.kill(parent.pid, signal.SIGINT)
+    assert parent.hear() == "released"
+    for block in both:
+        assert not is_locked(block), "the child lives and holds nothing"
 
 
 def test_a_child_forked_inside_a_block_starts_with_nothing_and_takes_nothing_away(
-    start: Start, path: Path, key_locks: KeyLocks, tmp_path: Path
+    start: Start, both: list[Block], tmp_path: Path
 ) -> None:
-    def work(me: Other) -> None:
+    def work(me: Connection) -> None:
         taken = claim(tmp_path / "claimed")
         assert taken is not None
-        with lock(path, exclusive=True), key_locks.hold("key"):
+        with both[0](), both[1]():
             if (child := os.fork()) != 0:
                 os.waitpid(child, 0)
-                me.say("child gone")
-                me.wait()
+                me.send("child gone")
+                me.recv()
                 os._exit(0)
-            for ask in (lock(path, exclusive=True, timeout=0), key_locks.hold("key", timeout=0)):
+            for block in both:
                 try:
-                    with ask:
-                        me.say("child got it")
+                    with block(timeout=0):
+                        me.send("child got it")
                 except LockTimeoutError as error:
-                    me.say("refused:", error)
+                    me.send(f"refused: {error}")
             try:
-                me.say("child has", taken.fd)
+                me.send(f"child has {taken.fd}")
             except StoreError as error:
-                me.say(error)
+                me.send(str(error))
             (tmp_path / "stranger").write_bytes(b"data")
             strangers = [os.open(tmp_path / "stranger", os.O_RDWR) for _ in range(20)]
         # The blocks it inherited are left now: neither locks nor strangers' descriptors go.
         taken.release()
         del taken
         assert {os.fstat(fd).st_size for fd in strangers} == {4}
-        me.say("child left")
+        me.send("child left")
 
     parent = start(work)
-    assert parent.hear().startswith(f"refused: Gave up after 0 s: process {parent.pid} has held")
-    assert parent.hear().startswith("refused: Gave up after 0 s: the lock of 'key' is held by")
+    for _ in both:
+        refused = f"refused: Gave up after 0 s: process {parent.pid} (prune) has held"
+        assert parent.hear().startswith(refused)
     assert parent.hear().endswith("is not claimed by this process any more")
     assert parent.hear() == "child left"
     assert parent.hear() == "child gone"
-    assert is_locked(path)
-    assert key_locks.busy("key")
+    assert is_locked(*both)
     assert not is_free(tmp_path / "claimed")
-    assert path.read_bytes() != b"", "the parent's note"
+    assert (tmp_path / "lock").read_bytes() != b"", "the parent's note"
 
 
 def test_no_moment_of_a_fork_lets_a_child_inherit_a_lock(
-    start: Start, path: Path, key_locks: KeyLocks, tmp_path: Path, rounds: Callable[[int], int]
+    start: Start, both: list[Block], tmp_path: Path, rounds: Callable[[int], int]
 ) -> None:
     number = rounds(40)
 
     def lock_all_the_time() -> None:
         while True:
-            with lock(path, exclusive=False), key_locks.hold("key"):
+            with both[0](), both[1]():
                 pass
             if (taken := claim(tmp_path / "claimed")) is not None:
                 taken.release()
 
-    def work(me: Other) -> None:
+    def work(me: Connection) -> None:
         threading.Thread(target=lock_all_the_time, daemon=True).start()
         for _ in range(number):
             if os.fork() == 0:
-                me.say("forked")
-                me.wait()
+                me.send("forked")
+                me.recv()
                 os._exit(0)
         time.sleep(FOR_EVER)
 
     parent = start(work)
     for _ in range(number):
         assert parent.hear() == "forked"
-    parent.kill()
-    assert not is_locked(path)
-    assert key_locks.busy("key") is None
+    parent.end()
+    for block in both:
+        assert not is_locked(block)
     assert is_free(tmp_path / "claimed")
 
 
-def test_a_program_that_was_started_keeps_no_lock(start: Start, path: Path) -> None:
-    def work(me: Other) -> None:
-        with lock(path, exclusive=True):
+def test_a_program_that_was_started_keeps_no_lock(start: Start, both: list[Block]) -> None:
+    def work(me: Connection) -> None:
+        with both[0](), both[1]():
             nowhere = subprocess.DEVNULL
-            words = {"stdin": me.waiting, "stdout": nowhere, "stderr": nowhere}
+            words = {"stdin": me.fileno(), "stdout": nowhere, "stderr": nowhere}
             subprocess.Popen(["cat"], close_fds=False, **words)  # type: ignore[call-overload]
-            me.say("started")
+            me.send("started")
             time.sleep(FOR_EVER)
 
     parent = start(work)
     parent.hear()
-    parent.kill()
-    assert not is_locked(path)
+    parent.end()
+    for block in both:
+        assert not is_locked(block)
 
 
-def run_together(others: list[Other]) -> list[str]:
+def run_together(others: list[Other]) -> list[int]:
+    """Let all begin at once; return what each has counted."""
     for other in others:
         assert other.hear() == "ready"
     for other in others:
         other.go()
-    return [other.end() for other in others]
+    counts = [int(other.hear()) for other in others]
+    for other in others:
+        other.result()
+    return counts
 
 
-def test_eight_processes_count_under_one_key_and_lose_nothing(
+def test_threads_of_many_processes_count_under_one_key_and_lose_nothing(
     start: Start, tmp_path: Path, key_locks: KeyLocks, rounds: Callable[[int], int]
 ) -> None:
-    """The lease file is removed at every release: two holders at once would lose an increment."""
-    counter = tmp_path / "counter"
+    counter, number = tmp_path / "counter", rounds(15)
     counter.write_text("0")
 
-    def count(me: Other) -> None:
-        me.ready()
-        for done in range(rounds(60)):
+    def work() -> None:
+        for done in range(number):
             with key_locks.hold("key"):
                 value = int(counter.read_text())
                 if done % 3 == 0:
                     time.sleep(0)
                 counter.write_text(str(value + 1))
-        me.say(rounds(60))
 
-    counts = run_together([start(count) for _ in range(8)])
-    assert int(counter.read_text()) == sum(map(int, counts))
-    assert os.listdir(key_locks.directory) == []
-
-
-def test_sixteen_threads_of_four_processes_are_never_two_at_once(
-    start: Start, tmp_path: Path, key_locks: KeyLocks, rounds: Callable[[int], int]
-) -> None:
-    def crowd(me: Other) -> None:
-        done = []
-
-        def work() -> None:
-            for _ in range(rounds(10)):
-                with key_locks.hold("key"):
-                    os.close(os.open(tmp_path / "busy", os.O_CREAT | os.O_EXCL))
-                    os.unlink(tmp_path / "busy")
-            done.append(1)
-
-        threads = [threading.Thread(target=work) for _ in range(16)]
-        me.ready()
+    def count(me: Connection) -> None:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        me.send("ready")
+        me.recv()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        me.say(len(done))
+        me.send(8 * number)
 
-    assert run_together([start(crowd) for _ in range(4)]) == ["16"] * 4
+    counts = run_together([start(count) for _ in range(6)])
+    assert int(counter.read_text()) == sum(counts)
 
 
 def test_two_processes_that_name_their_keys_crosswise_do_not_wait_for_each_other(
     start: Start, key_locks: KeyLocks, rounds: Callable[[int], int]
 ) -> None:
-    def crossed(keys: list[str]) -> Callable[[Other], None]:
-        def work(me: Other) -> None:
-            me.ready()
-            for _ in range(rounds(300)):
-                with key_locks.hold(keys):
-                    pass
-            me.say("done")
+    def crossed(me: Connection, keys: str) -> None:
+        me.send("ready")
+        me.recv()
+        for _ in range(rounds(300)):
+            with key_locks.hold(list(keys)):
+                pass
+        me.send(1)
 
-        return work
-
-    assert run_together([start(crossed(list(keys))) for keys in ("ab", "ba")]) == ["done"] * 2
-
-
-def test_a_stream_of_sharers_does_not_keep_a_writer_out(start: Start, path: Path) -> None:
-    """Without the queue this waits until the sharers end, which they do not."""
-
-    def share_all_the_time(me: Other) -> None:
-        me.say("ready")
-        while True:
-            with lock(path, exclusive=False):
-                time.sleep(0.002)
-
-    for other in [start(share_all_the_time) for _ in range(8)]:
-        other.hear()
-    for timeout in (None, 60) * 10:
-        with lock(path, exclusive=True, timeout=timeout):
-            pass
+    assert run_together([start(partial(crossed, keys=keys)) for keys in ("ab", "ba")]) == [1, 1]
 
 
 def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
@@ -472,8 +341,9 @@ def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
     folder = tmp_path / "tmp"
     folder.mkdir()
 
-    def create(me: Other) -> None:
-        me.ready()
+    def create(me: Connection) -> None:
+        me.send("ready")
+        me.recv()
         for number in range(rounds(300)):
             mine = claim(folder / f"{os.getpid()}-{number}")
             assert mine is not None
@@ -484,10 +354,11 @@ def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
             assert mine.path.read_bytes() == b"data"
             mine.release(remove=number % 2 == 0)
         (tmp_path / f"{os.getpid()} is over").touch()
-        me.say(rounds(300))
+        me.send(rounds(300))
 
-    def clean(me: Other) -> None:
-        me.ready()
+    def clean(me: Connection) -> None:
+        me.send("ready")
+        me.recv()
         swept, is_over = 0, False
         while not is_over:
             is_over = len(list(tmp_path.glob("* is over"))) == 3  # then once more
@@ -495,63 +366,66 @@ def test_cleaners_take_what_was_left_and_nothing_that_is_in_use(
                 if is_free(folder / name) and (left := claim(folder / name)) is not None:
                     swept += os.fstat(left.fd).st_size > 0
                     left.release()
-        me.say(swept)
+        me.send(swept)
 
     counts = run_together([start(work) for work in (create, create, create, clean, clean)])
-    assert all(map(int, counts[:3]))
-    assert sum(map(int, counts[3:]))
+    assert all(counts[:3])
+    assert sum(counts[3:])
 
 
 def test_what_killed_processes_claimed_is_free_and_what_the_living_claimed_is_not(
     start: Start, tmp_path: Path
 ) -> None:
-    def hold(name: str) -> Callable[[Other], None]:
-        def work(me: Other) -> None:
-            mine = claim(tmp_path / name)
-            assert mine is not None
-            os.write(mine.fd, b"half")
-            me.say("claimed")
-            me.wait()
+    def hold(me: Connection, name: str) -> None:
+        mine = claim_folder(tmp_path / name) if name == "folder" else claim(tmp_path / name)
+        assert mine is not None
+        (tmp_path / "folder" / "half").touch()
+        me.send("claimed")
+        me.recv()
 
-        return work
+    def die() -> None:
+        die_at(Moment("claim: opened", 1))
+        claim(tmp_path / "opened")
 
-    dying, living = start(hold("dying")), start(hold("living"))
-    for other in (dying, living):
+    (tmp_path / "folder").mkdir()
+    assert was_killed(in_child(die))
+    dying = [start(partial(hold, name=name)) for name in ("dying", "folder")]
+    living = start(partial(hold, name="living"))
+    for other in (*dying, living):
         other.hear()
     assert not is_free(tmp_path / "dying")
-    assert claim(tmp_path / "dying") is None
-    dying.kill()
-    assert is_free(tmp_path / "dying")
-    assert (tmp_path / "dying").read_bytes() == b"half"
-    left = claim(tmp_path / "dying")
+    assert claim(tmp_path / "dying") is claim_folder(tmp_path / "folder") is None
+    for other in dying:
+        other.end()
+    for name in ("dying", "opened"):
+        assert is_free(tmp_path / name)
+        left = claim(tmp_path / name)
+        assert left is not None
+        left.release()
+    left = claim_folder(tmp_path / "folder")
     assert left is not None
     left.release()
     assert os.listdir(tmp_path) == ["living"]
     assert not is_free(tmp_path / "living")
 
 
-def test_in_a_store_that_cannot_be_written_only_sharing_works(start: Start) -> None:
+def test_in_a_store_that_cannot_be_written_nothing_can_be_locked() -> None:
     user = NOBODY if os.geteuid() == 0 else None
+    time.localtime()  # notes have times; later the zone cannot be read
 
-    def work(me: Other) -> None:
-        if user is not None:
-            time.localtime()  # notes have times; later the zone cannot be read
-            os.setgroups([])
-            os.setuid(user)
-
-        def attempt(act: Callable[[], AbstractContextManager[object]]) -> None:
-            try:
-                with act():
-                    me.say("locked")
-            except StoreUnwritableError as error:
-                me.say("unwritable", vars(error)["path"], error)
-
-        attempt(lambda: lock(store / "lock", exclusive=True))
-        attempt(lambda: lock(store / "lock", exclusive=False))
-        attempt(lambda: lock(store / "missing", exclusive=False))
-        attempt(lambda: KeyLocks(store / "leases").hold("key"))
-        attempt(lambda: KeyLocks(store / "missing").hold("key"))
-        attempt(lambda: nullcontext(claim(store / "x")))
+    def work() -> list[str]:
+        said = []
+        for attempt in (
+            lambda: store_lock(store / "lock", ""), lambda: store_lock(store / "missing", ""),
+            lambda: KeyLocks(store / "leases").hold("key"),
+            lambda: KeyLocks(store / "missing").hold("key"),
+            lambda: nullcontext(claim(store / "x")),
+        ):  # fmt: skip
+            with pytest.raises(StoreUnwritableError) as caught, attempt():
+                pass
+            assert str(caught.value).startswith(f"Cannot lock {vars(caught.value)['path']}: Perm")
+            said.append(os.path.relpath(vars(caught.value)["path"], store))
+        return said
 
     with folder_of(user) as store:
         (store / "lock").touch()
@@ -560,12 +434,6 @@ def test_in_a_store_that_cannot_be_written_only_sharing_works(start: Start) -> N
             if user is not None:
                 os.chown(entry, user, user)
             entry.chmod(entry.stat().st_mode & 0o555)
-        other = start(work)
-        denied = f"unwritable {store}"
-        assert other.hear().startswith(f"{denied}/lock Cannot lock {store}/lock: Permission")
-        assert other.hear() == "locked"
-        assert other.hear().startswith(f"{denied}/missing ")
-        assert other.hear().startswith(f"{denied}/leases/")
-        assert other.hear().startswith(f"{denied}/missing ")
-        assert other.hear().startswith(f"{denied}/x ")
+        with Child(work, user=user) as child:
+            assert child.result() == ["lock", "missing", "leases/keys", "missing", "x"]
         store.chmod(0o755)

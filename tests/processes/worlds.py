@@ -1,4 +1,4 @@
-"""A world to kill processes in: a user's files, a store, and a description of both."""
+"""A world to disturb: a user's files, a store, and all that can be seen of both."""
 
 from __future__ import annotations
 
@@ -6,60 +6,63 @@ import os
 import random
 import shutil
 import stat
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from blake3 import blake3
 
 from smartcache.config import load_settings
+from smartcache.errors import NothingToUndoError
 from smartcache.store.store import Store
-from smartcache.store.volume import Layout
-from smartcache.system.kernel import extents
+from smartcache.store.undo import ONLY
 
 SETTLED_NS = 1_700_000_000_000_000_000
 """A time long ago: nothing waits for a young file's clock tick to pass."""
+BYSTANDER = "other/bystander.bin"
 
 
-@dataclass(frozen=True, slots=True)
-class Original:
-    """A user's file as it was before smartcache."""
+def content(seed: int, size: int) -> bytes:
+    """Return bytes that are the same in every process."""
+    return random.Random(seed).randbytes(size)
 
-    data: bytes
-    mode: int
+
+class Fact(NamedTuple):
+    """All that a user can see of a file; `names` are those that the same file has."""
+
+    data: str
+    mode: str
+    owner: tuple[int, int]
     mtime_ns: int
+    attributes: tuple[tuple[str, bytes], ...]
+    names: frozenset[str]
+
+
+Facts = dict[str, Fact]
 
 
 class World:
-    """A directory with a user's files and a store; `elsewhere` is one on another filesystem.
+    """A directory with a user's files and a store; `drive` is one on another filesystem.
 
-    `allowed` says for every name which contents it may have from the start of the
-    operation on (None: it may be absent). `spoiled` are the blobs that the operation is to heal.
-    `has_reflinks`: it lies on a filesystem where files can share blocks; `inodes` are those the
-    user's files had.
+    `before` are the files as they were before smartcache came; `given_up` those that an operation
+    was told to overwrite; `inodes` those of all. `spoiled`: a blob that it is to heal.
     """
 
-    def __init__(
-        self, directory: Path, elsewhere: Path | None = None, *, has_reflinks: bool = False
-    ) -> None:
-        self.directory = directory
-        self.elsewhere = elsewhere
-        self.files = directory / "files"
-        self.root = directory / "store"
-        self.originals: dict[str, Original] = {}
-        self.twins: set[frozenset[str]] = set()
-        self.allowed: dict[str, set[bytes | None]] = {}
-        self.digests: dict[str, str] = {}
-        self.spoiled: set[str] = set()
-        self.has_reflinks = has_reflinks
+    def __init__(self, directory: Path, drive: Path | None = None) -> None:
+        self.directory, self.drive = directory, drive
+        self.files, self.root = directory / "files", directory / "store"
+        self._places = {"": self.files, "other/": directory / "other"}
+        if drive is not None:
+            self._places["drive/"] = drive / "models"
+        self.before: Facts = {}
+        self.given_up: set[str] = set()
         self.inodes: set[int] = set()
-        for place in filter(None, (directory, elsewhere)):
+        self.spoiled = ""
+        for place in self._places.values():
             place.mkdir(parents=True)
-        for folder in self.folders.values():
-            folder.mkdir()
+        self.write(BYSTANDER, content(9, 3000))
 
     def __enter__(self) -> Self:
         return self
@@ -70,94 +73,80 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for place in filter(None, (self.directory, self.elsewhere)):
+        for place in filter(None, (self.directory, self.drive)):
             shutil.rmtree(place, ignore_errors=True)
-
-    @property
-    def places(self) -> list[Path]:
-        """The directories this world consists of."""
-        return [place for place in (self.directory, self.elsewhere) if place is not None]
 
     def open(self) -> Store:
         return Store(self.root, settings=load_settings(home=self.root, threads=2))
 
-    @property
-    def folders(self) -> dict[str, Path]:
-        """The folders of user's files, by what their names begin with."""
-        folders = {"": self.files}
-        if self.elsewhere is not None:
-            folders["far/"] = self.elsewhere / "files"
-        return folders
-
     def at(self, name: str) -> Path:
-        """Return the path of a name; "far/..." is on the other filesystem."""
-        prefix = "far/" if name.startswith("far/") else ""
-        return self.folders[prefix] / name.removeprefix(prefix)
+        """Return the path of a name; "drive/..." is on the other filesystem."""
+        first, slash, rest = name.partition("/")
+        place = self._places.get(first + slash) if slash else None
+        return self.files / name if place is None else place / rest
 
-    def names(self) -> list[str]:
-        """Return the names of all user's files that are there now."""
-        return sorted(
-            prefix + os.path.relpath(os.path.join(where, name), folder)
-            for prefix, folder in self.folders.items()
-            for where, _, names in os.walk(folder)
-            for name in names
-        )
-
-    def write(self, name: str, data: bytes, *, mode: int = 0o644) -> Path:
+    def write(self, name: str, data: bytes, *, mode: int = 0o644, attribute: bytes = b"") -> Path:
         """Make a user's file, last changed long ago, each at a time of its own."""
         path = self.at(name)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        mtime_ns = SETTLED_NS + len(self.originals) * 1_000_000_007
+        if attribute:
+            os.setxattr(path, "user.note", attribute)
         path.chmod(mode)
+        mtime_ns = SETTLED_NS + len(self.before) * 1_000_000_007
         os.utime(path, ns=(mtime_ns, mtime_ns))
+        self.before[name] = fact_of(path, {name})
         self.inodes.add(path.stat().st_ino)
-        self.originals[name] = Original(data, mode, mtime_ns)
-        self.allowed[name] = {data}
-        self.digests[name] = blake3(data).hexdigest()
         return path
 
-    def link(self, name: str, to: str) -> Path:
+    def link(self, name: str, to: str) -> None:
         """Make a second name of a user's file."""
         os.link(self.at(to), self.at(name))
-        self.originals[name] = self.originals[to]
-        self.allowed[name] = {self.originals[to].data}
-        self.digests[name] = self.digests[to]
-        self.twins.add(frozenset((name, to)))
-        return self.at(name)
+        for each in (name, to):
+            self.before[each] = self.before[to]._replace(names=frozenset((name, to)))
 
-    def may_vanish(self, name: str) -> None:
-        """Say that the operation removes a name, or brings it back."""
-        self.allowed[name].add(None)
+    def facts(self) -> Facts:
+        """Look at all files of the user that are there now, by name."""
+        found: dict[str, Path] = {}
+        for prefix, place in self._places.items():
+            for folder, _, names in os.walk(place):
+                paths = (Path(folder, name) for name in names)
+                found |= {f"{prefix}{path.relative_to(place)}": path for path in paths}
+        inodes: dict[tuple[int, int], set[str]] = {}
+        for name, path in found.items():
+            st = path.lstat()
+            inodes.setdefault((st.st_dev, st.st_ino), set()).add(name)
+        groups = {name: names for names in inodes.values() for name in names}
+        return {name: fact_of(path, groups[name]) for name, path in sorted(found.items())}
 
 
-def content(seed: int, size: int) -> bytes:
-    """Return bytes that are the same in every process."""
-    return random.Random(seed).randbytes(size)
-
-
-class NotDoneError(Exception):
-    """An operation says that it did not do all of it."""
+def fact_of(path: Path, names: Iterable[str]) -> Fact:
+    st = path.lstat()
+    if not stat.S_ISREG(st.st_mode):
+        return Fact("no file", oct(st.st_mode), (st.st_uid, st.st_gid), 0, (), frozenset(names))
+    return Fact(
+        blake3(path.read_bytes()).hexdigest()[:12], oct(stat.S_IMODE(st.st_mode)),
+        (st.st_uid, st.st_gid), st.st_mtime_ns,
+        tuple((each, os.getxattr(path, each)) for each in sorted(os.listxattr(path))),
+        frozenset(names),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """`prepare` makes the world before; `run` does the operation, and may be called again.
 
-    `spoil` is done when the store was closed after that; then the next opening is what is
-    disturbed, and only then the operation is run. `takes`: the user's files that it makes links or
-    lets share blocks. `is_one_step`: it does all of it or nothing.
+    `needs`: "drive", a second filesystem; "reflinks", one where files can share blocks.
+    `is_unwritten`: nothing is written down of what it does at a free path, or with files that were
+    never linked. So after a kill undo leaves it, and one hidden name may be left.
     """
 
     name: str
     prepare: Callable[[World, Store], None]
     run: Callable[[World, Store], None]
-    spoil: Callable[[World], None] | None = None
-    takes: tuple[str, ...] = ()
-    is_one_step: bool = False
-    needs_elsewhere: bool = False
-    needs_reflinks: bool = False
     ends_store: bool = False
+    needs: str = ""
+    is_unwritten: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -166,87 +155,159 @@ class Operation:
         """Make the world in which the operation is disturbed."""
         with world.open() as store:
             self.prepare(world, store)
-        if self.spoil is not None:
-            self.spoil(world)
-
-    def start(self, world: World) -> Callable[[], None]:
-        """Open the store; return what is to be disturbed: the operation, or the opening itself."""
-        if self.spoil is not None:
-            return lambda: world.open().close()
-        store = world.open()
-        return lambda: self.run(world, store)
 
 
-@dataclass(slots=True, kw_only=True)
-class State:
-    """What a world looks like, in terms that are equal for two worlds with the same history."""
-
-    files: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    shared: set[frozenset[str]] = field(default_factory=set)
-    blobs: set[str] = field(default_factory=set)
-    side: dict[str, list[str]] = field(default_factory=dict)
-    rows: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    links: dict[str, tuple[object, ...]] = field(default_factory=dict)
-
-    def differences(self, other: State) -> Iterator[str]:
-        """Name what is different in `other`."""
-        for name in ("files", "shared", "blobs", "side", "rows", "links"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine == theirs:
-                continue
-            if isinstance(mine, dict):
-                for key in sorted({*mine, *theirs}):
-                    if mine.get(key) != theirs.get(key):
-                        yield f"{name}[{key!r}] is {theirs.get(key)}, not {mine.get(key)}"
-            else:
-                yield f"{name}: too many: {list(theirs - mine)}, missing: {list(mine - theirs)}"
+# what must hold
 
 
-def state_of(world: World, store: Store | None) -> State:
-    """Describe the user's files and, where there is a store, what it has and remembers."""
-    state = State()
-    inodes: dict[tuple[int, int], set[str]] = {}
-    for name in world.names():
-        path = world.at(name)
-        st = os.lstat(path)
-        data = zlib.crc32(path.read_bytes())
-        state.files[name] = (data, oct(stat.S_IMODE(st.st_mode)), st.st_mtime_ns)
-        if world.has_reflinks:
-            state.files[name] += (st.st_ino in world.inodes, _shared_size(path))
-        inodes.setdefault((st.st_dev, st.st_ino), set()).add(name)
-    if store is not None:
-        names = {digest: name for name, digest in reversed(world.digests.items())}
-        for path in blobs_in(store.volume.layout):
-            st = os.lstat(path)
-            name = names.get(path.name, path.name)
-            state.blobs.add(name)
-            inodes.setdefault((st.st_dev, st.st_ino), set()).add(f"blob of {name}")
-        _remembered(state, store, names)
-    state.shared = {frozenset(group) for group in inodes.values() if len(group) > 1}
-    return state
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """How an operation ends that nobody disturbs: the files before, after, and after undo.
+
+    `blobs` after it: how many links each has. `never`: undone without the operation.
+    """
+
+    start: Facts
+    end: Facts
+    blobs: dict[str, int]
+    undone: Facts
+    never: Facts
 
 
-def _shared_size(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(e.length for e in extents(file.fileno()) or () if e.is_shared)
+def reference_of(operation: Operation, new_world: Callable[[], World]) -> Reference:
+    """Run an operation to its end; what must hold after a disturbance must hold then, too."""
+    with new_world() as world:
+        operation.begin(world)
+        start = world.facts()
+        with world.open() as store:
+            problems = undo_everything(store)
+        never = world.facts()
+        problems += _not_as_before(world, never, set())
+    with new_world() as world:
+        operation.begin(world)
+        with world.open() as store:
+            operation.run(world, store)
+        with world.open() as store:
+            if not operation.ends_store:
+                store.adopt(world.at(BYSTANDER))
+            end, blobs = world.facts(), blobs_of(world)
+            problems += undo_everything(store)
+            undone = world.facts()
+        problems += _not_as_before(world, undone, world.given_up)
+    assert not problems, "\n".join([f"{operation}, undisturbed:", *problems])
+    return Reference(start=start, end=end, blobs=blobs, undone=undone, never=never)
 
 
-def _remembered(state: State, store: Store, names: dict[str, str]) -> None:
-    layout, index = store.volume.layout, store.volume.index
-    found = sorted(name.partition(".")[0] for name in os.listdir(layout.bad))
-    state.side["bad"] = [names.get(name, name) for name in found]
-    owners = {owner.id: str(owner) for owner in index.owners()}
-    for blob in list(index.blobs()):
-        holders = sorted(str(owner) for owner in index.holders_of(blob.id))
-        aliases = sorted(store.aliases_of(blob))
-        state.rows[names.get(blob.digest, blob.digest)] = (blob.size, holders, aliases)
-        for link in index.links_of(blob.id):
-            owner = None if link.owner is None else owners[link.owner]
-            state.links[link.path.name] = (link.kind, names.get(link.digest), owner)
+def _not_as_before(world: World, found: Facts, but: set[str]) -> list[str]:
+    kept = {name: fact for name, fact in world.before.items() if name not in but}
+    return differences(kept, {name: fact for name, fact in found.items() if name in kept})
 
 
-def blobs_in(layout: Layout) -> list[Path]:
-    """Return every file under `blobs/`."""
-    return sorted(
-        path for path in layout.blobs.glob("**/*") if path.is_file() and path != layout.tag
-    )
+def recovered(
+    operation: Operation, reference: Reference, world: World, opened: Store | None = None
+) -> Iterator[str]:
+    """Yield the faults after recovery, and after undo."""
+    with opened or world.open() as store:
+        yield from (f"left open: {each}" for each in (*store.recover(), *store.unfinished()))
+        _clear(operation, world)
+        found = world.facts()
+        yield from either(_apart(reference.start), _apart(reference.end), _apart(found))
+        if world.root.exists():
+            yield from damage(store, world.spoiled)
+        yield from undo_everything(store)
+        yield from (f"still in the history: {each}" for each in store.history())
+    problems = either(reference.never, reference.undone, world.facts())
+    if problems and operation.is_unwritten:
+        problems = either(reference.never, reference.end, world.facts())
+    yield from (f"after undo, {each}" for each in problems)
+
+
+def gone_on(
+    operation: Operation, reference: Reference, world: World, store: Store, *, at_once: bool
+) -> Iterator[str]:
+    """Yield the faults after the next operation, after this one was run again, and after undo.
+
+    `at_once`: this one is the next operation.
+    """
+    _clear(operation, world)
+    if not operation.ends_store and not at_once:
+        store.adopt(world.at(BYSTANDER))
+        yield from (f"left open: {each}" for each in store.unfinished())
+        found = either(_apart(reference.start), _apart(reference.end), _apart(world.facts()))
+        yield from (f"after the next operation, {each}" for each in found)
+        yield from (f"tmp/{name} was left" for name in os.listdir(world.root / "tmp"))
+    operation.run(world, store)
+    if not operation.ends_store:
+        store.adopt(world.at(BYSTANDER))  # the operation may have been an undo
+    yield from (f"{each.name} was left" for each in world.directory.glob("store.*"))
+    found = differences(reference.end, world.facts())
+    found += differences(reference.blobs, blobs_of(world))
+    yield from (f"run again, {each}" for each in found)
+    if not operation.ends_store:
+        yield from damage(store, world.spoiled)
+        yield from undo_everything(store)
+        found = differences(reference.undone, world.facts())
+        if operation.is_unwritten:
+            found = either(reference.end, reference.undone, world.facts())
+        yield from (f"after undo, {each}" for each in found)
+
+
+def _clear(operation: Operation, world: World) -> None:
+    for left in world.files.glob(".*.smartcache") if operation.is_unwritten else ():
+        left.unlink()
+
+
+def _apart(facts: Facts) -> Facts:
+    """Files without which of them are one: in between that is open."""
+    return {name: fact._replace(names=frozenset()) for name, fact in facts.items()}
+
+
+def either(one: Facts, other: Facts, found: Facts) -> list[str]:
+    """Name the files that are neither as in the one nor as in the other."""
+    return [
+        f"{name} is {found.get(name)}, neither {one.get(name)} nor {other.get(name)}"
+        for name in sorted({*one, *other, *found})
+        if found.get(name) not in (one.get(name), other.get(name))
+    ]
+
+
+def differences(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    """Name what is not as it should be."""
+    return [
+        f"{name} is {found.get(name)}, not {wanted.get(name)}"
+        for name in sorted({*wanted, *found})
+        if wanted.get(name) != found.get(name)
+    ]
+
+
+def blobs_of(world: World) -> dict[str, int]:
+    """Return every file under `blobs/`, and how many links it has; pins and damaged ones, too."""
+    roots = [world.root] if world.drive is None else [world.root, world.drive / "pool"]
+    return {
+        str(path.relative_to(root)).partition(".")[0]: path.stat().st_nlink
+        for root in roots
+        for place in ("blobs", "pins", "bad")
+        for path in (root / place).rglob("*")
+        if path.is_file() and path.name != "CACHEDIR.TAG"
+    }
+
+
+def damage(store: Store, spoiled: str) -> list[str]:
+    """Say what is wrong with blobs: their bytes, modes, or whether they are blobs at all."""
+    report = store.verify(full=True)
+    return [
+        f"verify finds {what}: {found}"
+        for what in ("damaged", "stray", "writable")
+        if (found := [each for each in getattr(report, what) if each not in spoiled])
+    ]
+
+
+def undo_everything(store: Store) -> list[str]:
+    """Undo all that can be undone; say what could not be, but for the last copy of some bytes."""
+    try:
+        undone = store.plan_undo().execute()
+    except NothingToUndoError:
+        return []
+    back = {u.path for u in undone if u.is_undone}  # two rows may tell of one path
+    left = [u for u in undone if not u.is_undone and u.path not in back and u.note != ONLY]
+    return [f"not undone: {u.path.name}: {u.outcome} {u.note}" for u in left]

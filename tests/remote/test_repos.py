@@ -15,7 +15,7 @@ from blake3 import blake3
 from smartcache.cache import SmartCache
 from smartcache.errors import DamagedObjectError, MissingObjectError, RepoNotCachedError
 from smartcache.remote import Tier, plan_pull, plan_push, verify_tier
-from smartcache.store import tiers as store_tiers
+from smartcache.store import sources
 from tests.hub.bundles import everything, faults_of
 from tests.hub.clients import Client, sha256, weights
 from tests.hub_server import Hub
@@ -192,7 +192,7 @@ class TestFaults:
     ) -> None:
         """Of the right size, whole, and with the digest that the name says."""
         lie = shared.put_bytes(weights(77, len(OTHER)))
-        shared.add_names(store_tiers.Found(lie, len(OTHER)), {"sha256": sha256(OTHER)})
+        shared.add_names(sources.Found(lie, len(OTHER)), {"sha256": sha256(OTHER)})
         hub.add("org/other", {"model.safetensors": OTHER})
         assert there.sources("org/other") == {"model.safetensors": "tier"}
         snapshot = there.snapshot("org/other")
@@ -233,8 +233,8 @@ class TestFaults:
 
             document = find
 
-        monkeypatch.setattr(store_tiers, "_PATIENCE", 0.2)
-        there.store.open_tiers = lambda: [Hanging()]  # type: ignore[list-item]
+        monkeypatch.setattr(sources, "_PATIENCE", 0.2)
+        there.store.open_sources = lambda: [Hanging()]  # type: ignore[list-item]
         hub.add("org/name", FILES)
         assert contents(there.snapshot()) == FILES
         assert "the tier hanging is left out: it has not answered" in caplog.text
@@ -242,7 +242,7 @@ class TestFaults:
     def test_an_object_that_stops_in_the_middle_is_given_up(
         self, there: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (real,) = there.smart.tiers
+        (real,) = there.store.sources
 
         class Stopping:
             name = "stopping"
@@ -253,8 +253,8 @@ class TestFaults:
                 yield next(real.chunks(digest, size=size))[:1000]
                 threading.Event().wait()
 
-        monkeypatch.setattr(store_tiers, "_SILENCE", 0.2)
-        there.store.open_tiers = lambda: [Stopping()]
+        monkeypatch.setattr(sources, "_SILENCE", 0.2)
+        there.store.open_sources = lambda: [Stopping()]
         assert contents(there.snapshot()) == FILES
         assert hub.requests.fetched_bytes() == SIZE
         assert list((there.store.root / "tmp").iterdir()) == []
@@ -447,7 +447,7 @@ def test_a_server_that_is_gone_is_a_warning(
 ) -> None:
     url = f"s3://bucket/{tmp_path.name}"
     gone = Tier("gone", url, {"endpoint": "http://127.0.0.1:9", "region": "us-east-1"})
-    there.store.open_tiers = lambda: [gone]
+    there.store.open_sources = lambda: [gone]
     hub.add("org/name", FILES)
     assert contents(there.snapshot()) == FILES
     assert "the tier gone is left out" in caplog.text

@@ -11,7 +11,7 @@ from smartcache.folders.checks import Copy, Name
 from smartcache.folders.groups import Group
 from smartcache.folders.programs import ModelFolder
 from smartcache.report.figures import Report, Sums
-from smartcache.store.records import Seen
+from smartcache.store.records import KnownFile
 from tests.folders.counting import Unhindered
 
 COMFYUI = ModelFolder(path=Path("/c/models"), program="ComfyUI")
@@ -43,7 +43,7 @@ def copy(
 
 
 def group(*copies: Copy, elsewhere: int = 0) -> Group:
-    verdicts = Unhindered()(copies)
+    verdicts = Unhindered().verdicts(copies)
     return Group(digest="ab" * 32, size=GB, copies=copies, elsewhere=elsewhere, verdicts=verdicts)
 
 
@@ -87,9 +87,9 @@ def seen(
     folder: ModelFolder = COMFYUI,
     links: int = 1,
     allocated: int | None = None,
-) -> Seen:
+) -> KnownFile:
     """A name of a file in a folder."""
-    return Seen(
+    return KnownFile(
         path=folder.path / path,
         folder=folder.path,
         size=size,

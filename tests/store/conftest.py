@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,27 +64,9 @@ def no_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filesystem that knows no RENAME_EXCHANGE."""
-    _refuse_exchange(monkeypatch, errno.EINVAL)
-
-
-@pytest.fixture
-def failing_renames(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A disk that fails in every rename, until the patch is undone."""
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        _refuse_exchange(patch, errno.EIO)
-        patch.setattr(os, "replace", fail)
-        patch.setattr(os, "rename", fail)
-        yield patch
-
-
-def _refuse_exchange(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     real = kernel._c_function  # noqa: SLF001 - the one place where system calls are looked up
 
     def without(signature: str, *names: str) -> object:
-        return (lambda *_: code) if "renameat2" in names else real(signature, *names)
+        return (lambda *_: -errno.EINVAL) if "renameat2" in names else real(signature, *names)
 
     monkeypatch.setattr(kernel, "_c_function", without)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from blake3 import blake3
 
 from smartcache.progress import Job, Unit
-from smartcache.store.records import Owner
+from smartcache.store.link import Linked
 from smartcache.store.store import Store
+from smartcache.system import faults
+from tests.processes.killing import in_child, was_killed
 
 AtPoint = Callable[[str, Callable[[], object]], None]
 """The fixture `at_point`: somebody acts at that point of a change, once."""
@@ -67,12 +71,22 @@ def git_sha1_of(data: bytes) -> str:
 
 def blob_path(store: Store, digest: str = digest_of(WEIGHTS)) -> Path:
     """Where the bytes of a blob lie, whole or not."""
-    return Path(store.volume.layout.blob(digest))
+    return Path(store.layout.blob(digest))
 
 
 def read(store: Store, digest: str = digest_of(WEIGHTS)) -> bytes:
     with store.open(digest) as file:
         return file.read()
+
+
+def adopt(store: Store, *paths: Path, **more: Any) -> list[Linked]:  # noqa: ANN401 - of `link_many`
+    """Make files blobs in place, those whose bytes are no blob yet."""
+    return list(store.link_many(paths, label="add --adopt", **more))
+
+
+def dedup(store: Store, *paths: Path, **more: Any) -> list[Linked]:  # noqa: ANN401 - of `link_many`
+    """Make equal files links of one blob."""
+    return list(store.link_many(paths, label="dedup", replace=True, **more))
 
 
 def undo(store: Store) -> list[str]:
@@ -140,6 +154,53 @@ def snapshot(directory: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
+def hidden(folder: Path) -> list[str]:
+    """The temporary names of ours in a folder."""
+    return [name for name in os.listdir(folder) if name.endswith(".smartcache")]
+
+
+def killed(work: Callable[[], object], point: str, nth: int = 1) -> None:
+    """Do some work in a child that is killed the n-th time it reaches a point."""
+    if not kill(work, point, nth):
+        raise AssertionError(f"{point} was not reached {nth} times")
+
+
+def kill(work: Callable[[], object], point: str = "", nth: int = 1) -> bool:
+    """The same; False: it got through. Without a point all are counted."""
+
+    def run() -> None:
+        count = 0
+
+        def hook(reached: str) -> None:
+            nonlocal count
+            count += point in ("", reached)
+            if count == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        faults.hook = hook
+        work()
+
+    status = in_child(run)
+    assert status == 0 or was_killed(status), f"ended with wait status {status}"
+    return status != 0
+
+
+def rot(path: Path, store: Store) -> bytes:
+    """Let a disk lose the end of a file without a trace in its times; return the bytes it has.
+
+    Nobody can set a change time: so that of the remembered hash is set.
+    """
+    st = path.stat()
+    data = path.read_bytes()[:-600] + bytes(600)
+    edit(path, data)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+    with closing(sqlite3.connect(store.root / "index.sqlite3")) as index, index:
+        words = "UPDATE files SET ctime_ns = ? WHERE inode = ? AND digest IS NOT NULL"
+        index.execute(words, (path.stat().st_ctime_ns, st.st_ino))
+        assert index.total_changes == 1
+    return data
+
+
 def in_turn(*acts: Callable[[], object]) -> Callable[[], None]:
     """One act that is several."""
 
@@ -170,11 +231,9 @@ def written_by_another_process(path: Path) -> Iterator[None]:
 
 
 def hold_by(holder: str, store: Store, folder: Path, digest: str = digest_of(WEIGHTS)) -> None:
-    """Let somebody want a blob: a pin, an owner, one of our links or somebody else's."""
+    """Let somebody want a blob: a pin, one of our links or somebody else's."""
     if holder == "pin":
         store.pin(digest, "mine")
-    elif holder == "owner":
-        store.own(Owner(kind="folder", name="mine", path=folder), [digest])
     elif holder == "stranger":
         os.link(blob_path(store, digest), folder / "mine")
     else:

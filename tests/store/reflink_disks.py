@@ -8,10 +8,6 @@ the reason.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +16,11 @@ from typing import Literal
 
 import pytest
 
-from tests.store.small_disks import CannotMountError, enter_namespace
+from tests.store.small_disks import CannotMountError, enter_namespace, make_image, run
 
 Disk = Literal["btrfs", "xfs", "ext4"]
 DISKS: tuple[Disk, ...] = ("btrfs", "xfs")
 
-_SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _MKFS: dict[Disk, tuple[tuple[str, ...], int]] = {
     "btrfs": (("mkfs.btrfs", "-q"), 600),
     "xfs": (("mkfs.xfs", "-q", "-m", "reflink=1"), 600),
@@ -40,29 +35,19 @@ def reflink_disk(kind: Disk, directory: Path, *, options: str = "") -> Iterator[
     "ext4" cannot share any: it is small, and so are its blocks.
     """
     mkfs, megabytes = _MKFS[kind]
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("only root can mount an image")
-    for tool in (mkfs[0], "mount", "umount"):
-        if shutil.which(tool, path=_SEARCH) is None:
-            pytest.skip(f"no {tool}")
-    problem = _own_namespace()
-    if problem:
+    image = make_image(directory / f"{kind}.image", megabytes, *mkfs)
+    if problem := _own_namespace():
         pytest.skip(f"no mount namespace: {problem}")
-    image = directory / f"{kind}.image"
     point = Path(tempfile.mkdtemp(prefix="smartcache-test-"))  # where other users can reach it
-    with open(image, "wb") as file:
-        file.truncate(megabytes * 1_000_000)
     try:
-        _run(*mkfs, str(image))
         words = ",".join(filter(None, ("loop", options)))
-        done = _run("mount", "-o", words, str(image), str(point), check=False)
-        if done.returncode:
-            pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
+        if problem := run("mount", "-o", words, image, point):
+            pytest.skip(f"cannot mount {kind}: {problem}")
         try:
             point.chmod(0o1777)
             yield point
         finally:
-            _run("umount", "--lazy", str(point))
+            assert run("umount", "--lazy", point) == ""
     finally:
         image.unlink()
         point.rmdir()
@@ -76,8 +61,3 @@ def _own_namespace() -> str:
     except (CannotMountError, OSError) as error:
         return str(error)
     return ""
-
-
-def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PATH": _SEARCH}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=check)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +22,7 @@ from tests.processes.children import Child
 T = TypeVar("T")
 
 PAGE = 4096
+_ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
 _NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
 
@@ -100,6 +104,26 @@ def enter_namespace() -> None:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
     mount("none", Path("/"), "", _RECURSIVE | _PRIVATE, "")
+
+
+def run(*command: str | Path) -> str:
+    """Run a command of the system's administrator; return what it complained of."""
+    words = [str(each) for each in command]
+    if shutil.which(words[0], path=_ENVIRONMENT["PATH"]) is None:
+        return f"no {words[0]}"
+    done = subprocess.run(words, env=_ENVIRONMENT, capture_output=True, text=True, check=False)
+    return done.stderr.strip() or "failed" if done.returncode else ""
+
+
+def make_image(path: Path, megabytes: int, *mkfs: str) -> Path:
+    """Make a filesystem in a sparse file; skip the test where that, or a mount, cannot be."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root can mount an image")
+    with open(path, "wb") as file:
+        file.truncate(megabytes * 1_000_000)
+    if problem := run(*mkfs, path):
+        pytest.skip(f"cannot make it: {problem}")
+    return path
 
 
 def _call(name: str, *arguments: int | bytes) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
-import functools
 import hashlib
 import itertools
 import os
@@ -17,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -29,15 +28,11 @@ from smartcache.errors import (
     FileChangedError,
     FileSkippedError,
     SizeMismatchError,
-    StoreError,
 )
-from smartcache.progress import Job, Unit
 from smartcache.system.hashing import (
     AHEAD_MIN_SIZE,
     BUFFER_SIZE,
     Algorithm,
-    FilePath,
-    Hashed,
     Hasher,
     Hashes,
     check_hex,
@@ -46,17 +41,24 @@ from smartcache.system.hashing import (
 )
 from smartcache.system.kernel import StatKey
 from tests.processes.children import Child
-from tests.store.files import digest_of, git_sha1_of, row, sha256_of
+from tests.store.files import (
+    Watch,
+    digest_of,
+    edit,
+    edit_with_time_set_back,
+    git_sha1_of,
+    row,
+    sha256_of,
+)
 
 ALL: tuple[Algorithm, ...] = get_args(Algorithm)
 ENDLESS = 1 << 40
 """Size of a sparse file that takes minutes to hash: who waits for it meets the timeout."""
-IMPORT = f"import sys, threading; from {hash_file.__module__} import hash_file, hash_many\n"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def some_bytes(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
@@ -79,33 +81,13 @@ def expected(data: bytes, algorithms: Iterable[Algorithm] = ALL) -> dict[Algorit
     return {name: every[name](data) for name in algorithms}
 
 
-def pickled(value: object) -> object:
-    return pickle.loads(pickle.dumps(value))  # noqa: S301 - our own
-
-
 def hashing_threads() -> list[threading.Thread]:
     names = ("smartcache-hash", "smartcache-read")
     return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
-class Watched(Job):
-    """A progress that remembers what it was told, and acts or raises when it is."""
-
-    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
-        self.started: list[tuple[str, int | None, Unit]] = []
-        self.amount = 0
-        self.is_closed = False
-        self._act = act
-        self._lock = threading.Lock()
-
-    def __call__(self, label: str, total: int | None = None, unit: Unit = "items") -> Watched:
-        self.started.append((label, total, unit))
-        return self
-
-    def advance(self, amount: int = 1) -> None:
-        self._act()
-        with self._lock:
-            self.amount += amount
+class Watched(Watch):
+    is_closed = False
 
     def close(self) -> None:
         self.is_closed = True
@@ -113,27 +95,15 @@ class Watched(Job):
 
 def test_hashes_are_those_that_other_programs_know(tmp_path: Path) -> None:
     known = {
-        b"": (
-            "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
-            "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
-            "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391",
-        ),
-        b"hello": (
-            "ea8f163db38682925e4491c5e58d4bb3506ef8c14eb78a86e908c5624a67200f",
-            "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824",
-            "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0",
-        ),
+        "blake3": "ea8f163db38682925e4491c5e58d4bb3506ef8c14eb78a86e908c5624a67200f",
+        "sha256": "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824",
+        "git-sha1": "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0",
     }
-    for data, values in known.items():
-        (tmp_path / "file").write_bytes(data)
-        hashes, key = hash_file(tmp_path / "file", ALL)
-        names = ("blake3", "sha256", "git-sha1")
-        assert hashes.values == dict(zip(names, values, strict=True)), data
-        assert hashes.size == key.size == len(data)
-
-
-def test_git_says_the_same_of_a_large_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "file", 5_000_000)
+    (tmp_path / "file").write_bytes(b"hello")
+    hashes, key = hash_file(tmp_path / "file", ALL)
+    assert hashes.values == known
+    assert hashes.size == key.size == 5
+    path = write(tmp_path / "large", 5_000_000)
     command = ["git", "hash-object", "--no-filters", str(path)]
     git = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     assert hash_file(path, ["git-sha1"])[0].values == {"git-sha1": git}
@@ -162,73 +132,56 @@ class TestHashFile:
                     assert sum(told) == size
         assert not hashing_threads()
 
-    def test_blake3_is_the_default_and_the_digest(self, tmp_path: Path) -> None:
-        hashes, _ = hash_file(write(tmp_path / "file", 1000))
-        assert hashes.values == {"blake3": hashes.digest} == expected(some_bytes(1000), ["blake3"])
-        assert hashes.get("sha256") is None
-        with pytest.raises(KeyError):
-            _ = Hashes(size=0, values={}).digest
-
-    def test_an_algorithm_may_be_named_twice_and_by_any_iterable(self, tmp_path: Path) -> None:
+    def test_blake3_is_the_default_and_an_algorithm_may_be_named_twice(
+        self, tmp_path: Path
+    ) -> None:
+        path, right = write(tmp_path / "file", 1000), expected(some_bytes(1000))
+        hashes, _ = hash_file(path)
+        assert hashes.values == {"blake3": hashes.digest} == {"blake3": right["blake3"]}
         twice: Iterator[Algorithm] = iter(["sha256", "sha256"])
-        hashes, _ = hash_file(write(tmp_path / "file", 1000), twice)
-        assert hashes.values == expected(some_bytes(1000), ["sha256"])
-
-    def test_holes_are_zeros(self, tmp_path: Path) -> None:
-        size = AHEAD_MIN_SIZE + 4097
-        path, right = sparse(tmp_path / "file", size), expected(bytes(size))
-        for threads in (1, 2):
-            assert hash_file(path, ALL, threads=threads)[0].values == right, threads
+        assert hash_file(path, twice)[0].values == {"sha256": right["sha256"]}
 
     def test_any_name_does_and_a_symlink_is_followed(self, tmp_path: Path) -> None:
         right = hash_file(write(tmp_path / "file", 1000), ALL)
-        for name in (b"caf\xe9 \xff", b"two\nlines", "ü ☃".encode(), b" -x "):
-            path = os.fsencode(tmp_path) + b"/" + name
-            os.symlink(b"file", path)
-            forms: list[FilePath] = [path, os.fsdecode(path), Path(os.fsdecode(path))]
-            for form in forms:
-                assert hash_file(form, ALL) == right, form
+        path = os.fsencode(tmp_path) + b"/caf\xe9 \xff\n"
+        os.symlink(b"file", path)
+        for form in (path, os.fsdecode(path), Path(os.fsdecode(path))):
+            assert hash_file(form, ALL) == right, form
 
     def test_a_descriptor_is_neither_moved_nor_closed_and_needs_no_name(
         self, tmp_path: Path
     ) -> None:
-        for size, threads in ((100, 1), (100, 2), (AHEAD_MIN_SIZE, 1), (AHEAD_MIN_SIZE, 2)):
+        for size, threads in ((100, 1), (AHEAD_MIN_SIZE, 1), (AHEAD_MIN_SIZE, 2)):
             path = write(tmp_path / "file", size)
             right = hash_file(path, ALL)[0]
             with row(size, threads), path.open("rb", buffering=0) as stream:
                 stream.seek(7)
+                path.unlink()
                 hashes, key = hash_file(stream.fileno(), ALL, threads=threads)
                 assert stream.tell() == 7
-                assert key == StatKey.of(os.fstat(stream.fileno()))
-                assert hashes == right
-                path.unlink()
-                assert hash_file(stream.fileno(), ALL, threads=threads)[0] == right
+                assert (hashes, key) == (right, StatKey.of(os.fstat(stream.fileno())))
 
 
 class TestOtherThanFiles:
-    def test_is_skipped_without_waiting(self, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "fifo")
-        descriptor = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-        things: tuple[Path | int, ...] = (
-            tmp_path, tmp_path / "fifo", Path("/dev/zero"), descriptor
-        )  # fmt: skip
-        for thing in things:
+    def test_is_skipped_without_waiting(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Errors of the system keep number and name."""
+        monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+        os.mkfifo("fifo")
+        descriptor = os.open("fifo", os.O_RDONLY | os.O_NONBLOCK)
+        for thing in (tmp_path, "fifo", Path("/dev/zero"), descriptor):
             with row(thing), pytest.raises(FileSkippedError, match="not a regular") as caught:
                 hash_file(thing)
             assert caught.value.reason == "not a regular file"
             assert vars(caught.value)["path"] == thing
         os.close(descriptor)
-
-    def test_errors_of_the_system_keep_number_and_name(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)  # the path of a socket must be short
         with socket.socket(socket.AF_UNIX) as server:
             server.bind("socket")
             for name, code in (("socket", errno.ENXIO), ("none", errno.ENOENT)):
-                with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno is checked
+                with pytest.raises(OSError) as failed:  # noqa: PT011 - the errno is checked
                     hash_file(name)
-                assert (caught.value.errno, caught.value.filename) == (code, name)
+                assert (failed.value.errno, failed.value.filename) == (code, name)
 
     @linux
     def test_a_file_with_more_than_its_size_says_is_never_hashed(self, tmp_path: Path) -> None:
@@ -264,67 +217,30 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def overwrite(path: Path) -> None:
-    with path.open("r+b") as stream:
-        stream.write(b"x")
-
-
-def overwrite_and_set_time_back(path: Path) -> None:
-    before = path.stat()
-    overwrite(path)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
 class TestChange:
     def test_while_reading_is_an_error(self, tmp_path: Path) -> None:
-        changes = (append, cut, empty, overwrite, overwrite_and_set_time_back, os.unlink)
+        changes: list[Callable[[Path], None]]
+        changes = [append, cut, edit, edit_with_time_set_back, os.unlink]
         sizes = (100, 4 * BUFFER_SIZE, AHEAD_MIN_SIZE + BUFFER_SIZE)
         for number, (size, change) in enumerate(itertools.product(sizes, changes)):
             path, threads = write(tmp_path / "file", size), 1 + number % 2
-            once: list[Callable[[Path], None]] = [change]
+            once = iter([partial(change, path)])
 
-            def advance(
-                _: int, path: Path = path, left: list[Callable[[Path], None]] = once
-            ) -> None:
-                while left:
-                    left.pop()(path)
+            def advance(_: int, once: Iterator[Callable[[], None]] = once) -> None:
+                for act in once:
+                    act()
 
             with row(change, size, threads), pytest.raises(FileChangedError) as caught:
                 hash_file(path, advance=advance, threads=threads)
             assert vars(caught.value)["path"] == path
             assert caught.value.reason == "changed"
         assert not hashing_threads()
-        again = pickled(caught.value)
+        again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
         assert str(again) == f"{path} changed while it was read"
         assert vars(again)["path"] == path
 
-    def test_an_endlessly_growing_file_ends_the_reading(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "log", BUFFER_SIZE + 1)
-
-        def advance(count: int) -> None:
-            with path.open("ab") as stream:
-                stream.write(bytes(2 * count))
-
-        with pytest.raises(FileChangedError):
-            hash_file(path, advance=advance)
-
 
 class TestInterruption:
-    def test_an_exception_of_advance_ends_the_hashing(self, tmp_path: Path) -> None:
-        path = sparse(tmp_path / "file")
-
-        def advance(_: int) -> None:
-            raise KeyboardInterrupt
-
-        for threads in (1, 2):
-            with row(threads), pytest.raises(KeyboardInterrupt):
-                hash_file(path, ALL, advance=advance, threads=threads)
-            assert not hashing_threads()
-
     def test_a_hash_that_fails_in_its_thread_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -371,36 +287,6 @@ class TestInterruption:
             assert child.result() == {digest_of(theirs.read_bytes())}
 
 
-def interruptible(work: str, said: str) -> str:
-    return (
-        f"{IMPORT}print('ready', flush=True)\n"
-        f"try:\n    {work}\nexcept KeyboardInterrupt:\n    print({said})\n"
-    )
-
-
-def run(code: str, *arguments: Path) -> str:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=100, cwd=Path.cwd()
-    ).stdout
-
-
-def interrupted(code: str, *arguments: Path) -> str:
-    """Run code, send it SIGINT after it has said "ready", and return what it says then."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(0.5)
-            child.send_signal(signal.SIGINT)
-            said, _ = child.communicate(timeout=100)
-        finally:
-            child.kill()
-    return said.strip()
-
-
 class TestHasher:
     @given(chunks=st.lists(st.binary(max_size=3000), max_size=20))
     def test_any_chunking_gives_the_hashes_of_the_whole(self, chunks: list[bytes]) -> None:
@@ -437,14 +323,6 @@ class TestHasher:
             error = vars(caught.value)
             assert (error["expected"], error["found"]) == (3, len(arrived))
 
-    def test_finishes_once(self) -> None:
-        hasher = Hasher(["blake3"])
-        hasher.finish()
-        with pytest.raises(StoreError, match="finished"):
-            hasher.finish()
-        with pytest.raises(StoreError, match="finished"):
-            hasher.update(b"more")
-
 
 class TestHashMany:
     def test_every_file_comes_once_with_its_hashes(self, tmp_path: Path) -> None:
@@ -461,21 +339,6 @@ class TestHashMany:
                     assert (each.hashes.values, each.key) == right[each.path]
                 assert not hashing_threads()
 
-    def test_paths_come_back_as_they_were_given(self, tmp_path: Path) -> None:
-        path = str(write(tmp_path / "file", 10))
-        (found,) = hash_many([path], ALL, threads=2)
-        assert found.path is path
-        assert found.hashes == hash_file(path, ALL)[0]
-        assert isinstance(found, Hashed)
-        assert pickled(found) == found
-        assert list(hash_many([], threads=2)) == []
-
-    def test_the_largest_file_is_first_of_the_large(self, tmp_path: Path) -> None:
-        sizes = [3 * BUFFER_SIZE, 5 * BUFFER_SIZE, 2 * BUFFER_SIZE, 4 * BUFFER_SIZE]
-        paths = [write(tmp_path / str(size), size) for size in sizes]
-        found = [each.hashes.size for each in hash_many(paths, threads=1) if each.hashes]
-        assert found == sorted(sizes, reverse=True)
-
     def test_a_file_that_cannot_be_hashed_is_a_result(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "fifo")
         (tmp_path / "loop").symlink_to("loop")
@@ -491,27 +354,30 @@ class TestHashMany:
         assert found[good].hashes == hash_file(good)[0]
         assert {(each.hashes, each.key) for each in found.values() if each.error} == {(None, None)}
 
-    def test_a_large_file_that_changes_is_a_result(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "file", 4 * BUFFER_SIZE)
-        (found,) = hash_many([path], threads=2, progress=Watched(lambda: append(path)))
-        assert isinstance(found.error, FileChangedError)
-        assert found.error.__traceback__ is None
-
-    def test_progress_is_in_bytes_and_complete(self, tmp_path: Path) -> None:
+    def test_progress_is_in_bytes_and_complete_and_the_largest_file_is_first_of_the_large(
+        self, tmp_path: Path
+    ) -> None:
         sizes = [10, 4096, 10**6, 3 * 10**6, AHEAD_MIN_SIZE]
         paths = [write(tmp_path / str(size), size) for size in sizes]
         watched = Watched()
-        list(hash_many(paths, threads=2, progress=watched, label="Looking"))
-        assert watched.started == [("Looking", sum(sizes), "bytes")]
-        assert watched.amount == sum(sizes)
+        found = [
+            each.key.size for each in hash_many(paths, threads=1, progress=watched) if each.key
+        ]
+        assert found == [10, 4096, AHEAD_MIN_SIZE, 3 * 10**6, 10**6]
+        assert (watched.labels, watched.unit) == (["Hashing"], "bytes")
+        assert watched.done == watched.total == sum(sizes)
         assert watched.is_closed
 
-    def test_an_error_of_the_progress_is_raised(self, tmp_path: Path) -> None:
-        for size in (10, 10**6):
-            watched = Watched(lambda: 1 / 0)
-            path = write(tmp_path / "file", size)
-            with row(size), pytest.raises(ZeroDivisionError):
-                list(hash_many([path], threads=2, progress=watched))
+    def test_an_error_of_the_progress_and_ctrl_c_are_raised(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path / "small", 10), sparse(tmp_path / "a"), sparse(tmp_path / "b")]
+        ways: tuple[tuple[Callable[[], object], type[BaseException]], ...] = (
+            (lambda: 1 / 0, ZeroDivisionError),
+            (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt),
+        )
+        for (act, error), some in itertools.product(ways, (paths[:1], paths[1:2], paths[1:])):
+            watched = Watched(act)
+            with row(error, len(some)), pytest.raises(error):
+                list(hash_many(some, ("blake3", "sha256"), threads=2, progress=watched))
             assert watched.is_closed
             assert not hashing_threads()
 
@@ -531,22 +397,18 @@ class TestHashMany:
             break
         assert not hashing_threads()
 
-    def test_ctrl_c_ends_the_threads(self, tmp_path: Path) -> None:
-        paths = [sparse(tmp_path / str(n)) for n in range(3)]
-        work = "list(hash_many(sys.argv[1:], ('blake3', 'sha256'), threads=2))"
-        code = interruptible(work, "threading.active_count()")
-        for some in (paths[:1], paths):
-            assert interrupted(code, *some) == "1", f"threads left after {len(some)} files"
-
     def test_python_can_exit_while_an_iterator_is_half_way(self, tmp_path: Path) -> None:
         """At exit Python joins all threads before it drops the iterator that would end them."""
         paths = [write(tmp_path / "small", 1), sparse(tmp_path / "endless")]
         paths.append(write(tmp_path / "large", 10**6))
         code = (
-            IMPORT + "found = hash_many(sys.argv[1:], threads=2)\n"
+            f"import sys; from {hash_many.__module__} import hash_many\n"
+            "found = hash_many(sys.argv[1:], threads=2)\n"
             "next(found), next(found); print('exit')\n"
         )
-        assert run(code, *paths).strip() == "exit"
+        command = [sys.executable, "-c", code, *map(str, paths)]
+        done = subprocess.run(command, check=True, capture_output=True, timeout=100)
+        assert done.stdout == b"exit\n"
 
 
 def test_a_hash_is_taken_in_either_case_and_anything_else_is_refused() -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from smartcache.errors import BlobInUseError, NoSpaceError
 from smartcache.store.store import Store
-from smartcache.system import filesystems as store_room
+from smartcache.system import filesystems
 from tests.store.files import (
     OTHER,
     WEIGHTS,
     Watch,
+    adopt,
+    dedup,
     digest_of,
     edit,
     inode_of,
@@ -27,7 +29,9 @@ from tests.store.files import (
     write,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")
+if sys.platform != "linux":
+    pytest.skip("hard links and leases", allow_module_level=True)
+
 DIGEST = digest_of(WEIGHTS)
 
 
@@ -42,11 +46,10 @@ def files(folder: Path) -> Path:
 
 def use(store: Store, files: Path) -> None:
     """Do to the user's files all that can be done to them."""
-    store.adopt(files / "a.safetensors")
-    store.replace(files / "b.safetensors", DIGEST)
+    adopt(store, files / "a.safetensors")
+    dedup(store, files / "b.safetensors")
     store.put_stream([OTHER])
-    for name in ("two names, one", "two names, two"):
-        store.replace(files / name, digest_of(OTHER))
+    dedup(store, *(files / f"two names, {name}" for name in ("one", "two")))
 
 
 def place(store: Store, files: Path) -> None:
@@ -60,106 +63,131 @@ def is_gone(store: Store) -> bool:
     return not [name for name in names if name.startswith(store.root.name)]
 
 
+def nothing(_: Store) -> None:
+    pass
+
+
+def lose_index(store: Store) -> None:
+    store.rebuild()
+
+
+def lose_blob(store: Store) -> None:
+    store.remove(digest_of(OTHER))
+
+
 class TestRestored:
+    @pytest.mark.parametrize("harm", [nothing, lose_index, lose_blob])
     def test_files_are_as_before_and_placed_links_become_ordinary_files(
-        self, store: Store, files: Path
+        self, store: Store, files: Path, harm: Callable[[Store], None]
     ) -> None:
         before = snapshot(files)
         use(store, files)
         place(store, files)
-        assert snapshot(files) != before
+        harm(store)
         results = store.plan_eject().execute()
         assert [done.note for done in results if not done.is_undone] == []
-        after = snapshot(files)
         for kind in ("hardlink", "copy"):
             path = files / f"new-{kind}.bin"
-            assert after.pop(path.name)[0] == "file"
             assert path.read_bytes() == WEIGHTS
             assert (mode_of(path) & 0o600, link_count(path)) == (0o600, 1)
-        assert after == before
+            path.unlink()
+        if harm is lose_blob:  # each has a copy of its own now
+            (files / "two names, two").unlink()
+            os.link(files / "two names, one", files / "two names, two")
+        assert snapshot(files) == before
         assert is_gone(store)
         with Store(store.root) as again:
             assert list(again.blobs()) == []
 
+    @pytest.mark.parametrize("is_journal_lost", [False, True])
     def test_of_placed_links_one_keeps_the_inode_and_each_is_a_file(
-        self, store: Store, files: Path
+        self, store: Store, files: Path, is_journal_lost: bool
     ) -> None:
-        store.put_stream([WEIGHTS])
+        """Of names without an entry the index tells."""
+        digest = store.put_stream([b"placed"]).digest
         paths = [files / name for name in ("one.bin", "two.bin")]
         for path in paths:
-            store.place(DIGEST, path, kind="hardlink")
+            store.place(digest, path, kind="hardlink")
         inode = inode_of(paths[0])
-        store.plan_eject().execute()
+        if is_journal_lost:
+            store.close()
+            for lost in store.root.glob("journal.*"):
+                lost.unlink()
+        with Store(store.root) as again:
+            plan = again.plan_eject()
+            assert len(plan.links if is_journal_lost else plan.changes) == 2
+            plan.execute()
+        assert is_gone(store)
         assert {mode_of(path) for path in paths} == {0o644}
         assert [inode_of(path) for path in paths].count(inode) == 1
         edit(paths[0])
-        assert paths[1].read_bytes() == WEIGHTS
+        assert paths[1].read_bytes() == b"placed"
 
-    def test_files_are_restored_after_the_index_or_their_blob_was_lost(
+    def test_what_others_did_since_stays_and_does_not_stop_it(
         self, store: Store, files: Path
     ) -> None:
-        before = snapshot(files)
-        use(store, files)
-        store.place(DIGEST, files / "new.bin", kind="hardlink")
-        store.remove(digest_of(OTHER))
-        store.rebuild()
-        store.plan_eject().execute()
-        assert (files / "new.bin").read_bytes() == WEIGHTS
-        (files / "new.bin").unlink()
-        assert snapshot(files) == before
-
-    def test_what_was_undone_before_is_not_touched_again(self, store: Store, files: Path) -> None:
         use(store, files)
         store.plan_undo().execute()
-        os.chmod(files / "a.safetensors", 0o600)
+        (files / "a.safetensors").chmod(0o600)  # undone before, and changed since
+        kept = snapshot(files)
+        names = ("edited", "renamed over", "link now", "linked, renamed over", "gone")
+        paths = [write(files / name, f"{name}".encode(), mode=0o664) for name in names]
+        adopt(store, *paths[:3])
+        for path in paths[1], paths[3]:
+            store.put_stream([path.read_bytes()])
+            dedup(store, path)
+            os.replace(write(files / "x", b"theirs", mode=0o400), path)
+        edit(paths[0])
+        paths[2].unlink()
+        paths[4].unlink()
+        other = store.put_stream([OTHER]).digest
+        placed = [paths[2], files / "one.bin", files / "two.bin", files / "copy.bin"]
+        for path in placed:
+            store.place(other, path, kind="copy" if path.name == "copy.bin" else "hardlink")
+        for path in placed[2:]:
+            edit(path)
+        store.plan_eject().execute()
+        assert is_gone(store)
+        assert (paths[0].read_bytes(), mode_of(paths[0])) == (b"EDITED", 0o664)
+        for path in paths[1], paths[3]:
+            assert (path.read_bytes(), mode_of(path)) == (b"theirs", 0o400)
+        assert not paths[4].exists()
+        for path in placed:
+            assert path.read_bytes() == b"EDITED" + OTHER[6:]
+            assert mode_of(path) & 0o200
+        assert len({inode_of(path) for path in placed}) == 4
+        now = snapshot(files)
+        assert {name: now[name] for name in kept} == kept
+
+    def test_while_a_file_is_elsewhere_the_store_stays(self, store: Store, files: Path) -> None:
         before = snapshot(files)
+        use(store, files)
+        files.rename(files.with_name("elsewhere"))
+        outcomes = {done.outcome for done in store.plan_eject().execute()}
+        assert outcomes == {"renamed"}
+        assert read(store) == WEIGHTS
+        files.with_name("elsewhere").rename(files)
         store.plan_eject().execute()
         assert snapshot(files) == before
-
-    def test_a_link_where_another_file_had_been_adopted_becomes_a_file(
-        self, store: Store, files: Path
-    ) -> None:
-        other = store.put_stream([OTHER]).digest
-        path = write(files / "new")
-        store.adopt(path)
-        path.unlink()
-        store.place(other, path, kind="hardlink")
-        store.plan_eject().execute()
-        assert path.read_bytes() == OTHER
-        assert mode_of(path) & 0o200
-
-    def test_files_that_somebody_edited_keep_their_bytes_and_do_not_stop_it(
-        self, store: Store, files: Path
-    ) -> None:
-        store.adopt(files / "a.safetensors")
-        edit(files / "a.safetensors")
-        other = store.put_stream([OTHER]).digest
-        for name in ("one.bin", "two.bin"):
-            store.place(other, files / name, kind="hardlink")
-        edit(files / "one.bin")
-        store.plan_eject().execute()
         assert is_gone(store)
-        for name, data in (("a.safetensors", WEIGHTS), ("one.bin", OTHER), ("two.bin", OTHER)):
-            assert (files / name).read_bytes() == b"EDITED" + data[6:]
-            assert mode_of(files / name) & 0o200
-        assert mode_of(files / "a.safetensors") == 0o664
 
-    def test_links_that_are_gone_or_others_now_are_left_alone(
-        self, store: Store, files: Path
+    def test_a_pool_on_another_filesystem_goes_too(
+        self, store: Store, files: Path, elsewhere: Path
     ) -> None:
+        far = [write(elsewhere / name, age=500) for name in ("a.bin", "b.bin")]
+        before = snapshot(files), snapshot(elsewhere)
+        store.add_pool(elsewhere / "pool")
         use(store, files)
-        place(store, files)
-        (files / "new-hardlink.bin").unlink()
-        for name in ("new-copy.bin", "b.safetensors"):
-            os.replace(write(files / "x", b"theirs", mode=0o400), files / name)
-        store.plan_eject().execute()
+        assert [each.outcome for each in dedup(store, *far)] == ["became", "linked"]
+        plan = store.plan_eject()
+        assert plan.pools == (elsewhere / "pool",)
+        plan.execute()
+        assert (snapshot(files), snapshot(elsewhere)) == before
         assert is_gone(store)
-        assert not (files / "new-hardlink.bin").exists()
-        for name in ("new-copy.bin", "b.safetensors"):
-            assert (files / name).read_bytes() == b"theirs"
-            assert mode_of(files / name) == 0o400
 
     def test_an_empty_store_just_goes_with_what_a_killed_eject_left(self, store: Store) -> None:
+        store.put_stream([])
+        store.plan_prune().execute()
         write(store.root.with_name(f"{store.root.name}.ejected-12345678") / "blobs" / "x")
         plan = store.plan_eject()
         assert (plan.changes, plan.links, plan.needed_size) == ((), (), 0)
@@ -181,6 +209,7 @@ class TestRestored:
         shared.symlink_to(private)
         plan.execute()
         assert snapshot(private) == before
+        assert {path.read_bytes() for path in (folder / "away").iterdir()} == {WEIGHTS}
 
 
 class TestPlan:
@@ -193,56 +222,49 @@ class TestPlan:
         before = (snapshot(files), store.history())
         plan = store.plan_eject()
         assert (snapshot(files), store.history()) == before
-        assert (plan.root, len(plan.changes), len(plan.links)) == (store.root, 4, 1)
+        assert (plan.root, len(plan.changes), len(plan.links)) == (store.root, 6, 0)
         assert plan.freed_size == alone.allocated
 
-    def test_without_space_nothing_is_begun(
+    def test_without_space_nothing_is_begun_and_progress_is_told_every_byte(
         self, store: Store, files: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         use(store, files)
-        before = snapshot(files)
-        monkeypatch.setattr(store_room, "free_bytes", lambda _: len(WEIGHTS) - 1)
-        plan = store.plan_eject()
-        assert plan.needed_size > len(WEIGHTS)
-        with pytest.raises(NoSpaceError):
-            plan.execute()
+        before, plan, watch = snapshot(files), store.plan_eject(), Watch()
+        with monkeypatch.context() as patch:
+            patch.setattr(filesystems, "free_bytes", lambda _: len(WEIGHTS) - 1)
+            with pytest.raises(NoSpaceError):
+                plan.execute()
         assert snapshot(files) == before
-        assert read(store) == WEIGHTS
-
-    def test_progress_is_told_every_byte_that_is_copied(self, store: Store, files: Path) -> None:
-        use(store, files)
-        watch = Watch()
-        plan = store.plan_eject()
         plan.execute(watch)
-        assert watch.done == watch.total == plan.needed_size > 0
+        assert watch.done == watch.total == plan.needed_size > len(WEIGHTS)
         assert "b.safetensors" in watch.names
 
 
-class TestPinned:
-    def test_the_last_copy_of_what_somebody_wants_to_keep_does_not_go(
-        self, store: Store, files: Path
-    ) -> None:
-        """Whether it never had a link or lost it, before the plan or after; unless allowed."""
+class TestKept:
+    """The last copy of what somebody wants to keep does not go, unless that is allowed."""
+
+    def test_a_pinned_blob_that_only_the_store_has(self, store: Store, files: Path) -> None:
+        """Whether it never had a link or lost it, before the plan or after."""
         path = files / "x.safetensors"
         ways: dict[str, Callable[[], object]] = {
             "put": lambda: store.put_stream([WEIGHTS]),
-            "adopted": lambda: store.adopt(write(path)),
+            "adopted": lambda: adopt(store, write(path)),
             "placed": lambda: store.place(DIGEST, path, kind="hardlink"),
         }
+        for name in ("a.safetensors", "b.safetensors"):
+            (files / name).unlink()
         before = snapshot(files)
         for name, keep in ways.items():
             with row(name):
                 keep()
                 path.unlink(missing_ok=True)
-                plan = store.plan_eject()
+                early = store.plan_eject()
                 store.pin(DIGEST)
-                with pytest.raises(BlobInUseError):
-                    plan.execute()
-                plan = store.plan_eject()
+                for plan in (early, store.plan_eject()):
+                    with pytest.raises(BlobInUseError) as caught:
+                        plan.execute()
+                    assert vars(caught.value)["digests"] == (DIGEST,)
                 assert plan.pinned_only == (DIGEST,)
-                with pytest.raises(BlobInUseError) as caught:
-                    plan.execute()
-                assert vars(caught.value)["digests"] == (DIGEST,)
                 assert snapshot(files) == before
                 assert read(store) == WEIGHTS
                 if name == "put":
@@ -256,13 +278,31 @@ class TestPinned:
     def test_a_pinned_blob_with_a_link_outside_is_no_reason(
         self, store: Store, files: Path
     ) -> None:
-        store.adopt(files / "a.safetensors")
+        inode = inode_of(files / "a.safetensors")
+        adopt(store, files / "a.safetensors")
         store.put_stream([OTHER])
         store.place(digest_of(OTHER), files / "new.bin", kind="hardlink")
         for digest in (DIGEST, digest_of(OTHER)):
             store.pin(digest)
-        store.plan_eject().execute()
+        plan = store.plan_eject()
+        assert plan.needed_size == 0
+        plan.execute()
         assert is_gone(store)
         assert (files / "a.safetensors").read_bytes() == WEIGHTS
-        assert mode_of(files / "a.safetensors") == 0o664
+        assert (inode_of(files / "a.safetensors"), mode_of(files / "a.safetensors")) == (
+            inode, 0o664
+        )  # fmt: skip
         assert (files / "new.bin").read_bytes() == OTHER
+
+    def test_artifact_sets(self, store: Store, files: Path) -> None:
+        use(store, files)
+        before = snapshot(files)
+        kept = write(store.root / "sets" / "latents" / "0123" / "x.pack", b"computed").parent
+        plan = store.plan_eject()
+        assert (plan.sets, plan.sets_size > 0) == ((kept,), True)
+        with pytest.raises(BlobInUseError):
+            plan.execute()
+        assert snapshot(files) == before
+        assert (kept / "x.pack").read_bytes() == b"computed"
+        store.plan_eject(drop_sets=True).execute()
+        assert is_gone(store)

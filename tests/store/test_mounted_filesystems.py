@@ -8,40 +8,38 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from smartcache.errors import NoSpaceError, StoreUnwritableError
+from smartcache.errors import FileSkippedError
 from smartcache.system import filesystems, kernel
-from smartcache.system.filesystems import filesystem_id, mount_of, probe
-from smartcache.system.filesystems import free_bytes as filesystems_free_bytes
-from tests.store.files import row, write
-from tests.store.small_disks import CannotMountError, in_own_namespace
+from smartcache.system.filesystems import (
+    Abilities,
+    Mounts,
+    can_reflink,
+    filesystem_id,
+    free_bytes,
+    mount_of,
+    probe,
+)
+from tests.store.files import write
+from tests.store.small_disks import CannotMountError, in_own_namespace, make_image, run
 
 if sys.platform != "linux":
     pytest.skip("mount namespaces", allow_module_level=True)
 
-ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
-
-
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    words = [str(each) for each in command]
-    return subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-
 
 def mount(*arguments: str | Path) -> None:
-    if (done := run("mount", *arguments)).returncode:
-        raise CannotMountError(done.stderr.strip())
+    if problem := run("mount", *arguments):
+        raise CannotMountError(problem)
 
 
 def umount(point: Path) -> None:
-    assert run("umount", point).returncode == 0
+    assert run("umount", point) == ""
 
 
 def mounting(work: Callable[[], None]) -> None:
@@ -74,18 +72,6 @@ def volume_id() -> str:
     return str(uuid.uuid4())
 
 
-def make_image(path: Path, megabytes: int, *mkfs: str) -> Path:
-    """An image made by a mkfs command, in a sparse file."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount an image")
-    if shutil.which(mkfs[0], path=ENVIRONMENT["PATH"]) is None:
-        pytest.skip(f"no {mkfs[0]}")
-    with open(path, "wb") as file:
-        file.truncate(megabytes * 1_000_000)
-    assert run(*mkfs, path).returncode == 0
-    return path
-
-
 def clone(source: Path, target: Path) -> bool:
     with source.open("rb") as a, target.open("r+b") as b:
         return kernel.clone(a.fileno(), b.fileno())
@@ -111,35 +97,21 @@ def test_reflinks_share_space_and_the_id_is_the_uuid(
         found = filesystem_id(point)
         assert found.startswith(f"uuid:{volume_id}")
         assert mount_of(point).fstype == mkfs[0].removeprefix("mkfs.")
-        able = probe(point)
-        names = ("hard_link", "reflink", "symlink", "lease", "exchange", "flock", "unnamed_tmp")
-        assert [name for name in names if not getattr(able, name)] == []
+        assert probe(point) == Abilities(reflink=True, lease=True)
+        assert can_reflink(point)
         assert set(os.listdir(point)) <= {"lost+found"}
         content = os.urandom(8_000_000)
         source, target = write(point / "source", content), write(point / "target", b"else")
         os.sync()
-        free = filesystems_free_bytes(point)
+        free = free_bytes(point)
         assert clone(source, target)
         os.sync()
         assert target.read_bytes() == content
-        assert free - filesystems_free_bytes(point) < 1_000_000
-        with target.open("r+b") as file:
-            file.write(b"changed")
-        assert source.read_bytes() == content
+        assert free - free_bytes(point) < 1_000_000
         umount(point)
         # Another device number, if the loop device is not free again yet.
         mount("-o", "loop,ro", image, point)
         assert fresh_id(point / "source") == found
-
-    mounting(work)
-
-
-def test_a_filesystem_made_without_reflinks_says_no(tmp_path: Path) -> None:
-    image = make_image(tmp_path / "image", 320, "mkfs.xfs", "-q", "-m", "reflink=0")
-
-    def work() -> None:
-        mount("-o", "loop", image, directory(tmp_path / "point"))
-        assert not probe(tmp_path / "point").reflink
 
     mounting(work)
 
@@ -154,7 +126,7 @@ def test_btrfs_subvolumes_have_ids_of_their_own_and_share_by_reflink(
         point = directory(tmp_path / "point")
         mount("-o", "loop", image, point)
         for name in ("one", "two"):
-            assert run("btrfs", "subvolume", "create", point / name).returncode == 0
+            assert run("btrfs", "subvolume", "create", point / name) == ""
         ids = [fresh_id(point), fresh_id(point / "one"), fresh_id(point / "two")]
         assert len(set(ids)) == 3
         assert all(each.startswith(f"uuid:{volume_id}:") for each in ids)
@@ -164,6 +136,12 @@ def test_btrfs_subvolumes_have_ids_of_their_own_and_share_by_reflink(
         # The same subvolume mounted by itself is the same place.
         mount("-o", "subvol=two", mount_of(point).source, directory(tmp_path / "alone"))
         assert fresh_id(tmp_path / "alone") == ids[2]
+        filesystem, below = Mounts().place(two.parent)
+        assert filesystem == ids[2]
+        umount(tmp_path / "alone")
+        assert Mounts().path(filesystem, below) == str(two.parent)
+        filesystem, below = Mounts().place(one.parent)
+        assert (filesystem, Mounts().path(filesystem, below)) == (ids[1], str(one.parent))
 
     mounting(work)
 
@@ -179,7 +157,7 @@ def test_a_uuid_of_zeros_lasts_until_the_next_boot_and_one_set_while_mounted_is_
         point = directory(tmp_path / "point")
         mount("-o", "loop", image, point)
         assert filesystem_id(point) == f"dev:{point.stat().st_dev:x}:{kernel.boot_id()}"
-        assert run("tune2fs", "-U", volume_id, mount_of(point).source).returncode == 0
+        assert run("tune2fs", "-U", volume_id, mount_of(point).source) == ""
         assert fresh_id(point) == f"uuid:{volume_id}"
 
     mounting(work)
@@ -192,29 +170,7 @@ def test_fat_has_no_lasting_id_because_it_has_no_lasting_inode_numbers(tmp_path:
         point = directory(tmp_path / "point")
         mount("-o", "loop", image, point)
         assert filesystem_id(point).startswith("dev:")
-        assert not probe(point).hard_link
-
-    mounting(work)
-
-
-def test_another_filesystem_under_a_known_device_number_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was known for a second is asked again: a drive leaves its number to the next one."""
-
-    def work() -> None:
-        seen: dict[int, list[str]] = {}
-        for now in (100.0, 101.1):
-            clock = SimpleNamespace(monotonic=lambda now=now: now)
-            monkeypatch.setattr(filesystems, "time", clock)
-            mount("-t", "tmpfs", "tmpfs", directory(tmp_path / "point"))
-            found = filesystem_id(tmp_path / "point")
-            seen.setdefault((tmp_path / "point").stat().st_dev, []).append(found)
-            umount(tmp_path / "point")
-        if len(seen) == 2:
-            raise CannotMountError("the device number was not used again")
-        ((first, second),) = seen.values()
-        assert first != second
+        assert Mounts().place(point) == ("", os.fsencode(point))
 
     mounting(work)
 
@@ -241,8 +197,40 @@ def test_a_bind_mount_is_the_same_filesystem_but_another_mount(tmp_path: Path) -
         assert mount_of(bound / "file").point == bound
         with pytest.raises(OSError, match="Invalid cross-device link"):
             os.link(source / "file", bound / "link")
+        assert Mounts().place(source) == Mounts().place(bound)
+        inner = Mounts().place(directory(source / "inner"))
+        assert Mounts().place(bound / "inner") == inner
+        assert Mounts().path(*inner) == str(source / "inner")
         mount("-o", "remount,ro,bind", bound)
         assert (mount_of(source).is_read_only, mount_of(bound).is_read_only) == (False, True)
+
+    mounting(work)
+
+
+def test_a_drive_mounted_elsewhere_is_the_same_drive_unless_there_are_two(
+    tmp_path: Path, volume_id: str
+) -> None:
+    image = make_image(tmp_path / "image", 40, "mkfs.ext4", "-q", "-F", "-U", volume_id)
+    shutil.copyfile(image, tmp_path / "twin")
+
+    def work() -> None:
+        here, there = directory(tmp_path / "here"), directory(tmp_path / "there")
+        mount("-o", "loop", image, here)
+        filesystem, below = Mounts().place(directory(here / "models" / "a"))
+        assert (filesystem, below) == (f"uuid:{volume_id}", b"models/a")
+        assert Mounts().path(filesystem, below) == str(here / "models" / "a")
+        umount(here)
+        filesystems._known.clear()  # noqa: SLF001
+        with pytest.raises(FileSkippedError, match="not mounted"):
+            Mounts().path(filesystem, below)
+        mount("-o", "loop", image, there)
+        assert Mounts().path(filesystem, below + b"/x") == str(there / "models" / "a" / "x")
+        mount("--bind", there / "models", here)
+        assert Mounts().path(filesystem, below) == str(there / "models" / "a")
+        assert Mounts().place(here / "a") == (filesystem, below)
+        mount("-o", "loop", tmp_path / "twin", directory(tmp_path / "second"))
+        with pytest.raises(FileSkippedError, match="two devices"):
+            Mounts().path(filesystem, below)
 
     mounting(work)
 
@@ -286,22 +274,5 @@ def test_layers_of_an_overlay_on_several_filesystems_have_different_ids(tmp_path
         ids = {fresh_id(path) for path in paths}
         assert len(ids) == 2
         assert not any(each.startswith("dev:") for each in ids)
-
-    mounting(work)
-
-
-def test_a_full_disk_is_called_full_and_a_read_only_one_unwritable(tmp_path: Path) -> None:
-    def work() -> None:
-        rows = (("size=16k", NoSpaceError, "No space left on device"),
-                ("ro", StoreUnwritableError, "Read-only file system"))  # fmt: skip
-        for option, error, reason in rows:
-            point = directory(tmp_path / option)
-            mount("-t", "tmpfs", "-o", option, "tmpfs", point)
-            assert mount_of(point).is_read_only == (option == "ro")
-            with row(option), pytest.raises(error) as caught:
-                probe(point)
-            assert caught.value.message.startswith("cannot write in ")
-            assert caught.value.message.endswith(reason)
-            assert os.listdir(point) == []
 
     mounting(work)

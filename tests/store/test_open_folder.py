@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from smartcache.errors import FileSkippedError
-from smartcache.store.changes.spot import Spot
-from smartcache.system import kernel as store_kernel
+from smartcache.store.userfile import Spot
+from smartcache.system import kernel
 
 
 @pytest.fixture(params=["one call", "folder by folder"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on every system: with openat2, and where the kernel or a container has none of it."""
     if request.param == "folder by folder":
-        monkeypatch.setattr(store_kernel, "_openat2", lambda: lambda path, flags: -errno.ENOSYS)
+        monkeypatch.setattr(kernel, "_c_function", lambda *_: lambda *_: -errno.ENOSYS)
 
 
 @pytest.mark.usefixtures("_way")

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import stat
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from blake3 import blake3
 
 if sys.platform == "win32" or os.geteuid() != 0:
     pytest.skip("only root can become other users", allow_module_level=True)
 
-from smartcache.errors import SmartcacheError, UnsafeFileError, UnsafeStoreError
+from smartcache import errors
+from smartcache.store.layout import pool_root
 from smartcache.store.store import Store
-from smartcache.store.volume import volume_root
+from smartcache.system.filesystems import Mounts
 from tests.processes.children import Child, folder_of
+from tests.store.files import WEIGHTS, adopt, blob_path, dedup, digest_of, mode_of, row, undo, write
 
 T = TypeVar("T")
 
 ANN, BOB, TEAM = 64001, 64002, 64000
-DATA = random.Random(1).randbytes(100_000)
-DIGEST = blake3(DATA).hexdigest()
+DATA, DIGEST = WEIGHTS, digest_of(WEIGHTS)
 
 
 def as_user(user: int, work: Callable[[], T]) -> T:
@@ -48,13 +47,14 @@ def folder() -> Iterator[Path]:
         yield made
 
 
-def make(root: Path) -> str:
+def make(root: Path) -> None:
     with Store(root) as store:
-        return store.put_stream([DATA]).digest
+        store.put_stream([DATA])
+        store.pin(DIGEST)
 
 
 def refused(root: Path) -> tuple[str, str]:
-    with pytest.raises(UnsafeStoreError) as raised, Store(root):
+    with pytest.raises(errors.UnsafeStoreError) as raised, Store(root):
         pass
     return raised.value.message, raised.value.hint
 
@@ -68,36 +68,29 @@ def test_a_store_of_somebody_else_is_refused(folder: Path, user: int) -> None:
     assert "remote" in hint
 
 
-def test_nobody_else_can_look_into_a_store(folder: Path) -> None:
-    """Whatever the umask was, and with a common group."""
-    root = folder / "ann" / "store"
+def test_no_umask_closes_a_store_to_its_user(folder: Path) -> None:
+    paths = [folder / "ann" / name for name in "ab"]
 
-    def make_openly() -> str:
-        os.umask(0o002)
-        return make(root)
+    def work() -> None:
+        for path in paths:
+            path.write_bytes(DATA)
+        os.umask(0o777)
+        with Store(folder / "ann" / "store") as store:
+            assert {each.outcome for each in dedup(store, *paths)} == {"became", "linked"}
+            store.pin(DIGEST)
+            assert undo(store) == []
 
-    def look() -> list[str]:
-        found = []
-        for path in (root / "journal.jsonl", root / "blobs" / DIGEST[:2] / DIGEST):
-            try:
-                path.stat()
-            except PermissionError:
-                found.append(path.name)
-        return found
-
-    as_user(ANN, make_openly)
-    assert as_user(BOB, look) == ["journal.jsonl", DIGEST]
+    as_user(ANN, work)
 
 
-PARTS = ["", "blobs", "tmp", "journal.jsonl", "index.sqlite3", "lock", "format", "sets", "leases",
-         "bad", f"blobs/{DIGEST[:2]}"]  # fmt: skip
+PARTS = ["", "blobs", "tmp", "pins", "journal.sqlite3", "journal.copy", "index.sqlite3", "lock",
+         "format", "sets", "leases", "bad", f"blobs/{DIGEST[:2]}"]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["belongs to another user", "others may write", "is a symlink"])
 def test_a_store_with_a_part_that_is_not_ours_alone_is_refused(folder: Path, how: str) -> None:
     root, aside = folder / "of-root", folder / "aside"
-    with Store(root) as store:
-        store.pin(store.put_stream([DATA]).digest)
+    make(root)
     for part in PARTS:
         path = root / part
         path.touch()
@@ -109,75 +102,58 @@ def test_a_store_with_a_part_that_is_not_ours_alone_is_refused(folder: Path, how
         else:
             path.rename(aside)
             path.symlink_to(aside)
-        message, hint = refused(root)
-        assert str(path) in message, part
-        assert hint, part
+        with row(part):
+            message, hint = refused(root)
+            assert str(path) in message
+            assert hint
         if aside.exists():
             path.unlink()
             aside.rename(path)
         os.chown(path, 0, -1)
         path.chmod(mode)
-    Store(root).close()
+    with Store(root) as store:
+        assert store.has(DIGEST)
 
 
-def test_a_planted_folder_on_a_common_mount_is_not_taken_for_our_volume(folder: Path) -> None:
-    """Bob makes what would be root's volume on a mount where everybody may write."""
-    planted = volume_root(folder / "mount")
+def test_a_folder_planted_on_a_mount_is_not_our_pool(folder: Path, memory_path: Path) -> None:
+    """Bob makes what would be root's pool on a mount where everybody may write."""
+    planted = pool_root(folder / "mount")
     assert planted.name == ".smartcache-0"
-    victim = folder / "victim"
-    victim.write_bytes(DATA)
-
-    def plant() -> None:
-        make(planted)
-        line = {"batch": "b", "n": 0, "op": "own", "path": str(victim), "digest": DIGEST,
-                "size": 1, "temporary": str(victim)}  # fmt: skip
-        with open(planted / "journal.jsonl", "a", encoding="ascii") as file:
-            file.write(json.dumps({"batch": "b", "label": "x", "at": "x"}) + "\n")
-            file.write(json.dumps(line) + "\n")
-        (planted / "tmp" / "batch-b").touch()
-
-    as_user(BOB, plant)
-    with pytest.raises(UnsafeStoreError):
+    as_user(BOB, lambda: make(planted))
+    with Store(memory_path / "of-root") as store:
+        with pytest.raises(errors.UnsafeStoreError):
+            store.add_pool(planted)
+        assert store.pools() == [store.layout]
+    with pytest.raises(errors.UnsafeStoreError):
         Store(planted)
-    assert victim.read_bytes() == DATA
 
 
 def test_a_blob_that_belongs_to_another_user_is_never_handed_out(folder: Path) -> None:
     """Whoever owns an inode can change its bytes, and set every time back but one."""
-    root = folder / "of-root"
-    with Store(root) as store:
-        store.put_stream([DATA])
-        blob = Path(store.path_of(DIGEST))
-        os.chown(blob, BOB, -1)
-        for attempt in (
-            lambda: store.open(DIGEST),
-            lambda: store.place(DIGEST, folder / "a.safetensors", kind="copy"),
-            lambda: store.place(DIGEST, folder / "a.safetensors", kind="hardlink"),
-        ):
-            with pytest.raises((UnsafeFileError, SmartcacheError)):
-                attempt()
+    with Store(folder / "of-root") as store:
+        uses: dict[str, Callable[[], object]] = {
+            "open": lambda: store.open(DIGEST),
+            "copy": lambda: store.place(DIGEST, folder / "a.safetensors", kind="copy"),
+            "link": lambda: store.place(DIGEST, folder / "a.safetensors", kind="hardlink"),
+            "verify": lambda: store.verify().damaged == [DIGEST] and store.get(DIGEST),
+        }
+        for number, (name, use) in enumerate(uses.items()):
+            store.put_stream([DATA])
+            os.chown(blob_path(store, DIGEST), BOB, -1)
+            with row(name), pytest.raises(errors.StoreError):
+                use()
+            assert not store.has(DIGEST)
+            bad = [path.name[:64] for path in store.layout.bad.iterdir()]
+            assert bad == [DIGEST] * (number + 1)
         assert not (folder / "a.safetensors").exists()
-        assert store.verify().missing == [DIGEST]
-        assert [path.name[:64] for path in store.volume.layout.bad.iterdir()] == [DIGEST]
 
 
-def planted_journal(root: Path, *lines: dict[str, object]) -> None:
-    """Write lines as they would be after an attack that nothing has stopped: the last defence."""
-    Store(root).close()
-    with open(root / "journal.jsonl", "a", encoding="ascii") as file:
-        file.write(json.dumps({"batch": "abad1dea", "label": "x", "at": "2026-01-01"}) + "\n")
-        file.writelines(
-            json.dumps({"batch": "abad1dea", "n": number, "size": 1, **line}) + "\n"
-            for number, line in enumerate(lines)
-        )
-    (root / "journal.jsonl").chmod(0o600)
-
-
-class TestPlantedLines:
-    """What recovery and undo do with lines that we did not write."""
+class TestPlantedRows:
+    """What recovery and undo do with rows that we did not write: the last defence."""
 
     @pytest.fixture
     def root(self, folder: Path) -> Path:
+        make(folder / "of-root" / "store")
         return folder / "of-root" / "store"
 
     @pytest.fixture
@@ -188,86 +164,68 @@ class TestPlantedLines:
         path.chmod(0o600)
         return path
 
-    def test_a_temporary_name_that_is_not_ours_is_not_removed(
-        self, root: Path, secret: Path
-    ) -> None:
-        own = {"op": "own", "path": str(secret.with_name("x")), "digest": DIGEST}
-        planted_journal(root, {**own, "temporary": str(secret)})
-        (root / "tmp" / "batch-abad1dea").touch(0o600)
-        Store(root).close()
-        assert secret.read_bytes() == DATA
-
-    def test_recovery_does_not_go_through_a_symlink(
-        self, root: Path, secret: Path, folder: Path
-    ) -> None:
-        (folder / "bob" / "link").symlink_to(secret.parent)
-        st = secret.stat()
-        path = str(folder / "bob" / "link" / "secret")
-        line = {"op": "adopt", "path": path, "digest": DIGEST, "mode": 0o666, "inode": st.st_ino,
-                "links": 1}  # fmt: skip
-        planted_journal(root, line)
-        (root / "tmp" / "batch-abad1dea").touch(0o600)
-        Store(root).close()
-        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    def carry_out(self, root: Path, path: Path, **values: object) -> list[str]:
+        """Let the entry of a file be about another one; recover and undo it."""
+        filesystem, below = Mounts().place(path.parent.parent)
+        st = path.stat()
+        below = os.path.join(below, os.fsencode(path.parent.name), os.fsencode(path.name))
+        values = {"filesystem": filesystem, "path": below, "folder": path.parent.stat().st_ino,
+                  "mtime_ns": st.st_mtime_ns, "links": 1, "inode": st.st_ino, "digest": DIGEST,
+                  "size": len(DATA), **values}  # fmt: skip
         with Store(root) as store:
-            store.plan_undo().execute()
-        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+            adopt(store, write(root.with_name("template"), os.urandom(9)))
+        with closing(sqlite3.connect(root / "journal.sqlite3")) as journal, journal:
+            names = ", ".join(f"{name} = ?" for name in values)
+            words = f"UPDATE changes SET {names} WHERE id = (SELECT MAX(id) FROM changes)"  # noqa: S608 - our own names
+            journal.execute(words, tuple(values.values()))
+        outcomes = []
+        with Store(root) as store:
+            store.recover()
+            with suppress(errors.NothingToUndoError):
+                outcomes = [done.outcome for done in store.plan_undo().execute()]
+            store.forget_unfinished()
+            store.end_batch()
+        return outcomes  # type: ignore[return-value]
+
+    @pytest.mark.parametrize("state", ["begun", "undoing", "done"])
+    @pytest.mark.parametrize("how", ["become", "exchange", "create", "give"])
+    def test_a_file_that_the_store_has_no_link_of_is_not_touched(
+        self, root: Path, secret: Path, folder: Path, how: str, state: str
+    ) -> None:
+        """Neither its bytes nor, through a symlink of another user's, its mode."""
+        link = folder / "bob" / "link"
+        link.symlink_to(secret.parent)
+        inode = secret.stat().st_ino
+        rows = [
+            (secret, b"no name of ours", 1), (link / "secret", b"secret", 1),
+            (link / "secret", b"no name of ours", inode),
+        ]  # fmt: skip
+        for path, temporary, number in rows:
+            with row(path, temporary):
+                outcomes = self.carry_out(
+                    root, path, how=how, state=state, temporary=temporary, mode=0o666, inode=number
+                )
+                assert "undone" not in outcomes
+                assert (secret.read_bytes(), secret.stat().st_ino) == (DATA, inode)
+                assert mode_of(secret) == 0o600
 
     def test_undo_gives_no_special_mode_and_no_other_owner(self, root: Path, folder: Path) -> None:
         path = folder / "bob" / "shell"
-        with Store(root) as store:
-            store.put_stream([DATA])
-            os.link(store.path_of(DIGEST), path)
+        os.link(root / "blobs" / DIGEST[:2] / DIGEST, path)
         inode = path.stat().st_ino
-        line = {"op": "replace", "path": str(path), "digest": DIGEST, "mode": 0o4755, "uid": BOB,
-                "gid": 0, "inode": inode + 1, "links": 1, "mtime_ns": 10**18}  # fmt: skip
-        planted_journal(root, line)
-        with Store(root) as store:
-            store.plan_undo().execute()
+        done = self.carry_out(root, path, how="exchange", mode=0o4755, gid=0, inode=inode + 1)
+        assert done == ["undone"]
         assert path.stat().st_ino != inode, "it has its own bytes again"
-        assert stat.S_IMODE(path.stat().st_mode) == 0o755
-        assert path.stat().st_uid == 0
+        assert (mode_of(path), path.stat().st_uid) == (0o755, 0)
 
-    def test_a_file_with_more_names_than_it_had_keeps_its_mode(
+    def test_a_file_with_more_names_keeps_its_mode(
         self, root: Path, secret: Path, folder: Path
     ) -> None:
         """Where hard links are not protected, one of them may be planted."""
         path = folder / "bob" / "a.safetensors"
         os.link(secret, path)
-        line = {"op": "adopt", "path": str(path), "digest": DIGEST, "mode": 0o666,
-                "inode": secret.stat().st_ino, "links": 1}  # fmt: skip
-        planted_journal(root, line)
-        with Store(root) as store:
-            (result,) = store.plan_undo().execute()
-        assert result.outcome == "left"
-        (root / "tmp" / "batch-abad1dea").touch(0o600)
-        Store(root).close()
-        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-
-
-def test_a_symlink_put_above_a_file_is_not_followed_by_undo(folder: Path) -> None:
-    """Bob owns the folder above: he moves it away and lets its name lead elsewhere."""
-    models = folder / "bob" / "models"
-    models.mkdir()
-    path = models / "a.safetensors"
-    path.write_bytes(DATA)
-    other = folder / "elsewhere"
-    other.mkdir()
-    with Store(folder / "of-root") as store:
-        store.adopt(path)
-        os.rename(models, folder / "bob" / "moved")
-        os.link(folder / "bob" / "moved" / "a.safetensors", other / "a.safetensors")
-        models.symlink_to(other)
-        (result,) = store.plan_undo().execute()
-        assert not result.is_undone
-        assert "symlink" in result.note
-        assert stat.S_IMODE((other / "a.safetensors").stat().st_mode) == 0o444
-        models.unlink()
-        (other / "a.safetensors").unlink()
-        os.rename(folder / "bob" / "moved", models)
-        (result,) = store.plan_undo().execute()
-        assert result.outcome == "undone"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        assert self.carry_out(root, path, how="become", state="done", mode=0o666) == ["left"]
+        assert mode_of(secret) == 0o600
 
 
 def test_a_path_that_led_through_a_symlink_is_undone_where_the_file_is(folder: Path) -> None:
@@ -277,13 +235,12 @@ def test_a_path_that_led_through_a_symlink_is_undone_where_the_file_is(folder: P
     for name in ("a.safetensors", "b.safetensors"):
         (real / name).write_bytes(DATA)
     with Store(folder / "of-root") as store:
-        store.adopt(link / "a.safetensors")
-        store.replace(link / "b.safetensors", DIGEST)
+        dedup(store, link / "a.safetensors", link / "b.safetensors")
         store.place(DIGEST, link / "c.safetensors", kind="hardlink")
         link.unlink()
         link.symlink_to(folder / "ann")
         assert [done.outcome for done in store.plan_undo().execute()] == ["undone"] * 3
     assert sorted(os.listdir(real)) == ["a.safetensors", "b.safetensors"]
     assert os.listdir(folder / "ann") == []
-    assert {stat.S_IMODE(path.stat().st_mode) for path in real.iterdir()} == {0o644}
+    assert {mode_of(path) for path in real.iterdir()} == {0o644}
     assert len({path.stat().st_ino for path in real.iterdir()}) == 2

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from smartcache import errors
 from smartcache.config import load_settings
-from smartcache.errors import (
-    BadDigestError,
-    BlobNotFoundError,
-    CannotLinkError,
-    DestinationExistsError,
-    NoSpaceError,
-    StoreError,
-)
 from smartcache.store import KINDS, Kind
-from smartcache.store.records import Owner, Trust
+from smartcache.store.layout import Pool, pool_root
 from smartcache.store.store import Store
+from smartcache.store.undo import ONLY
 from smartcache.system.filesystems import probe
+from tests.processes.children import NOBODY
 from tests.store.files import (
     OTHER,
     WEIGHTS,
     AtPoint,
     Watch,
+    adopt,
     blob_path,
+    dedup,
     digest_of,
     edit,
     inode_of,
@@ -41,9 +40,11 @@ from tests.store.files import (
     undo,
     write,
 )
+from tests.store.small_disks import PAGE, Disk, in_own_namespace, mount
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX files")
 SHARED, OWN = ("hardlink", "reflink"), ("copy", "reflink")
+DIGEST = digest_of(WEIGHTS)
 
 
 def working_kinds(folder: Path) -> list[Kind]:
@@ -51,262 +52,151 @@ def working_kinds(folder: Path) -> list[Kind]:
     return [kind for kind in KINDS if kind != "reflink" or able.reflink]
 
 
-def linked(store: Store, digest: str) -> list[tuple[object, ...]]:
-    """The links of a blob; a row that was put back may have been made a second later."""
-    return [(each.path, each.kind, each.inode) for each in store.links_of(store.get(digest))]
+class TestKinds:
+    def test_large_weights_are_shared_and_texts_are_not(self, tmp_path: Path, folder: Path) -> None:
+        usual = load_settings(home=tmp_path / "store")
+        small, writable = replace(usual, link_min_size=10), replace(usual, keep_writable=True)
+        weights = (".safetensors", ".GGUF", ".bin", ".pt", ".onnx")
+        texts = (".json", ".txt", ".yaml", ".py", ".md", "", ".jinja")
+        rows = [
+            *((usual, 65_536, suffix, False, SHARED) for suffix in weights),
+            *((usual, 65_536, suffix, False, OWN) for suffix in texts),
+            (usual, 65_535, ".safetensors", False, OWN), (usual, 2, ".json", True, SHARED),
+            (small, 10, ".bin", False, SHARED), (writable, 65_536, ".bin", False, OWN),
+        ]  # fmt: skip
+        for number, (settings, size, suffix, whole, kinds) in enumerate(rows):
+            with row(number, suffix), Store(settings=settings) as store:
+                digest = store.put_stream([bytes(size)]).digest
+                link = store.place(digest, folder / f"{number}{suffix}", whole=whole)
+                assert link.kind in kinds
+                assert link.path.read_bytes() == bytes(size)
+                if kinds is OWN:
+                    assert mode_of(link.path) & 0o200
+                    edit(link.path)
+                assert read(store, digest) == bytes(size)
 
-
-class TestLadder:
-    def test_large_weights_share_their_bytes_and_what_programs_edit_does_not(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        for suffix in (".safetensors", ".GGUF", ".bin", ".pt", ".onnx"):
-            link = store.place(digest, folder / f"a{suffix}")
-            assert link.kind in SHARED, suffix
-            assert link.path.read_bytes() == WEIGHTS
-        for suffix in (".json", ".txt", ".yaml", ".py", ".md", "", ".jinja"):
-            link = store.place(digest, folder / f"a{suffix}")
-            assert link.kind in OWN, suffix
-            edit(link.path)
-        assert read(store) == WEIGHTS
-
-    def test_small_weights_are_copied_unless_they_are_said_to_be_whole(
-        self, store: Store, folder: Path
-    ) -> None:
-        for size, kinds in ((65_535, OWN), (65_536, SHARED)):
-            small = store.put_stream([bytes(size)]).digest
-            assert store.place(small, folder / f"{size}.safetensors").kind in kinds
-        tiny = store.put_stream([b"{}"]).digest
-        assert store.place(tiny, folder / "abc.json", whole=True).kind in SHARED
-
-    def test_settings_choose_the_size_and_files_that_stay_writable(
-        self, tmp_path: Path, folder: Path
-    ) -> None:
-        settings = load_settings(home=tmp_path / "other", link_min_size=10)
-        with Store(settings=settings) as store:
-            small = store.put_stream([b"0123456789"]).digest
-            assert store.place(small, folder / "a.bin").kind in SHARED
-        with Store(settings=replace(settings, keep_writable=True)) as store:
-            store.put_stream([WEIGHTS])
-            link = store.place(digest_of(WEIGHTS), folder / "a.safetensors")
-            assert link.kind in OWN
-            assert mode_of(link.path) & 0o200
-            edit(link.path)
-            assert read(store) == WEIGHTS
-
-    def test_another_filesystem_gets_a_copy_and_no_other_kind(
-        self, store: Store, elsewhere: Path, digest: str
-    ) -> None:
-        for kind in ("hardlink", "reflink"):
-            with row(kind), pytest.raises(CannotLinkError):
-                store.place(digest, elsewhere / "a.safetensors", kind=kind)
-        assert list(elsewhere.iterdir()) == []
-        assert (linked(store, digest), store.history()) == ([], [])
-        assert store.place(digest, elsewhere / "a.safetensors").kind == "copy"
-        assert (elsewhere / "a.safetensors").read_bytes() == WEIGHTS
-
-    def test_a_filesystem_that_refuses_hard_links_gets_the_next_kind(
+    def test_where_hard_links_are_refused_the_next_kind_is_taken(
         self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """EPERM is what protected_hardlinks says of another user's file."""
-        real = os.link
-        refusal = 0
+        real, refusal, tried = os.link, 0, list[int]()
 
-        def refuse(source: str | Path, target: str | Path, **more: bool) -> None:
-            if str(source) == str(blob_path(store)):
-                raise OSError(refusal, os.strerror(refusal))
-            real(source, target, **more)
+        def refuse(source: str, target: str, **more: int) -> None:
+            if source == str(blob_path(store)):
+                tried.append(refusal)
+                raising(refusal)()
+            real(source, target, **more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(os, "link", refuse)
-        for refusal in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS):
+        codes = (errno.EMLINK, errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
+        for refusal in codes:
             path = folder / f"{errno.errorcode[refusal]}.safetensors"
             with row(path.name):
-                with pytest.raises(CannotLinkError):
+                with pytest.raises(errors.CannotLinkError):
                     store.place(digest, path, kind="hardlink")
                 assert not path.exists()
                 assert store.place(digest, path).kind in OWN
                 assert path.read_bytes() == WEIGHTS
-        assert len(os.listdir(folder)) == 5
-
-    def test_a_blob_with_as_many_links_as_there_can_be_is_placed_all_the_same(
-        self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store.place(digest, folder / "a.safetensors", kind="hardlink")
-        full, real = inode_of(blob_path(store)), os.link
-
-        def limited(source: str | Path, target: str | Path, **more: bool) -> None:
-            if inode_of(source) == full:
-                raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
-            real(source, target, **more)
-
-        monkeypatch.setattr(os, "link", limited)
-        store.place(digest, folder / "b.safetensors")
-        assert inode_of(folder / "a.safetensors") == full != inode_of(folder / "b.safetensors")
-        for name in ("a.safetensors", "b.safetensors"):
-            assert (folder / name).read_bytes() == WEIGHTS
-        report = store.verify(full=True)
-        assert (report.has_damage, report.dead_links) == (False, [])
+        assert len(os.listdir(folder)) == len(codes)
+        assert tried == [*(c for c in codes[:4] for _ in (0, 1)), *codes[4:]], "of these all fail"
         assert undo(store) == []
-        assert list(folder.iterdir()) == []
-
-
-class TestKinds:
-    def test_a_hard_link_is_the_blob_itself(self, store: Store, folder: Path, digest: str) -> None:
-        link = store.place(digest, folder / "a.json", kind="hardlink")
-        assert inode_of(link.path) == inode_of(blob_path(store)) == link.inode
-        blob = store.get(digest)
-        assert (blob.links, blob.trust) == (2, Trust.VERIFIED)
-        assert not blob.is_held_only_by_smartcache
+        assert os.listdir(folder) == []
 
     def test_a_copy_is_the_users_own_and_tells_its_progress(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        watch = Watch()
-        mask = os.umask(0o027)
-        try:
-            link = store.place(digest, folder / "a.bin", kind="copy", progress=watch)
-        finally:
-            os.umask(mask)
-        assert watch.done == watch.total == len(WEIGHTS)
-        assert (mode_of(link.path), link_count(link.path)) == (0o640, 1)
-        assert os.stat(link.path).st_mtime_ns == store.get(digest).key.mtime_ns
-        assert store.get(digest).is_held_only_by_smartcache
-
-    def test_a_reflink_has_bytes_of_its_own_or_is_refused(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        path = folder / "a.safetensors"
-        if probe(folder).reflink:
-            assert store.place(digest, path, kind="reflink").kind == "reflink"
-            edit(path)
-            assert read(store) == WEIGHTS
-        else:
-            with pytest.raises(CannotLinkError):
-                store.place(digest, path, kind="reflink")
-            assert list(folder.iterdir()) == []
-
-    def test_every_link_is_recorded_with_its_kind_for_its_owner(
         self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        owner = Owner(kind="folder", name="models", path=folder)
-        kinds = [kind for kind in working_kinds(folder) if kind != "auto"]
+        watch, mask = Watch(), os.umask(0o027)
         monkeypatch.chdir(folder)
+        try:
+            link = store.place(digest, "a.bin", kind="copy", progress=watch)
+        finally:
+            os.umask(mask)
+        st = os.stat(folder / "a.bin")
+        assert watch.done == watch.total == len(WEIGHTS)
+        assert (link.path, link.inode) == (folder / "a.bin", st.st_ino)
+        assert (mode_of(link.path), st.st_nlink) == (0o640, 1)
+        assert st.st_mtime_ns == store.get(digest).mtime_ns
+
+    def test_what_others_know_of_outlives_undo(
+        self, store: Store, folder: Path, digest: str
+    ) -> None:
+        kinds: tuple[Kind, ...] = ("hardlink", "copy")
+        for name, keep in (("mine", False), ("theirs", True)):
+            for kind in kinds:
+                store.place(digest, folder / f"{name}.{kind}", kind=kind, keep=keep)
         for kind in kinds:
-            store.place(digest.upper(), f"{kind}.bin", kind=kind, owner=owner)
-        links = store.links_of(store.get(digest))
-        assert {link.path: link.kind for link in links} == {folder / f"{k}.bin": k for k in kinds}
-        assert [o.name for o, _ in store.holders_of(store.get(digest))] == ["models"]
-
-    def test_names_may_be_long_and_need_not_be_utf_8(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        for name in (b"\xff\xfe.safetensors", "模".encode() * 80 + b".bin"):
-            path = folder / os.fsdecode(name)
-            for kind in working_kinds(folder):
-                for overwrite in (False, True):
-                    with row(kind, overwrite):
-                        if overwrite:
-                            write(path, OTHER)
-                        link = store.place(digest, path, kind=kind, overwrite=overwrite)
-                        assert link.path == path
-                        assert path.read_bytes() == WEIGHTS
-                        assert os.listdir(folder) == [path.name]
-                        path.unlink()
-
-    def test_what_is_no_digest_no_blob_or_a_blob_that_vanished_is_refused(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        blob_path(store).unlink()
-        for kind in KINDS:
-            for text, error in (("zz", BadDigestError), ("0" * 64, BlobNotFoundError),
-                                (digest, BlobNotFoundError)):  # fmt: skip
-                with row(kind, text), pytest.raises(error):
-                    store.place(text, folder / "a", kind=kind)
-        assert list(folder.iterdir()) == []
+            path = write(folder / f"over.{kind}", OTHER)
+            store.place(digest, path, kind=kind, keep=True, overwrite=True)
+        assert undo(store) == []
+        left = [f"{name}.{kind}" for name in ("over", "theirs") for kind in sorted(kinds)]
+        assert sorted(os.listdir(folder)) == left
+        assert {link_count(path) for path in folder.iterdir()} == {1}
+        assert {path.read_bytes() for path in folder.iterdir()} == {WEIGHTS}
 
 
-def put_there(path: Path, what: str) -> None:
+def put_there(store: Store, path: Path, what: str) -> None:
     if what == "file":
-        write(path, OTHER)
-    elif what == "directory":
+        os.link(write(path, OTHER), path.with_name("second"))
+    elif what == "folder":
         path.mkdir()
+    elif "symlink" in what:
+        path.symlink_to("nowhere" if "dangling" in what else write(path.with_name("target"), OTHER))
     else:
-        path.symlink_to(write(path.with_name("target"), OTHER) if what == "symlink" else "nowhere")
+        held = DIGEST if what == "its own link" else store.put_stream([OTHER]).digest
+        store.place(held, path, kind="copy" if what == "copy" else "hardlink")
 
 
 class TestDestination:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_what_is_there_is_not_overwritten_unasked_nor_a_directory_made(
-        self, store: Store, folder: Path, digest: str, kind: Kind
+    def test_what_is_there_is_not_overwritten_unasked_nor_a_folder_made(
+        self, store: Store, folder: Path, digest: str, kind: Kind, at_point: AtPoint
     ) -> None:
         with pytest.raises(FileNotFoundError):
             store.place(digest, folder / "missing" / "a.safetensors", kind=kind)
-        for there in ("file", "directory", "symlink", "dangling"):
-            put_there(folder / there, there)
+        there = ("file", "folder", "symlink", "dangling symlink")
+        for name in there:
+            put_there(store, folder / name, name)
         before = snapshot(folder)
-        for there in ("file", "directory", "symlink", "dangling"):
-            with row(there), pytest.raises(DestinationExistsError):
-                store.place(digest, folder / there, kind=kind)
-        with pytest.raises(DestinationExistsError):
-            store.place(digest, folder / "directory", kind=kind, overwrite=True)
+        for name in there:
+            with row(name), pytest.raises(errors.DestinationExistsError):
+                store.place(digest, folder / name, kind=kind)
+        with pytest.raises(errors.DestinationExistsError):
+            store.place(digest, folder / "folder", kind=kind, overwrite=True)
+        new = folder.with_name("new.safetensors")
+        at_point("journal: begun", lambda: write(new, OTHER))
+        with pytest.raises((errors.DestinationExistsError, errors.CannotLinkError)):
+            store.place(digest, new, kind=kind)
+        if kind != "reflink" or probe(folder).reflink:
+            assert new.read_bytes() == OTHER
         assert snapshot(folder) == before
-        assert (linked(store, digest), store.history()) == ([], [])
+        assert (store.names_of(digest), store.history()) == ([], [])
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_file_that_appears_meanwhile_is_not_overwritten(
-        self, store: Store, folder: Path, digest: str, kind: Kind, at_point: AtPoint
-    ) -> None:
-        path = folder / "a.safetensors"
-        at_point("place: journaled", lambda: write(path, OTHER))
-        with pytest.raises((DestinationExistsError, CannotLinkError)):
-            store.place(digest, path, kind=kind)
-        assert path.read_bytes() == OTHER
-        assert os.listdir(folder) == ["a.safetensors"]
-        assert linked(store, digest) == []
-
-    def test_overwriting_replaces_the_name_and_nothing_else(
+    def test_overwriting_replaces_only_the_name(
         self, store: Store, folder: Path, digest: str
     ) -> None:
-        """A second name of the old file and the file behind a symlink keep their bytes."""
+        """A second name, the file behind a symlink and blobs keep their bytes."""
+        there = ("nothing", "file", "symlink", "dangling symlink", "link", "copy", "its own link")
+        names = (b"a.safetensors", b"\xff\xfe.safetensors", "模".encode() * 80 + b".bin")
         for kind in working_kinds(folder):
-            for there in ("file", "symlink", "dangling"):
-                with row(kind, there):
-                    place = folder / f"{kind} {there}"
-                    path = place / "a.safetensors"
+            for number, what in enumerate(there):
+                with row(kind, what):
+                    place = folder / f"{kind} {what}"
                     place.mkdir()
-                    put_there(path, there)
-                    if there == "file":
-                        os.link(path, place / "second")
-                    store.place(digest, path, kind=kind, overwrite=True)
-                    assert path.read_bytes() == WEIGHTS
-                    others = {each for each in place.iterdir() if each != path}
-                    assert len(others) == (0 if there == "dangling" else 1)
-                    for other in others:
+                    path = place / os.fsdecode(names[number % len(names)])
+                    if what != "nothing":
+                        put_there(store, path, what)
+                    link = store.place(digest, path, kind=kind, overwrite=True)
+                    assert (link.path, path.read_bytes()) == (path, WEIGHTS)
+                    assert (path in store.names_of(digest)) is (link.kind == "hardlink")
+                    assert link.kind == (link.kind if kind == "auto" else kind)
+                    for other in set(place.iterdir()) - {path}:
                         assert (other.read_bytes(), mode_of(other)) == (OTHER, 0o644)
-
-    def test_overwriting_a_link_never_writes_through_it(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
-        other = store.put_stream([OTHER]).digest
-        for kind in working_kinds(folder):
-            for held, there in ((other, "hardlink"), (other, "copy"), (digest, "hardlink")):
-                with row(kind, there):
-                    path = folder / f"{kind} {there} {held[:4]}.safetensors"
-                    store.place(held, path, kind=there)  # type: ignore[arg-type]
-                    store.place(digest, path, kind=kind, overwrite=True)
-                    assert path.read_bytes() == WEIGHTS
-                    if kind == "copy":
-                        assert inode_of(path) != inode_of(blob_path(store))
-                    assert [each[0] for each in linked(store, digest)].count(path) == 1
-        assert read(store, other) == OTHER
-        assert linked(store, other) == []
+        assert store.names_of(digest_of(OTHER)) == []
         assert not store.verify(full=True).has_damage
 
-    def test_a_link_of_the_blob_that_is_there_already_is_enough(
-        self, store: Store, folder: Path, digest: str
-    ) -> None:
+    def test_a_link_there_already_is_enough(self, store: Store, folder: Path, digest: str) -> None:
         adopted = write(folder / "adopted.safetensors")
-        store.replace(adopted, digest)
+        dedup(store, adopted)
         assert store.place(digest, adopted).kind == "hardlink"
         for kind in ("hardlink", "copy"):
             path = folder / f"{kind}.safetensors"
@@ -317,107 +207,144 @@ class TestDestination:
                     assert (found.kind, found.inode) == (first.kind, first.inode), kind
         assert len(store.history()) == 3
 
-    def test_a_rename_that_fails_leaves_everything_as_it_was(
-        self, store: Store, folder: Path, digest: str, request: pytest.FixtureRequest
-    ) -> None:
-        kinds: tuple[Kind, ...] = ("hardlink", "copy")
-        other = store.put_stream([OTHER]).digest
-        write(folder / "file", OTHER)
-        for there in kinds:
-            store.place(other, folder / there, kind=there)
-        before = (snapshot(folder), linked(store, other))
-        failing: pytest.MonkeyPatch = request.getfixturevalue("failing_renames")
-        for kind in kinds:
-            for path in folder.iterdir():
-                with row(kind, path.name), pytest.raises(OSError, match="Input/output error"):
-                    store.place(digest, path, kind=kind, overwrite=True)
-        failing.undo()
-        assert (snapshot(folder), linked(store, other)) == before
-        assert linked(store, digest) == []
+    @pytest.mark.parametrize("is_named", [False, True])
+    def test_what_others_do_while_a_copy_is_made_does_not_disturb_it(
+        self, store: Store, folder: Path, digest: str, at_point: AtPoint, is_named: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """The blob is open: prune may remove it. The copy has an entry when they have ended."""
+        real = os.open
 
-    def test_a_full_disk_leaves_nothing(
-        self, store: Store, folder: Path, digest: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fail, real = raising(errno.ENOSPC), os.write
-        with monkeypatch.context() as patch:
-            large = len(WEIGHTS) // 2
-            patch.setattr(os, "write", lambda fd, d: fail() if len(d) > large else real(fd, d))
-            with pytest.raises(NoSpaceError):
-                store.place(digest, folder / "a.json", kind="copy")
-        assert list(folder.iterdir()) == []
-        assert store.history() == []
+        def without_unnamed(path: str, flags: int, *more: int, **most: int) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raising(errno.EOPNOTSUPP)()
+            return real(path, flags, *more, **most)
 
-    def test_a_blob_that_is_pruned_meanwhile_is_not_found_and_leaves_nothing(
-        self, store: Store, folder: Path, at_point: AtPoint
-    ) -> None:
-        moments: tuple[tuple[Kind, str], ...] = (
-            ("hardlink", "place: journaled"), ("copy", "place: journaled"),
-            ("copy", "place: filled"),
-        )  # fmt: skip
-        for kind, point in moments:
-            digest = store.put_stream([WEIGHTS]).digest
-            at_point(point, lambda: store.plan_prune().execute())
-            with row(kind, point), pytest.raises(BlobNotFoundError):
-                store.place(digest, folder / "a.safetensors", kind=kind)
-            assert list(folder.iterdir()) == []
-            assert store.history() == []
+        if is_named:
+            monkeypatch.setattr(os, "open", without_unnamed)
+
+        def work() -> None:
+            with Store(store.root) as other:
+                assert other.plan_prune().execute().removed == 1
+                adopt(other, write(folder / "b.bin", OTHER))
+
+        at_point("copying", work)
+        store.place(digest, folder / "a.json", kind="copy")
+        assert ((folder / "a.json").read_bytes(), store.has(digest)) == (WEIGHTS, False)
+        ours = {each.label: each.id for each in store.history()}
+        assert set(ours) == {"add --adopt", "link"}
+        (undone,) = store.plan_undo([ours["link"]]).execute()
+        assert (undone.outcome, undone.note) == ("left", ONLY), "these bytes are nowhere else"
+        assert sorted(os.listdir(folder)) == ["a.json", "b.bin"]
+        assert [each.label for each in store.history()] == ["add --adopt"]
 
 
-class TestVolumes:
+class TestPools:
     @pytest.fixture
-    def other(self, store: Store, elsewhere: Path) -> Store:
-        """The part of the store on another filesystem."""
-        return store.add_volume(elsewhere / ".smartcache")
+    def pool(self, store: Store, elsewhere: Path) -> Pool:
+        """The pool of another filesystem."""
+        return store.add_pool(elsewhere / "pool")
 
-    def test_a_blob_of_another_volume_is_found_opened_and_copied(
-        self, store: Store, folder: Path, other: Store
+    def test_without_a_pool_files_elsewhere_are_copied_and_not_linked(
+        self, store: Store, elsewhere: Path, digest: str
     ) -> None:
-        digest = other.put_stream([WEIGHTS]).digest
+        before = snapshot(write(elsewhere / "far.safetensors").parent)
+        kinds: list[tuple[Kind, str]] = [("hardlink", "a"), ("reflink", "a"), ("hardlink", "far")]
+        for kind, name in kinds:
+            path = elsewhere / f"{name}.safetensors"
+            with row(kind, name), pytest.raises(errors.CannotLinkError):
+                store.place(digest, path, kind=kind, overwrite=True)
+            assert store.unfinished() == store.recover() == []
+        with pytest.raises(errors.FileSkippedError) as caught:
+            store.adopt(elsewhere / "far.safetensors")
+        assert "--make-pool" in caught.value.hint
+        assert (snapshot(elsewhere), store.history()) == (before, [])
+        assert store.place(digest, elsewhere / "a.safetensors").kind == "copy"
+        assert (elsewhere / "a.safetensors").read_bytes() == WEIGHTS
+
+    def test_a_pool_has_no_database_and_there_is_one_of_a_filesystem(
+        self, store: Store, folder: Path, elsewhere: Path, pool: Pool
+    ) -> None:
+        for place in (folder, elsewhere):
+            with pytest.raises(errors.StoreError, match="already"):
+                store.add_pool(place / ".smartcache")
+        assert store.add_pool(pool.root).root == pool.root
+        assert [each.root for each in store.pools()] == [store.root, pool.root]
+        assert (os.listdir(elsewhere), os.listdir(folder)) == (["pool"], [])
+        assert sorted(os.listdir(pool.root)) == ["bad", "blobs", "pins", "tmp"]
+        modes = {each: mode_of(each) for each in pool.root.rglob("*")}
+        assert modes.pop(pool.blobs / "CACHEDIR.TAG") == 0o600
+        assert set(modes.values()) == {0o700}
+
+    def test_a_blob_is_taken_from_the_nearest_pool_that_has_it(
+        self, store: Store, folder: Path, elsewhere: Path, pool: Pool
+    ) -> None:
+        digest = store.put_stream([WEIGHTS], pool=pool).digest
         assert read(store) == WEIGHTS
-        assert store.find("blake3", digest) == store.resolve(digest)
+        assert store.find("blake3", digest) == store.resolve(digest[:8]) == store.get(digest)
+        assert store.path_of(digest) == Path(pool.blob(digest))
         assert store.place(digest, folder / "a.safetensors").kind == "copy"
-        assert store.path_of(digest) == blob_path(other)
+        store.put_stream([WEIGHTS])
+        for place, root in ((folder, store.root), (elsewhere, pool.root)):
+            link = store.place(digest, place / "b.safetensors", kind="hardlink")
+            assert link.inode == inode_of(store.path_of(digest, near=place))
+            assert store.path_of(digest, near=place).is_relative_to(root)
 
-    def test_the_volume_of_the_destination_is_preferred(
-        self, store: Store, folder: Path, elsewhere: Path, other: Store
+    def test_a_pool_that_is_away_is_left_out_and_back_with_its_drive(
+        self, store: Store, folder: Path, elsewhere: Path, pool: Pool
     ) -> None:
-        for volume, place in ((store, folder), (other, elsewhere)):
-            digest = volume.put_stream([WEIGHTS]).digest
-            link = store.place(digest, place / "a.safetensors", kind="hardlink")
-            assert inode_of(link.path) == inode_of(blob_path(volume))
-
-    def test_a_file_is_adopted_by_the_volume_of_its_filesystem(
-        self, store: Store, elsewhere: Path, other: Store
-    ) -> None:
-        blob = store.adopt(write(elsewhere / "a.safetensors"))
-        assert inode_of(blob_path(other)) == inode_of(elsewhere / "a.safetensors")
-        assert list(store.blobs()) == []
-        pairs = [(write(elsewhere / "b.safetensors"), blob.digest)]
-        (result,) = store.volume_of(elsewhere).replace_many(pairs)
-        assert result.outcome == "replaced"
-
-    def test_a_reopened_store_knows_its_neighbours_that_are_mounted(
-        self, store: Store, elsewhere: Path, other: Store
-    ) -> None:
-        other.put_stream([WEIGHTS])
+        adopt(store, write(elsewhere / "far.bin"), write(folder / "near.bin", OTHER))
+        before = snapshot(elsewhere)
+        pool.root.rename(elsewhere / "unplugged")
+        for number, each in enumerate((store, Store(store.root))):
+            with row(number), each:
+                assert [found.root for found in each.pools()] == [store.root]
+                assert (each.has(DIGEST), read(each, digest_of(OTHER))) == (False, OTHER)
+                assert (each.usage().blobs, each.plan_prune().victims) == (1, ())
+                assert not each.verify(full=True).has_damage
+                each.put_stream([b"more"])
+                assert each.plan_prune().execute().removed == 1
+        assert not pool.root.exists()
+        (elsewhere / "unplugged").rename(pool.root)
         with Store(store.root) as again:
-            assert again.find("blake3", digest_of(WEIGHTS)) is not None
-            assert [s.root for s in again.stores()] == [store.root, other.root]
-        other.close()
-        other.root.rename(elsewhere / "unplugged")
-        with Store(store.root) as again:
-            assert again.find("blake3", digest_of(WEIGHTS)) is None
-            assert [s.root for s in again.stores()] == [store.root]
-        assert not other.root.exists()
+            assert (read(again), snapshot(elsewhere)) == (WEIGHTS, before)
+            assert undo(again) == []
 
-    def test_a_second_volume_on_the_same_filesystem_is_refused(
-        self, store: Store, folder: Path
+    def test_a_pool_is_at_the_root_of_its_drive(self, store: Store, tmp_path: Path) -> None:
+        def plug() -> None:
+            disk = Disk(tmp_path / "drive", 1000 * PAGE)
+            path = write(disk.point / "models" / "a.safetensors")
+            pool = store.make_pool_for(path)
+            assert pool.root == pool_root(disk.point) == disk.point / f".smartcache-{os.geteuid()}"
+            assert store.make_pool_for(disk.point).root == pool.root
+            assert adopt(store, path)[0].outcome == "became"
+            mount("none", disk.point, "tmpfs", 0, "size=16k")  # an empty one in its place
+            assert (store.pools(), store.has(DIGEST)) == ([store.layout], False)
+            assert os.listdir(disk.point) == []
+
+        in_own_namespace(plug)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+    def test_a_pool_of_somebody_else_is_refused_and_left_out(
+        self, store: Store, elsewhere: Path, pool: Pool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with pytest.raises(StoreError):
-            store.add_volume(folder / ".smartcache")
-        assert list(folder.iterdir()) == []
-
-    def test_settings_reach_the_neighbours(self, tmp_path: Path, elsewhere: Path) -> None:
-        settings = replace(load_settings(home=tmp_path / "s"), keep_writable=True)
-        with Store(settings=settings) as store:
-            assert store.add_volume(elsewhere / "v").settings.keep_writable
+        digest = store.put_stream([WEIGHTS], pool=pool).digest
+        before = snapshot(elsewhere)
+        ways: dict[str, Callable[[], object]] = {
+            "theirs": lambda: os.chown(pool.root, NOBODY, -1),
+            "their blobs": lambda: os.chown(pool.blobs / digest[:2], NOBODY, -1),
+            "open to all": lambda: pool.root.chmod(0o777),
+        }
+        for name, take in ways.items():
+            take()
+            with row(name), Store(store.root) as again, caplog.at_level(logging.WARNING):
+                caplog.clear()
+                assert (again.pools(), again.has(digest)) == ([again.layout], False)
+                assert "left out" in caplog.text
+                with pytest.raises(errors.UnsafeStoreError):
+                    again.add_pool(pool.root)
+            for path in (pool.root, pool.blobs / digest[:2]):
+                os.chown(path, 0, -1)
+                path.chmod(0o700)
+        assert snapshot(elsewhere) == before
+        assert read(store) == WEIGHTS

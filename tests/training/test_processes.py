@@ -323,7 +323,7 @@ class TestClaims:
                 for seed in range(3)
             ]
             assert all(child.result() for child in children)
-        assert set(os.listdir(key_locks.directory)) <= {"claims"}
+        assert set(os.listdir(key_locks.directory)) <= {"keys"}
 
     def test_who_asks_for_what_it_has_claimed_is_told(self, tmp_path: Path) -> None:
         key_locks = KeyLocks(tmp_path / "leases")

@@ -60,7 +60,7 @@ from smartcache.errors import DamagedArtifactError, LayoutError, SetFormatError,
 from smartcache.progress import Progress, silent
 from smartcache.system.faults import reached
 from smartcache.system.kernel import allocated_bytes, sync_directory
-from smartcache.system.locks import Claim, claim, is_free, lock
+from smartcache.system.locks import Claim, claim, is_free, store_lock
 
 _log = logging.getLogger(__name__)
 COMPACTING = "\0compact"
@@ -350,7 +350,7 @@ class _Copying:
                 self._synced[other] = other.seen
         name = f"the set {engine.name}"
         path = engine.path / "lock"
-        with lock(path, exclusive=True, timeout=_PATIENCE, what="compacting", name=name):
+        with store_lock(path, "compacting", timeout=_PATIENCE, name=name):
             # What was put meanwhile is in other packs; nobody can have written to this one.
             catalog.refresh()
             size = allocated_bytes(os.fstat(claimed.fd))
@@ -493,7 +493,7 @@ class _Copying:
         path = engine.path / "lock"
         with (
             engine.mutex,  # before the lock: so does everybody who puts
-            lock(path, exclusive=True, timeout=_PATIENCE, what="compacting", name=name),
+            store_lock(path, "compacting", timeout=_PATIENCE, name=name),
         ):
             writer = engine.new_writer(size, is_fresh=True)
         self.writer = writer

@@ -53,7 +53,7 @@ from smartcache.errors import (
 from smartcache.system.faults import reached
 from smartcache.system.filesystems import is_network
 from smartcache.system.kernel import boot_id, sync_directory
-from smartcache.system.locks import KeyLocks, lock
+from smartcache.system.locks import KeyLocks, store_lock
 
 _log = logging.getLogger(__name__)
 _TRIES = 20
@@ -298,7 +298,7 @@ class Engine:
         self.refuse_closed()
         self.refuse_read_only()
         name = f"the set {self.name}"
-        with lock(self.path / "lock", exclusive=True, what="making a pack", name=name):
+        with store_lock(self.path / "lock", "making a pack", name=name):
             self._refuse_removed()
             writer = self.new_writer(size, is_fresh=False)
         self._own = self.catalog.own(writer.name)

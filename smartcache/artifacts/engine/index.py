@@ -25,7 +25,6 @@ from smartcache.errors import (
     StoreError,
     StoreUnwritableError,
 )
-from smartcache.system.ownfiles import make_or_open_own
 from smartcache.system.sqlite import Database
 
 _log = logging.getLogger(__name__)
@@ -117,10 +116,10 @@ class SetIndex(Database):
 
     def begin(self, now: int) -> None:
         """Note when it was made, unless it has uses already."""
-        if self.note(_BEGAN) is None and self.select_one("SELECT 1 FROM uses LIMIT 1") is None:
+        if self.meta(_BEGAN) is None and self.select_one("SELECT 1 FROM uses LIMIT 1") is None:
             with self.write():
-                self.set_note(_BEGAN, str(now))
-        self.began_at = int(self.note(_BEGAN) or 0)
+                self.set_meta(_BEGAN, str(now))
+        self.began_at = int(self.meta(_BEGAN) or 0)
 
     def uses(self) -> tuple[Column, Column]:
         """Return the hashes, sorted, and when each was last used."""
@@ -149,7 +148,6 @@ def open_index(folder: Path, now: int, *, wal: bool) -> SetIndex:
     """Open the index of a set, made (now) if it is not there; a damaged one is set aside."""
     path = folder / NAME
     try:
-        os.close(make_or_open_own(path, os.O_RDWR)[0])  # before SQLite, which would ask the umask
         index = SetIndex(path, wal=wal)
         index.failures()
         index.begin(now)
@@ -161,7 +159,6 @@ def open_index(folder: Path, now: int, *, wal: bool) -> SetIndex:
         for suffix in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
                 os.rename(f"{path}{suffix}", f"{path}.damaged-{stamp}{suffix}")
-        os.close(make_or_open_own(path, os.O_RDWR)[0])
         index = SetIndex(path, wal=wal)
         index.begin(now)
     return index

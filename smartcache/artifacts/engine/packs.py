@@ -54,7 +54,7 @@ from smartcache.artifacts.engine.records import (
 from smartcache.errors import ArtifactError, DamagedArtifactError, NoSpaceError, SetFormatError
 from smartcache.system.faults import reached
 from smartcache.system.filesystems import mount_of
-from smartcache.system.kernel import reserve, sync_directory
+from smartcache.system.kernel import reserve, sync_data, sync_directory
 from smartcache.system.locks import Claim, claim
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -268,7 +268,7 @@ class LocalPack:
 
     def sync(self) -> None:
         """Bring all of it to the disk."""
-        getattr(os, "fdatasync", os.fsync)(self._fd)
+        sync_data(self._fd)
 
     def distrust(self, offset: int, size: int) -> bool:  # noqa: ARG002
         """Return False: there are no other bytes than those of the file."""
@@ -728,7 +728,7 @@ class PackWriter:
         if self.synced >= end:
             return
         try:
-            getattr(os, "fdatasync", os.fsync)(self._fd)
+            sync_data(self._fd)
         except OSError as error:
             message = f"Cannot bring {self.path} to the disk: {error.strerror or error}"
             raise ArtifactError(message, hint="Check the disk.", path=self.path) from error

@@ -45,7 +45,7 @@ from smartcache.errors import (
 from smartcache.progress import Progress, silent
 from smartcache.system.faults import reached
 from smartcache.system.kernel import sync_directory
-from smartcache.system.locks import lock
+from smartcache.system.locks import store_lock
 
 _log = logging.getLogger(__name__)
 COMPUTE = "What is damaged counts as missing and is computed again when needed."
@@ -241,7 +241,7 @@ def _note_packs(engine: Engine) -> None:
     """Take the packs as they are for what should be there; under the lock, so that none goes."""
     catalog = engine.catalog
     name = f"the set {engine.name}"
-    with lock(engine.path / "lock", exclusive=True, what="rebuilding", name=name):
+    with store_lock(engine.path / "lock", "rebuilding", name=name):
         there = set(pack_names(engine.path))
         engine.index.drop_packs(engine.index.packs().keys() - there)
         for pack in catalog.known_packs():

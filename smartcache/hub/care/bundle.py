@@ -44,7 +44,7 @@ from typing import BinaryIO, Protocol, TypeVar, cast
 from smartcache.errors import BundleError, DestinationExistsError, FileChangedError, HubError
 from smartcache.hub import REPO_TYPES, layout
 from smartcache.hub.records import Repo, announced_by
-from smartcache.store.blobs import explained
+from smartcache.store.layout import explained
 from smartcache.system.faults import reached
 from smartcache.system.filesystems import need_room
 from smartcache.system.hashing import Advance, Algorithm, Hasher, Hashes, hash_file, is_digest

@@ -41,15 +41,15 @@ from smartcache.errors import (
     UnsafeNameError,
 )
 from smartcache.hub import layout
-from smartcache.hub.bring import move_to_bad, near_store
+from smartcache.hub.bring import move_to_bad, near_pool
 from smartcache.hub.care import bundle
 from smartcache.hub.layout import CachedRepo, Pointer, commit_meant, scan_repo
 from smartcache.hub.outcome import FileChanges, Watch
-from smartcache.hub.places import CachePlace
 from smartcache.hub.records import RemoteFile, Repo, announced_by
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.blobs import CHUNK, check_expected, explained
-from smartcache.store.records import LINKED_SUFFIXES, Blob, Owner
+from smartcache.store.blobs import CHUNK, check_expected
+from smartcache.store.layout import Pool, explained
+from smartcache.store.records import LINKED_SUFFIXES, Blob
 from smartcache.store.store import Store
 from smartcache.system.faults import reached
 from smartcache.system.filesystems import need_room
@@ -314,8 +314,6 @@ class BundledFile:
     """Every hash the content must have, by all its names: sha256, and maybe git's sha1."""
     is_weight: bool = False
     """It may be a link to a blob: large, and no kind that programs edit in place."""
-    owner: Owner | None = None
-    """Who keeps the blob alive."""
     is_staged: bool = False
     """It waits in a folder of ours, which the import begins by emptying: never there before."""
 
@@ -328,9 +326,10 @@ class Importer:
     """
 
     store: Store
-    near: Store | None
-    """The volume on the filesystem of the HF cache; without one, files are no blobs."""
+    near: Pool | None
+    """The pool on the filesystem of the HF cache; without one, files are no blobs."""
     force: bool
+    watch: Watch
 
     def state(self, path: Path, size: int, expected: dict[Algorithm, str]) -> State:
         """Say whether a file is there with the right bytes; its hash is remembered.
@@ -375,10 +374,10 @@ class Importer:
         near = self.near
         links = sum(near is not None and each.is_weight for each in missing)
         stored = 1 if links and known is None else 0
-        if near is None or near.settings.keep_writable:
+        if near is None or self.store.settings.keep_writable:
             return len(missing) + stored
-        if known is not None and near.find_here("blake3", known.digest) is None:
-            return len(missing)  # a blob of another volume: every name of it is a copy
+        if known is not None and near.stat(known.digest) is None:
+            return len(missing)  # a blob of another filesystem: every name of it is a copy
         return len(missing) - links + stored
 
     def bring(self, targets: Iterable[BundledFile], chunks: bundle.Chunks, job: Job) -> None:
@@ -404,7 +403,9 @@ class Importer:
     def _take_in(self, missing: list[BundledFile], chunks: Iterator[bytes]) -> None:
         first = missing[0]
         if self.near is not None and any(each.is_weight for each in missing):
-            blob = self.near.put_stream(chunks, size=first.size, expected=first.expected)
+            blob = self.store.put_stream(
+                chunks, size=first.size, expected=first.expected, pool=self.near
+            )
             reached("import: blob stored")
             self._hand_out(blob, missing)
             return
@@ -424,13 +425,16 @@ class Importer:
     def _place(self, blob: Blob, target: BundledFile) -> None:
         self._keep_other(target)
         try:
-            self.store.place(
-                blob.digest, target.path, whole=True, keep=True, owner=target.owner,
+            link = self.store.place(
+                blob.digest, target.path, whole=True, keep=True, batch=self.watch.batch,
                 overwrite=self.force or target.path.is_symlink(),
             )  # fmt: skip
         except DestinationExistsError:
             if self.state_of(target) != "right":  # else somebody downloaded it meanwhile
                 raise
+        else:
+            if link.kind != "hardlink":
+                self.watch.copied(target.path)
         reached("import: blob placed")
 
     def _write(self, target: BundledFile, chunks: Iterator[bytes]) -> None:
@@ -462,7 +466,7 @@ class Importer:
         if not self.force or path.is_symlink() or not path.exists():
             return
         if _look(self.store, path, target.size, target.expected) != "right":
-            kept = move_to_bad(self.near or self.store, path, path.name)
+            kept = move_to_bad(self.near or self.store.pools()[0], path, path.name)
             _log.warning("%s has other bytes than its name says; it is kept as %s", path, kept)
 
 
@@ -547,13 +551,12 @@ class ImportPlan:
 
     def execute(self, *, progress: Progress = silent) -> FileChanges:
         """Bring everything in. Interrupted at any point, the next import goes on."""
-        watch = Watch(is_new=lambda _: True)
-        store = self.importer.store
+        store, watch = self.importer.store, self.importer.watch
         folders = [self.cache_dir / each.repo.folder_name for each in self.manifest.repos]
         keys = [f"hub import {os.path.realpath(folder)}" for folder in folders]
         with (
-            store.key_locks.hold(keys, what="import a bundle", on_wait=store.volume.on_wait),
-            watch.batches(store, "hub import"),
+            store.key_locks.hold(keys, what="import a bundle", on_wait=store.on_wait),
+            watch.batch_of(store, "hub import"),
             explained(self.cache_dir if folders else store.root),
             _staging(folders),
         ):
@@ -563,8 +566,6 @@ class ImportPlan:
             for each, folder in zip(self.manifest.repos, folders, strict=True):
                 for commit, revision in each.revisions.items():
                     self._make_snapshot(folder, commit, revision)
-                    place = CachePlace(cache_dir=self.cache_dir, repo=each.repo, commit=commit)
-                    self._own(place, sorted(set(revision.files.values())))
                 for change in self.refs:
                     if change.repo == str(each.repo) and not change.is_kept:
                         _write_ref(folder, change.ref, change.commit)
@@ -594,19 +595,6 @@ class ImportPlan:
         sync_directory(final)
         sync_directory(final.parent)
         reached("import: snapshot made")
-
-    def _own(self, place: CachePlace, etags: Iterable[str]) -> None:
-        """Let a snapshot keep the blobs of the store that its files are links of."""
-        near, owner, blobs = self.importer.near, place.owner, place.folder / "blobs"
-        if near is None or owner is None:
-            return
-        digests = []
-        for etag in etags:
-            blob = near.find("sha256", self.manifest.blobs[etag].sha256)
-            if blob is not None and any(link.path == blobs / etag for link in near.links_of(blob)):
-                digests.append(blob.digest)
-        if digests:
-            near.own(owner, digests)
 
 
 @contextmanager
@@ -641,7 +629,8 @@ def plan_source(
 ) -> ImportPlan:
     """Plan to import from an open bundle, or whatever can be read as one."""
     manifest, cache = source.manifest, Path(os.path.abspath(cache_dir))
-    importer = Importer(store=store, near=near_store(store, cache), force=force)
+    watch = Watch(is_new=lambda _: True)
+    importer = Importer(store=store, near=near_pool(store, cache), force=force, watch=watch)
     missing: dict[str, list[BundledFile]] = {}
     replaced: list[Path] = []
     present_size = known_size = new_size = needed = 0
@@ -690,7 +679,6 @@ def _targets(
     for each in manifest.repos:
         folder = cache_dir / each.repo.folder_name
         for commit, revision in each.revisions.items():
-            owner = CachePlace(cache_dir=cache_dir, repo=each.repo, commit=commit).owner
             for name, etag in revision.files.items():
                 content = manifest.blobs[etag]
                 path = folder / "blobs" / etag
@@ -699,7 +687,7 @@ def _targets(
                 if path not in targets or not is_weight:  # linked only if no name of it is edited
                     targets[path] = BundledFile(
                         folder=folder, path=path, size=content.size, is_weight=is_weight,
-                        expected=expected[content.sha256], owner=owner,
+                        expected=expected[content.sha256],
                     )  # fmt: skip
             if revision.tree is not None and not (folder / "trees" / f"{commit}.json").exists():
                 content = manifest.blobs[revision.tree]

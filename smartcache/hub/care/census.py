@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from smartcache.hub.layout import Body, CachedRepo, Key, Revision
 from smartcache.store.records import Blob
 from smartcache.store.store import Store
 from smartcache.system.hashing import is_digest
-from smartcache.system.sqlite import signed
 
 Gone = Iterable[tuple[CachedRepo, Collection[str]]]
 """Names that go, by the repo they are in."""
@@ -40,16 +39,17 @@ class Share:
 class Census:
     """Repos seen together, so that it is known what they share."""
 
-    def __init__(self, repos: Iterable[CachedRepo], stores: Iterable[Store] = ()) -> None:
+    def __init__(self, repos: Iterable[CachedRepo], store: Store | None = None) -> None:
         self.repos = list(repos)
+        self.store = store
         self._users: dict[Key, set[str]] = {}
-        bodies: dict[Key, Body] = {}
+        names: dict[Key, str] = {}
         for repo in self.repos:
-            name = str(repo.repo)
-            for key, body in used(repo).items():
-                bodies[key] = body
-                self._users.setdefault(key, set()).add(name)
-        self.blobs = blobs_among(bodies, stores)
+            for name, body in _everything(repo):
+                if body.links > 1:
+                    names[body.key] = name
+                self._users.setdefault(body.key, set()).add(str(repo.repo))
+        self.blobs = {} if store is None else blobs_among(names, store)
         """The blobs of the store that are the same file."""
         self._payload_of: dict[str, str] = {}
         """Blob names that lead to a file of huggingface_hub's shared store, and to which."""
@@ -100,13 +100,19 @@ class Census:
         going = self.going(gone)
         own = shared = in_store = 0
         for key, body in {body.key: body for body in bodies}.items():
-            if body.links > going[key] + (key in self.blobs):
+            if self.others(body, going) > 0:
                 shared += body.allocated
                 continue
             own += body.allocated
             if key in self.blobs:
                 in_store += body.allocated
         return Share(own=own, shared=shared, in_store=in_store)
+
+    def others(self, body: Body, going: Counter[Key]) -> int:
+        """Return how many names of a file are left outside the store without those that go."""
+        blob = self.blobs.get(body.key)
+        inside = 0 if blob is None else 1 + len(blob.pins)
+        return body.links - going[body.key] - inside
 
     def share_of_all(self, repos: Iterable[CachedRepo]) -> Share:
         """Say what some repos have together."""
@@ -130,12 +136,15 @@ class Census:
 
 def used(repo: CachedRepo) -> dict[Key, Body]:
     """Return everything a repo stands for: its names, and the files its symlinks lead to."""
-    bodies = {body.key: body for body in repo.names.values()}
+    return {body.key: body for _, body in _everything(repo)}
+
+
+def _everything(repo: CachedRepo) -> Iterator[tuple[str, Body]]:
+    yield from repo.names.items()
     for name, to in repo.targets.items():
         body = None if to in repo.names else repo.body_behind(name)
         if body is not None and body.is_file:
-            bodies[body.key] = body
-    return bodies
+            yield name, body
 
 
 def names_of_revisions(repo: CachedRepo, commits: set[str]) -> list[str]:
@@ -170,17 +179,7 @@ def names_of_revisions(repo: CachedRepo, commits: set[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in repo.names]
 
 
-def blobs_among(bodies: dict[Key, Body], stores: Iterable[Store]) -> dict[Key, tuple[Store, Blob]]:
-    """Return which of these files are blobs of a store: one inode, checked on the disk now."""
-    found: dict[Key, tuple[Store, Blob]] = {}
-    for store in stores:
-        device = store.volume.device
-        inodes = {signed(inode): inode for dev, inode in bodies if dev == device}
-        for number, blob in store.volume.index.blobs_in(inodes.values()).items():
-            try:
-                st = os.stat(store.volume.layout.blob(blob.digest))
-            except OSError:
-                continue
-            if (st.st_dev, st.st_ino) == (device, inodes[number]):
-                found[device, inodes[number]] = store, blob
-    return found
+def blobs_among(names: Mapping[Key, str], store: Store) -> dict[Key, Blob]:
+    """Return which of these files, each by one of its names, are blobs of a store."""
+    found = ((key, store.blob_at(name)) for key, name in names.items())
+    return {key: blob for key, blob in found if blob is not None}

@@ -1,4 +1,4 @@
-"""{sha256: path} of everything known: blobs of all volumes, and files whose hash is remembered.
+"""{sha256: path} of everything known: blobs, and files whose hash is remembered.
 
 A path is given only while its bytes are vouched for: a blob's by the store, another file's by its
 stat key, looked at in the moment of asking. The mapping holds no rows: each question is one look
@@ -7,21 +7,14 @@ into the index, and going through it is a stream.
 
 from __future__ import annotations
 
-import heapq
-import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 
-from smartcache.errors import DamagedBlobError, FileSkippedError
-from smartcache.store.records import RememberedFile
+from smartcache.errors import BlobNotFoundError, DamagedBlobError, FileSkippedError
+from smartcache.store.blobs import checked
 from smartcache.store.store import Store
-from smartcache.system.filesystems import filesystem_id
 from smartcache.system.hashing import is_digest
-from smartcache.system.kernel import StatKey
-from smartcache.system.sqlite import signed
 
 
 class CacheMapping(Mapping[str, Path]):
@@ -37,22 +30,22 @@ class CacheMapping(Mapping[str, Path]):
     def __getitem__(self, sha256: str) -> Path:
         """Return the path of a file with this hash, in hex of either case."""
         key = str(sha256).lower()
-        for store in self._store.stores() if is_digest(key) else ():
-            blob = store.volume.index.blob_by_hash("sha256", key)
+        for pool in self._store.pools() if is_digest(key) else ():
+            blob = self._store.find("sha256", key, pool=pool)
             if blob is not None:
-                with suppress(DamagedBlobError, FileSkippedError, FileNotFoundError):
-                    return store.path_of(blob.digest)
-        for file in self._store.catalog.files_with_sha256(key) if is_digest(key) else ():
-            if _is_unchanged(file):
+                with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
+                    checked(self._store, pool, blob.digest)
+                    return blob.path
+        for file in self._store.catalog.files(sha256=key) if is_digest(key) else ():
+            known = self._store.known_hashes([file.path]).get(file.path, {})
+            if known.get("sha256") == key and not file.path.is_symlink():
                 return file.path
         raise KeyError(sha256)
 
     def __iter__(self) -> Iterator[str]:
         """Go through the hashes in their order."""
-        indexes = [each.volume.index for each in self._store.stores()]
-        blobs = ((sha256 for sha256, _ in index.digests_by_sha256()) for index in indexes)
-        files = (file.sha256 for file in self._store.catalog.files_by_sha256())
-        return (key for key, _ in groupby(heapq.merge(*blobs, files)) if key in self)
+        known = (sha256 for sha256, _ in self._store.catalog.digests_by_sha256())
+        return (key for key in known if key in self)
 
     def __len__(self) -> int:
         """Count what is vouched for now: it looks at every file."""
@@ -61,17 +54,3 @@ class CacheMapping(Mapping[str, Path]):
     def __repr__(self) -> str:
         """Return the class and the store."""
         return f"{type(self).__name__}({self._store!r})"
-
-
-def _is_unchanged(file: RememberedFile) -> bool:
-    """Say whether a file is the very one that was hashed, and as it was."""
-    try:
-        st = os.lstat(file.path)
-        return (
-            stat.S_ISREG(st.st_mode)
-            and StatKey.of(st) == file.key
-            and signed(st.st_ino) == file.inode
-            and filesystem_id(file.path, st) == file.filesystem
-        )
-    except OSError:
-        return False

@@ -1,4 +1,4 @@
-"""Remove repos or revisions from HF caches, and what only they held in the store.
+"""Remove repos or revisions from HF caches, and the blobs of the store that only they linked.
 
 Those that are chosen, or (`plan_cache_prune`) what nothing asks for any more: revisions that no ref
 points to, and downloads that ended before they were finished.
@@ -11,7 +11,7 @@ followed. Files of huggingface_hub's shared blob store are its own to remove: it
 A ref goes before what it names, and a blob right before the pointers to it: a pointer to nothing
 can be found and removed later, a blob that nothing points to could not. Directories go last and
 only if they are empty: what somebody puts there meanwhile stays. Ended at any point, the same call
-finishes it; blobs of the store whose owner is gone already are left to `prune`.
+finishes it; blobs of the store whose last name went before are left to `prune`.
 
 huggingface_hub's own `delete_revisions` is not used for the rest: it skips repos with a broken
 part, and removes what a snapshot's symlink points at even outside the repo.
@@ -28,22 +28,18 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from smartcache.errors import HubError, PruneRefusedError
+from smartcache.errors import HubError
 from smartcache.hub import layout
 from smartcache.hub.care.census import Census, names_of_revisions, used
 from smartcache.hub.layout import Body, CachedRepo, Key, Revision, scan_repo
 from smartcache.hub.places import is_dead, remove_partial
 from smartcache.progress import Progress, silent
 from smartcache.sizes import format_size
-from smartcache.store.owners import link_liveness, liveness
-from smartcache.store.records import Blob
 from smartcache.store.store import Store
 from smartcache.system.faults import reached
-from smartcache.system.kernel import allocated_bytes
+from smartcache.system.kernel import PATH_ONLY, allocated_bytes
 
 _YOUNG = 3600.0
-_NO_FILE = getattr(os, "O_PATH", 0)
-"""Opens an inode without reading it; 0 where there is no such flag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +89,11 @@ class RemovalPlan:
     """Bytes that come back when the files go."""
     blobs_size: int
     """Bytes that come back when the store lets go of its blobs too (0 if it keeps them)."""
-    digests: dict[Path, tuple[str, ...]]
-    """Blobs that nobody would hold any more, by the root of their store."""
+    digests: tuple[str, ...]
+    """Blobs that nobody would have a name of any more."""
     kept: tuple[Kept, ...]
     warnings: tuple[str, ...]
-    _stores: list[Store] = field(repr=False, compare=False)
+    _store: Store | None = field(repr=False, compare=False)
 
     @property
     def freed_size(self) -> int:
@@ -113,15 +109,9 @@ class RemovalPlan:
                 work.remove(removal)
                 job.advance(work.removed - before)
         blobs = 0
-        for store in self._stores:
-            if store.root not in self.digests:
-                continue
-            try:
-                result = store.plan_release(self.digests[store.root]).execute(progress)
-            except PruneRefusedError as error:  # rebuilt meanwhile
-                work.failures.append((str(store.root), error.message))
-                continue
-            blobs += result.removed
+        if self._store is not None and self.digests:
+            result = self._store.plan_release(self.digests).execute()
+            blobs = result.removed
             work.freed += result.freed_size
         return RemovalResult(
             removed=work.removed, freed_size=work.freed, blobs_removed=blobs,
@@ -135,13 +125,12 @@ class RemovalPlan:
 def plan_removal(
     census: Census,
     chosen: Iterable[tuple[CachedRepo, str | None]],
-    stores: Iterable[Store] = (),
     *,
     keep_blobs: bool = False,
 ) -> RemovalPlan:
     """Plan to remove repos (commit None) or revisions. `census` must have every repo of the caches.
 
-    Blobs that were held for them alone are let go of too, unless `keep_blobs`.
+    Blobs that are left without a name are let go of too, unless `keep_blobs`.
     """
     repos: dict[Path, CachedRepo] = {}
     commits: dict[Path, set[str | None]] = {}
@@ -160,12 +149,11 @@ def plan_removal(
         elif removal.is_whole and removal.commits and repo.incomplete:
             size = format_size(sum(repo.names[name].size for name in repo.incomplete))
             warnings.append(f"{size} of unfinished downloads of {repo.repo} will be removed too")
-    return _plan(census, removals, list(stores), warnings, keep_blobs=keep_blobs)
+    return _plan(census, removals, warnings, keep_blobs=keep_blobs)
 
 
 def plan_cache_prune(
     census: Census,
-    stores: Iterable[Store] = (),
     *,
     unused_for: timedelta = timedelta(0),
     keep_blobs: bool = False,
@@ -200,7 +188,7 @@ def plan_cache_prune(
         if removal.is_whole:
             text = "has no ref to what is here, as when it was downloaded by its commit"
             warnings.append(f"{repo.repo} {text}: it goes as a whole")
-    return _plan(census, removals, list(stores), warnings, keep_blobs=keep_blobs)
+    return _plan(census, removals, warnings, keep_blobs=keep_blobs)
 
 
 def _is_young(repo: CachedRepo, revision: Revision) -> bool:
@@ -243,45 +231,48 @@ def _removal_of(repo: CachedRepo, commits: set[str], *, whole: bool = False) -> 
 
 
 def _plan(
-    census: Census,
-    removals: list[Removal],
-    stores: list[Store],
-    warnings: list[str],
-    *,
-    keep_blobs: bool,
+    census: Census, removals: list[Removal], warnings: list[str], *, keep_blobs: bool
 ) -> RemovalPlan:
-    if removals and not keep_blobs and any(store.has_lost_links for store in stores):
-        text = "The index was rebuilt from the disk and may lack owners"
-        warnings.append(f"{text}: the store keeps the blobs until 'smartcache scan' has run")
-    tally = _Tally(census, removals, keep_blobs=keep_blobs)
-    tally.count_files()
-    tally.count_held_elsewhere(stores)
+    tally = _Tally(census, removals)
+    tally.count(keep_blobs=keep_blobs)
     return RemovalPlan(
         removals=tuple(removals), files_size=tally.files_size, blobs_size=tally.blobs_size,
-        digests={root: tuple(found) for root, found in tally.digests.items()},
+        digests=tuple(tally.digests),
         kept=tuple(Kept(size=size, by=by) for by, size in sorted(tally.kept.items()) if size),
-        warnings=tuple(warnings), _stores=stores,
+        warnings=tuple(warnings), _store=census.store,
     )  # fmt: skip
 
 
 class _Tally:
     """Counts what would come back, and who has what would not."""
 
-    def __init__(self, census: Census, removals: list[Removal], *, keep_blobs: bool) -> None:
-        self._census, self._removals, self._keep_blobs = census, removals, keep_blobs
+    def __init__(self, census: Census, removals: list[Removal]) -> None:
+        self._census, self._removals = census, removals
         self.files_size = self.blobs_size = 0
         self.kept: Counter[str] = Counter()
-        self.digests: dict[Path, list[str]] = {}
+        self.digests: list[str] = []
         self._gone = {name for each in removals for name in each.names}
-        self._snapshots = {
-            str(revision.folder)
-            for each in removals
-            for revision in each.repo.revisions
-            if revision.commit in each.commits
-        }
 
-    def count_files(self) -> None:
+    def count(self, *, keep_blobs: bool) -> None:
         """Go through every file that something leads to which goes."""
+        bodies, going = self._going()
+        for key, body in bodies.items():
+            blob = self._census.blobs.get(key)
+            others = self._census.others(body, going)
+            if others > 0:
+                self.kept[self._who_has(key, others)] += body.allocated
+            elif blob is None:
+                self.files_size += body.allocated
+            elif blob.pins:
+                self.kept[", ".join(f"pin {name}" for name in blob.pins)] += body.allocated
+            elif keep_blobs:
+                self.kept["the store (--keep-blobs)"] += body.allocated
+            else:
+                self.blobs_size += body.allocated
+                self.digests.append(blob.digest)
+
+    def _going(self) -> tuple[dict[Key, Body], Counter[Key]]:
+        """Return the files that lose a name, and how many names each loses."""
         bodies: dict[Key, Body] = {}
         gone = []
         for each in self._removals:
@@ -299,67 +290,7 @@ class _Tally:
             for revision in repo.revisions:
                 if revision.commit in each.commits:
                     bodies |= {body.key: body for body in revision.bodies.values()}
-        going = self._census.going(gone)
-        for key, body in bodies.items():
-            blob = self._census.blobs.get(key)
-            others = body.links - going[key] - (blob is not None)
-            if others > 0:
-                self.kept[self._who_has(key, others)] += body.allocated
-            elif blob is None:
-                self.files_size += body.allocated
-            else:
-                self._count_blob(*blob, body.allocated)
-
-    def count_held_elsewhere(self, stores: list[Store]) -> None:
-        """Count blobs that were held for these revisions, whose copies the HF cache has."""
-        here = {(store.root, blob.digest) for store, blob in self._census.blobs.values()}
-        for store in stores:
-            index = store.volume.index
-            held = dict.fromkeys(
-                digest
-                for owner in index.owners()
-                if owner.kind == "repo" and str(owner.path) in self._snapshots
-                for digest in index.digests_held_by(owner.id)
-            )
-            for digest in held:
-                blob = index.blob(digest)
-                if (store.root, digest) in here or blob is None:
-                    continue
-                try:
-                    body = Body.of(os.stat(store.volume.layout.blob(digest)))
-                except OSError:
-                    continue
-                if body.links == 1:
-                    self._count_blob(store, blob, body.allocated)
-
-    def _count_blob(self, store: Store, blob: Blob, allocated: int) -> None:
-        """Count a blob whose last name will be the store's."""
-        if holder := self._holder_after(store, blob):
-            self.kept[holder] += allocated
-        elif store.has_lost_links:
-            self.kept["the store (its index was rebuilt: run 'smartcache scan')"] += allocated
-        elif self._keep_blobs:
-            self.kept["the store (--keep-blobs)"] += allocated
-        else:
-            self.blobs_size += allocated
-            self.digests.setdefault(store.root, []).append(blob.digest)
-
-    def _holder_after(self, store: Store, blob: Blob) -> str:
-        """Return who will still hold a blob when the names and snapshots are gone; "": nobody."""
-        index = store.volume.index
-        links = index.links_of(blob.id)
-        staying = [
-            link
-            for link in links
-            if str(link.path) not in self._gone and link_liveness(link) != "dead"
-        ]
-        for owner in index.holders_of(blob.id):
-            if str(owner.path) in self._snapshots or liveness(owner) == "dead":
-                continue
-            has_links = any(link.owner == owner.id for link in links)
-            if not has_links or any(link.owner == owner.id for link in staying):
-                return str(owner)
-        return ""
+        return bodies, self._census.going(gone)
 
     def _who_has(self, key: Key, count: int) -> str:
         """Say in a few words who has the other names of a file."""
@@ -370,11 +301,11 @@ class _Tally:
             return ", ".join(sorted(users - partly - whole))
         if users & partly:
             return f"other revisions of {', '.join(sorted(users & partly))}"
-        if key in self._census.blobs:
-            store, blob = self._census.blobs[key]
-            for link in store.links_of(blob):
-                if link.kind == "hardlink" and str(link.path) not in self._gone:
-                    return str(link.path)
+        store, blob = self._census.store, self._census.blobs.get(key)
+        if store is not None and blob is not None:
+            for path in store.names_of(blob.digest):
+                if str(path) not in self._gone:
+                    return str(path)
         return "another name" if count == 1 else f"{count} other names"
 
 
@@ -506,8 +437,8 @@ def _freed_by(unlink: Callable[[str], object], name: str, *behind: str) -> int:
         for each in (name, *behind):
             try:
                 before, descriptor = os.lstat(each), None
-                if _NO_FILE:
-                    descriptor = os.open(each, _NO_FILE | os.O_NOFOLLOW)
+                if PATH_ONLY:
+                    descriptor = os.open(each, PATH_ONLY | os.O_NOFOLLOW)
                     stack.callback(os.close, descriptor)
                     before = os.fstat(descriptor)
             except FileNotFoundError:

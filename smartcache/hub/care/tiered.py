@@ -41,13 +41,14 @@ from smartcache.hub.records import RemoteFile, Repo
 from smartcache.hub.remote import select
 from smartcache.hub.transfer import Workers
 from smartcache.progress import Progress, silent
+from smartcache.store.sources import BlobSource, Document, Offer
 from smartcache.store.store import Store
-from smartcache.store.tiers import BlobSource, Document, Offer
 from smartcache.system.faults import reached
-from smartcache.system.hashing import is_digest
+from smartcache.system.hashing import Algorithm, is_digest
 
 if TYPE_CHECKING:
     from smartcache.hub.plan import Request
+    from smartcache.store.blobs import Holding
 
 REPO_DOCUMENTS = "repos"
 """The documents that are of repos; each is named as the repo's folder in an HF cache."""
@@ -218,27 +219,35 @@ class PullPlan:
     def execute(self, *, progress: Progress = silent) -> FileChanges:
         """Bring it in. What is interrupted goes on where it was, object by object."""
         blobs = self.importing.blobs_to_come()
-        if blobs:
-            offers = {sha256: self._source.offer(sha256) for sha256 in blobs}
-            total = sum(each.size for each in offers.values())
-            importer = self.importing.importer
-            with (
-                progress(f"Pulling {self.repo}", total, "bytes") as job,
-                Workers({"fetch": _BLOBS_AT_ONCE}) as workers,
-            ):
+        with self.importing.importer.store.holding() as holding:  # until they have names
+            if blobs:
+                self._take(blobs, holding, progress)
+            reached("pull: blobs there")
+            self._source.wanted = self.importing.missing() - blobs.keys()
+            return self.importing.execute(progress=progress)
 
-                def bring(sha256: str) -> None:
-                    if not workers.is_stopping.is_set():
-                        offer, hashes = offers[sha256], blobs[sha256]
-                        importer.store.take(offer, hashes, to=importer.near, advance=job.advance)
-                        reached("pull: blob taken")
+    def _take(
+        self, blobs: Mapping[str, Mapping[Algorithm, str]], holding: Holding, progress: Progress
+    ) -> None:
+        """Take objects into the store, the largest first."""
+        offers = {sha256: self._source.offer(sha256) for sha256 in blobs}
+        total = sum(each.size for each in offers.values())
+        importer = self.importing.importer
+        with (
+            progress(f"Pulling {self.repo}", total, "bytes") as job,
+            Workers({"fetch": _BLOBS_AT_ONCE}) as workers,
+        ):
 
-                for sha256 in sorted(blobs, key=lambda each: -offers[each].size):
-                    workers.add("fetch", partial(bring, sha256))
-                workers.wait()
-        reached("pull: blobs there")
-        self._source.wanted = self.importing.missing() - blobs.keys()
-        return self.importing.execute(progress=progress)
+            def bring(sha256: str) -> None:
+                if not workers.is_stopping.is_set():
+                    offer, pool = offers[sha256], importer.near or importer.store.pools()[0]
+                    digest = offer.take(importer.store, pool, blobs[sha256], job.advance)
+                    holding.hold(digest, pool)
+                    reached("pull: blob taken")
+
+            for sha256 in sorted(blobs, key=lambda each: -offers[each].size):
+                workers.add("fetch", partial(bring, sha256))
+            workers.wait()
 
 
 def plan_repo_pull(
@@ -270,7 +279,8 @@ def _tiered(store: Store, repo: Repo) -> Iterator[tuple[BlobSource, TieredRepo]]
     """Go through what tiers say of a repo; what makes no sense is a warning."""
     if not is_safe_id(repo):
         return
-    for tier, document in store.tier_documents(REPO_DOCUMENTS, repo.folder_name):
+    documents = store.asking.documents(store.sources, REPO_DOCUMENTS, repo.folder_name)
+    for tier, document in documents:
         try:
             yield tier, read_pushed(repo, document["content"], tier.name)
         except DamagedObjectError as error:

@@ -3,11 +3,11 @@
 What a file must be is known from the name of its blob (sha256 of a large file, git's sha1 of a
 small one), from the listing of its commit in `trees/`, and, where neither tells, from the index.
 Each inode is hashed once, in threads, and remembered while its stat key stays as it is. No file is
-changed. A blob of the store that turns out to be damaged is no longer believed.
+changed. A blob of the store that turns out to be damaged is hashed before its next use.
 
 Repair takes damaged files out of the way, so that the next download fetches them again. The
 pointers to a damaged file go first, then the file moves to `bad/` of the store. No bytes are
-deleted. A file on a filesystem without a volume stays where it is, and so do its pointers.
+deleted. A file on a filesystem without a pool stays where it is, and so do its pointers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from smartcache.hub.care.census import blobs_among
 from smartcache.hub.layout import Body, CachedRepo, Key, Pointer, is_commit, read_listing
 from smartcache.hub.records import RemoteFile, announced_by
 from smartcache.progress import Progress, silent
+from smartcache.store.catalog import RACY, Learned
 from smartcache.store.hashes import hash_all
-from smartcache.store.records import Trust
+from smartcache.store.layout import Pool
 from smartcache.store.store import Store
 from smartcache.system.faults import reached
 from smartcache.system.filesystems import filesystem_id
@@ -119,14 +120,14 @@ def verify_repos(
     survey.ask_index(store)
     checks, findings = survey.checks, survey.findings
     hashes = _hash(store, checks, full=full, progress=progress)
-    damaged: dict[Key, Body] = {}
+    damaged: list[Path] = []
     for key, check in checks.items():
         found = list(_compare(check.claims, hashes.get(key)))
         findings += found
         if any(each.kind == "mismatch" for each in found):
-            damaged[key] = check.body
-    if store is not None:
-        _doubt(store, damaged, [checks[key].about.file for key in damaged])
+            damaged.append(check.about.file)
+    if store is not None and damaged:
+        _doubt(store, damaged)
     compared = [checks[key].body.size for key in hashes]
     return RepoVerifyReport(
         repos=len(looked_at), bodies=len(compared), size=sum(compared), findings=tuple(findings),
@@ -236,11 +237,11 @@ class _Survey:
     def ask_index(self, store: Store | None) -> None:
         """Let the index say what files must be of which neither name nor listing tells."""
         silent_ones = {key: check for key, check in self.checks.items() if not check.claims}
-        bodies = {key: check.body for key, check in silent_ones.items()}
-        known = blobs_among(bodies, [] if store is None else store.stores())
+        names = {key: str(check.about.file) for key, check in silent_ones.items()}
+        known = {} if store is None else blobs_among(names, store)
         for key, check in silent_ones.items():
             if key in known:
-                digest = known[key][1].digest
+                digest = known[key].digest
                 check.claims.append(replace(check.about, algorithm="blake3", expected=digest))
             else:
                 self.findings.append(replace(check.about, kind="unknown"))
@@ -261,8 +262,8 @@ def _hash(
     results: dict[Key, Hashes | OSError] = {}
     for wanted_ones, paths in by_algorithms.items():
         if store is not None and not full:
-            known = hash_all(store.volume, paths, wanted_ones, progress=progress)
-            results |= {paths[path]: hashes for path, (hashes, _) in known.items()}
+            known = hash_all(store, paths, wanted_ones, progress=progress)
+            results |= {paths[path]: hashes for path, hashes in known.items()}
         rest = [path for path, key in paths.items() if key not in results]
         for each in hash_many(rest, wanted_ones, threads=threads, progress=progress):
             outcome = each.hashes if each.hashes is not None else each.error
@@ -281,18 +282,15 @@ def _compare(claims: list[Finding], outcome: Hashes | OSError | None) -> Iterato
                 yield replace(claim, actual=actual)
 
 
-def _doubt(store: Store, damaged: dict[Key, Body], files: Iterable[Path]) -> None:
-    """Let nobody believe what the index remembers of damaged files: it is of other bytes."""
-    for each, blob in blobs_among(damaged, store.stores()).values():
-        with each.volume.guard("doubt a blob"), each.volume.index.write():
-            path = each.volume.layout.blob(blob.digest)
-            each.volume.index.refresh(blob.id, os.stat(path), Trust.UNPROVEN)
+def _doubt(store: Store, files: Iterable[Path]) -> None:
+    """Let nobody believe what is remembered of damaged files and blobs: it is of other bytes."""
+    rows = []
     for file in files:
         with suppress(FileNotFoundError):
             st = os.stat(file)
-            place = (filesystem_id(file, st), signed(st.st_ino))
-            racy = 1  # such a memo is never believed
-            store.catalog.learn([(*place, *StatKey.of(st), racy, None, None)])
+            number = store.catalog.filesystem_number(filesystem_id(file, st))
+            rows.append(Learned(number, signed(st.st_ino), StatKey.of(st), 0, None, None, RACY))
+    store.catalog.learn(rows)
 
 
 # repair
@@ -305,8 +303,9 @@ class DamagedFile:
     file: Path
     """The file itself, no symlink."""
     key: StatKey
+    pool: Pool
     bad: Path
-    """Where it goes."""
+    """Where it goes, in the pool."""
     pointers: tuple[Path, ...]
     """Symlinks to be removed: of snapshots, and of blobs that lead to a shared store."""
 
@@ -350,6 +349,7 @@ class RepairPlan:
                 unlinked += _unlink(name, failures)
                 reached("hub repair: pointer removed")
             try:
+                damaged.pool.create()
                 os.rename(damaged.file, damaged.bad)
             except OSError as error:
                 failures.append((damaged.file, error.strerror or str(error)))
@@ -386,15 +386,15 @@ def plan_repair(
             pointers.update(dict.fromkeys(names))
             continue
         try:
-            layout = store.volume_of(file).volume.layout
+            pool = store.pool_of(file)
             key = StatKey.of(os.stat(file))
         except FileSkippedError:
-            warnings[f"{file} is on a filesystem without a volume: move it away yourself"] = None
+            warnings[f"{file} is on a filesystem without a pool: move it away yourself"] = None
             continue
         except FileNotFoundError:
             continue
-        bad = layout.new_bad(finding.expected or finding.file.name)
-        files[file] = DamagedFile(file=file, key=key, bad=bad, pointers=names)
+        bad = pool.new_bad(finding.expected or finding.file.name)
+        files[file] = DamagedFile(file=file, key=key, pool=pool, bad=bad, pointers=names)
     return RepairPlan(
         files=tuple(files.values()), pointers=tuple(pointers), warnings=tuple(warnings)
     )

@@ -63,65 +63,53 @@ def _with_hash(cache: SmartCache, algorithm: str | None, start: str) -> Iterator
     store = cache.store
     mapping = cache.cache_mapping()
     if algorithm != "sha256":
-        digests = {d for s in store.stores() for d in s.volume.index.digests_starting_with(start)}
-        for digest in digests:
+        for digest in {digest for pool in store.pools() for digest in pool.digests(start)}:
             with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
                 yield digest, store.path_of(digest)
     if algorithm != "blake3":
-        known = dict(
-            pair
-            for each in store.stores()
-            for pair in each.volume.index.digests_by_sha256()
-            if pair[0].startswith(start)
-        )
-        others = {file.sha256 for file in store.catalog.files_by_sha256()}
-        for sha256 in {*known, *(each for each in others if each.startswith(start))}:
-            with suppress(KeyError):
-                yield known.get(sha256, sha256), mapping[sha256]
+        for sha256, digest in store.catalog.digests_by_sha256():
+            if sha256.startswith(start):
+                with suppress(KeyError):
+                    yield digest, mapping[sha256]
 
 
 def _hash_the_rest(store: Store) -> int:
     """Compute the sha256 of all blobs that have none yet; return how many. They are remembered."""
     count = 0
-    for each in store.stores():
-        unknown = [blob for blob in each.blobs() if "sha256" not in each.aliases_of(blob)]
-        if unknown:
-            size = format_size(sum(blob.size for blob in unknown))
-            _log.warning("Computing the SHA-256 of %s in the store, once", size)
-        for blob in unknown:
-            with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
-                found = each.digest_of(each.path_of(blob.digest), ("sha256",)).get("sha256")
-                if found is not None:
-                    each.add_aliases(blob.digest, {"sha256": found})
-                    count += 1
+    unknown = [blob for blob in store.blobs() if "sha256" not in store.hashes_of(blob.digest)]
+    if unknown:
+        size = format_size(sum(blob.size for blob in unknown))
+        _log.warning("Computing the SHA-256 of %s in the store, once", size)
+    for blob in unknown:
+        with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
+            found = store.digest_of(store.path_of(blob.digest), ("sha256",)).get("sha256")
+            if found is not None:
+                store.catalog.add_hashes([(blob.digest, {"sha256": found})])
+                count += 1
     return count
 
 
 def _with_name(cache: SmartCache, name: str) -> Iterator[tuple[str, Path]]:
     """Go through what a program has under a file name."""
     mapping = cache.cache_mapping()
-    digests: dict[str, str] = {}
-    for each in cache.store.stores():
-        digests.update(each.volume.index.digests_by_sha256())
-        for blob in each.blobs():
-            for link in each.links_of(blob):
-                if link.path.name == name:
-                    with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
-                        yield blob.digest, each.path_of(blob.digest)
-    for file in cache.store.catalog.files_by_sha256():
+    store = cache.store
+    for blob in store.blobs():
+        if any(path.name == name for path in store.names_of(blob.digest)):
+            with suppress(BlobNotFoundError, DamagedBlobError, FileSkippedError):
+                yield blob.digest, store.path_of(blob.digest)
+    for file in store.catalog.files(sha256=""):
         if file.path.name == name:
             with suppress(KeyError):
-                yield digests.get(file.sha256, file.sha256), mapping[file.sha256]
+                yield file.digest, mapping[file.sha256]
 
 
 def _named(store: Store, blob: Path, room: Path) -> Path:
     """Return a blob under a name that ComfyUI can read: a link of the user's, else a symlink."""
-    for each in store.stores():
-        with suppress(BlobNotFoundError):
-            for link in each.links_of(each.get(blob.name)):
-                with suppress(OSError):
-                    if link.path.suffix.lower() in SUFFIXES and link.path.samefile(blob):
-                        return link.path
+    with suppress(BadDigestError, BlobNotFoundError):  # it may be a file outside the store
+        for path in store.names_of(blob.name):
+            with suppress(OSError):
+                if path.suffix.lower() in SUFFIXES and path.samefile(blob):
+                    return path
     with open(blob, "rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"
     room.mkdir(parents=True, exist_ok=True)

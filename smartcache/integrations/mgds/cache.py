@@ -388,10 +388,10 @@ class CacheModule:
         folder.mkdir(parents=True, exist_ok=True)
         table = Index.in_folder(folder)
         if not self._separate_modeltypes:
-            known = table.note("modeltype")
+            known = table.meta("modeltype")
             if known is None:
                 with table.write():
-                    table.set_note("modeltype", self.modeltype)
+                    table.set_meta("modeltype", self.modeltype)
             elif known != self.modeltype:
                 table.close()
                 message = (
@@ -617,7 +617,7 @@ class CacheModule:
         for context, source in self._sources:
             told.update(b"%d %d " % (context, len(source)) + source)
         note, digest = f"items {self._role} {variation}", told.hexdigest()
-        if self._table.note(note) == digest:
+        if self._table.meta(note) == digest:
             return
         recorded = self._table.items(self._role, variation)
         now = {
@@ -627,7 +627,7 @@ class CacheModule:
         changed = {each: content for each, content in now.items() if recorded.get(each) != content}
         with self._table.write():
             self._table.add_items(self._role, variation, changed)
-            self._table.set_note(note, digest)
+            self._table.set_meta(note, digest)
 
     # the order of an epoch
 

@@ -152,8 +152,7 @@ class Index(Database):
         """Forget sources that were removed for good."""
         rows = [(source,) for source in sources]
         with self.write():
-            for note in self.notes("items "):
-                self.set_note(note, None)
+            self.execute("DELETE FROM meta WHERE substr(key, 1, 6) = 'items '")
             self.execute_many("DELETE FROM items WHERE source = ?", rows)
             self.execute_many("DELETE FROM files WHERE path = ?", rows)
 

@@ -12,22 +12,15 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from smartcache.errors import (
-    DamagedObjectError,
-    DigestMismatchError,
-    SizeMismatchError,
-    SmartcacheError,
-    TierError,
-)
+from smartcache import errors
 from smartcache.store.blobs import put_stream
-from smartcache.store.records import Blob
-from smartcache.store.volume import Volume
+from smartcache.store.home import Home
+from smartcache.store.layout import Pool
 from smartcache.system.hashing import Advance, Algorithm
 
 _THREADS = 16
@@ -94,30 +87,35 @@ class Offer:
         """Go through its bytes; TierError if none come for a while."""
         if not self.size:  # nothing need be asked for
             return iter(())
-        return _read_ahead(self.tier.chunks(self.digest, size=self.size), self.tier.name)
+        message = f"The tier {self.tier.name} has sent nothing for {_SILENCE:.0f} seconds"
+        late = errors.TierError(message, tier=self.tier.name)
+        chunks = self.tier.chunks(self.digest, size=self.size)
+        return _in_threads([chunks], patience=_SILENCE, late=late)
+
+    def take(
+        self, home: Home, pool: Pool, expected: Mapping[Algorithm, str],
+        advance: Advance | None = None,
+    ) -> str:  # fmt: skip
+        """Make it a blob, if it has these hashes; return its digest.
+
+        Else an error: of the source, or DigestMismatchError; nothing of it is kept then.
+        """
+        with self.judged():
+            return put_stream(
+                home, pool, self.chunks(), size=self.size,
+                expected={**expected, "blake3": self.digest}, advance=advance, durable=False,
+            )  # fmt: skip
 
     @contextmanager
     def judged(self) -> Iterator[None]:
         """Let wrong bytes that are found in this block be an error that names tier and object."""
         try:
             yield
-        except (DigestMismatchError, SizeMismatchError) as error:
+        except (errors.DigestMismatchError, errors.SizeMismatchError) as error:
             message = f"The object {self.digest} of the tier {self.tier.name} is damaged: {error}"
-            raise DamagedObjectError(message, tier=self.tier.name, digest=self.digest) from error
-
-
-def take(
-    volume: Volume, offer: Offer, expected: Mapping[Algorithm, str], advance: Advance | None = None
-) -> Blob:
-    """Make an object of a tier a blob: it has this digest, this size and these hashes.
-
-    Else an error, and nothing is kept of it.
-    """
-    with offer.judged():
-        return put_stream(
-            volume, offer.chunks(), size=offer.size, expected={**expected, "blake3": offer.digest},
-            advance=advance, durable=False,
-        )  # fmt: skip
+            raise errors.DamagedObjectError(
+                message, tier=self.tier.name, digest=self.digest
+            ) from error
 
 
 class Asking:
@@ -131,7 +129,7 @@ class Asking:
     ) -> dict[Wanted, Offer]:
         """Return what tiers have of what is wanted, of each the first: a small request each."""
         offers: dict[Wanted, Offer] = {}
-        for tier in tiers:
+        for tier in tiers if wanted else ():
             missing = [each for each in wanted if each not in offers]
             answers = self._answers(tier, lambda w: tier.find(w.algorithm, w.value), missing)  # noqa: B023
             for each, found in answers:
@@ -139,10 +137,15 @@ class Asking:
                     offers[each] = Offer(tier=tier, digest=found.digest, size=found.size)
         return offers
 
-    def document(self, tier: BlobSource, kind: str, name: str) -> Document | None:
-        """Return a document of a tier; None: there is none, or it cannot be had now."""
-        answers = self._answers(tier, lambda each: tier.document(kind, each), [name])
-        return next((found for _, found in answers), None)
+    def documents(
+        self, tiers: Iterable[BlobSource], kind: str, name: str
+    ) -> Iterator[tuple[BlobSource, Document]]:
+        """Go through what tiers say of a repo, a set or a dataset."""
+        for tier in tiers:
+            answers = self._answers(tier, lambda name: tier.document(kind, name), [name])  # noqa: B023
+            for _, found in answers:
+                if found is not None:
+                    yield tier, found
 
     def _answers(
         self, tier: BlobSource, ask: Callable[[T], R], questions: Sequence[T]
@@ -150,76 +153,54 @@ class Asking:
         """Ask a tier; one that fails or does not answer is left alone for a while, and said."""
         if self._asleep.get(tier.name, 0.0) > time.monotonic():
             return
+        todo = iter(questions)  # each thread takes the next one
+        answers = [((each, ask(each)) for each in todo) for _ in questions[:_THREADS]]
+        late = TimeoutError(f"it has not answered for {_PATIENCE:.0f} seconds")
         try:
-            yield from _in_threads(ask, questions)
-        except (SmartcacheError, OSError) as error:
+            yield from _in_threads(answers, patience=_PATIENCE, late=late)
+        except (errors.SmartcacheError, OSError) as error:
             self._asleep[tier.name] = time.monotonic() + _PAUSE
             _log.warning("the tier %s is left out: %s", tier.name, error)
 
 
-def _in_threads(ask: Callable[[T], R], questions: Sequence[T]) -> Iterator[tuple[T, R]]:
-    """Ask some questions at once; TimeoutError if there is no answer for a while.
+def _in_threads(works: Sequence[Iterator[T]], *, patience: float, late: Exception) -> Iterator[T]:
+    """Go through what iterators give, each in a thread, few items ahead of whoever takes them.
 
-    The threads are daemons: nobody waits for a drive of the network that hangs.
+    `late` is raised if nothing comes for so many seconds, whatever it waits for. The threads are
+    daemons: nobody waits for a drive of the network that hangs.
     """
-    answers = queue.SimpleQueue[tuple[T, R] | Exception]()
-    todo = deque(questions)
-
-    def work() -> None:
-        with suppress(IndexError):  # nothing is left to do
-            while True:
-                each = todo.popleft()
-                try:
-                    answers.put((each, ask(each)))
-                except Exception as error:  # noqa: BLE001 - raised by who asked
-                    answers.put(error)
-
-    for _ in range(min(_THREADS, len(questions))):
-        threading.Thread(target=work, name="smartcache-tier", daemon=True).start()
-    try:
-        for _ in questions:
-            answer = answers.get(timeout=_PATIENCE)
-            if isinstance(answer, Exception):
-                raise answer
-            yield answer
-    except queue.Empty:
-        raise TimeoutError(f"it has not answered for {_PATIENCE:.0f} seconds") from None
-    finally:
-        todo.clear()
-
-
-def _read_ahead(chunks: Iterator[bytes], name: str) -> Iterator[bytes]:
-    """Go through chunks that a thread reads, a few ahead of whoever takes them.
-
-    TierError if nothing comes for a while, whatever it waits for.
-    """
-    arrived: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
+    arrived: queue.Queue[tuple[T, ...] | Exception] = queue.Queue(_AHEAD)
     is_over = threading.Event()
 
-    def put(item: bytes | BaseException | None) -> None:
-        while not is_over.is_set():
-            with suppress(queue.Full):
-                arrived.put(item, timeout=1)
+    def run(work: Iterator[T]) -> None:
+        for item in _items(work):
+            is_waiting = True
+            while is_waiting and not is_over.is_set():
+                with suppress(queue.Full):
+                    arrived.put(item, timeout=1)
+                    is_waiting = False
+            if is_over.is_set():
                 return
 
-    def read() -> None:
-        try:
-            for chunk in chunks:
-                put(chunk)
-                if is_over.is_set():
-                    return
-            put(None)
-        except BaseException as error:  # noqa: BLE001 - raised by who takes them
-            put(error)
-
-    threading.Thread(target=read, name="smartcache-tier", daemon=True).start()
+    for work in works:
+        threading.Thread(target=run, args=(work,), name="smartcache-tier", daemon=True).start()
     try:
-        while (item := arrived.get(timeout=_SILENCE)) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        for _ in works:
+            while item := arrived.get(timeout=patience):
+                if isinstance(item, Exception):
+                    raise item
+                yield item[0]
     except queue.Empty:
-        message = f"The tier {name} has sent nothing for {_SILENCE:.0f} seconds"
-        raise TierError(message, tier=name) from None
+        raise late from None
     finally:
         is_over.set()
+
+
+def _items(work: Iterator[T]) -> Iterator[tuple[T, ...] | Exception]:
+    """Go through (item,), then () or the error that ended it: for another thread to raise."""
+    try:
+        for item in work:
+            yield (item,)
+        yield ()
+    except Exception as error:  # noqa: BLE001
+        yield error

@@ -1,1 +1,0 @@
-"""Looking after a store as a whole: removing, checking, counting, leaving, moving."""
