@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
 import random
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from smartcache.artifacts.engine.index import SetIndex
-from smartcache.store.changes.journal import Change, Op, State
-from smartcache.store.index import Index
-from smartcache.store.volume import Layout
+from smartcache.store.catalog import Catalog
+from smartcache.store.journal import How, Journal, State
+from smartcache.store.layout import Layout
 from smartcache.training.table import SourceTable
 from tests.hub_server import Hub
 from tests.hub_server.pipelines import Models
@@ -233,6 +232,12 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_of_this_project_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:scripts|tests|smartcache)/[\w./-]+)`", page.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def unknown_word(command: click.Command, words: list[str]) -> str | None:
     """The first command or option that does not exist."""
     import click
@@ -288,44 +293,31 @@ class TestOnDiskFormat:
         _, _, rest = self.PAGE.read_text("utf-8").partition(f"\n{heading}\n")
         return re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
-    def test_every_table_and_column_is_described(self, tmp_path: Path) -> None:
-        with contextlib.closing(Index(tmp_path / "index.sqlite3", wal=True)) as index:
-            columns = index.select(
+    def described(self, schema: str, heading: str) -> dict[str, str]:
+        """By column of each table of a schema: what the row of its table says under a heading."""
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", self.section(heading), re.MULTILINE))
+        with contextlib.closing(sqlite3.connect(":memory:")) as database:
+            database.executescript(schema)
+            columns = database.execute(
                 "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
                 "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
-            )
+            ).fetchall()
         assert columns
-        missing = [
-            f"{table}.{column}"
-            for table, column in columns
-            if f"`{column}`" not in self.section(f"### {table}")
+        return {f"{table}.{column}": rows.get(table, "") for table, column in columns}
+
+    @pytest.mark.parametrize(
+        ("schema", "heading"),
+        [
+            (Catalog.schema, "## index.sqlite3"),
+            (SetIndex.schema, "## sets/"),
+            (SourceTable.schema, "### A dataset"),
+        ],
+    )
+    def test_every_table_and_column_is_described(self, schema: str, heading: str) -> None:
+        found = self.described(schema, heading)
+        assert not [
+            name for name, text in found.items() if f"`{name.partition('.')[2]}`" not in text
         ]
-        assert not missing
-
-    def test_every_table_and_column_of_a_set_is_described(self) -> None:
-        text = self.section("## sets/")
-        with contextlib.closing(sqlite3.connect(":memory:")) as index:
-            index.executescript(SetIndex.schema)
-            columns = index.execute(
-                "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
-                "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
-            ).fetchall()
-        assert columns
-        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
-        missing = [f"{t}.{c}" for t, c in columns if f"`{c}`" not in rows.get(t, "")]
-        assert not missing
-
-    def test_every_table_and_column_of_a_dataset_is_described(self) -> None:
-        text = self.section("### A dataset")
-        with contextlib.closing(sqlite3.connect(":memory:")) as index:
-            index.executescript(SourceTable.schema)
-            columns = index.execute(
-                "SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c "
-                "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
-            ).fetchall()
-        assert columns
-        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
-        assert not [f"{t}.{c}" for t, c in columns if f"`{c}`" not in rows.get(t, "")]
 
     def test_every_entry_of_the_root_is_described(self, tmp_path: Path) -> None:
         Layout(tmp_path / "store").create()
@@ -336,8 +328,8 @@ class TestOnDiskFormat:
         assert entries
         assert not [name for name in entries if not self.section(f"## {name}").strip()]
 
-    def test_every_field_op_and_state_of_the_journal_is_described(self) -> None:
-        fields = [field.name for field in dataclasses.fields(Change)]
-        words = {*fields, *get_args(Op), *get_args(State)} - {"begun"}  # of which no line tells
-        text = self.section("## journal.jsonl")
+    def test_every_column_and_word_of_the_journal_is_described(self) -> None:
+        text = self.section("## journal.sqlite3, journal.copy")
+        columns = {name.partition(".")[2] for name in self.described(Journal.schema, "## lock")}
+        words = {*columns, *get_args(How), *get_args(State)}
         assert not [word for word in words if f"`{word}`" not in text]
