@@ -100,7 +100,7 @@ def about_damage(store: Store) -> Iterator[Finding]:
     if paths:
         more = f" and {len(paths) - _FEW:,} more" if len(paths) > _FEW else ""
         text = f"Damaged model files: {', '.join(map(str, paths[:_FEW]))}{more}."
-        yield Finding("warning", text, "Get them again.")
+        yield Finding("warning", text, "Download again to repair.")
 
 
 def other_package() -> Iterator[Finding]:

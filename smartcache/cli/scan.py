@@ -157,7 +157,7 @@ def _show(ctx: click.Context, found: Scan, count: int | None, seconds: float) ->
     if found.damaged:
         shown = ", ".join(f"{each.path.name} {each.reason}" for each in found.damaged[:_DAMAGED])
         others = f" and {len(found.damaged) - _DAMAGED:,} more" if found.damaged[_DAMAGED:] else ""
-        out.paragraph(f"Damaged: {shown}{others}. Get them again.")
+        out.paragraph(f"Damaged: {shown}{others}. Download again to repair.")
 
 
 def _matters(group: Group) -> bool:

@@ -216,8 +216,8 @@ def _undo(
         out.confirm(f"Undo {what}?", yes=yes)
         results = plan.execute(progress=bars)
     for each in results:
-        if not each.is_undone:
-            out.warn(f"{each.path}: {each.note}")
+        if not each.is_undone and (text := f"{each.path}: {each.note}") not in plan.warnings:
+            out.warn(text)
 
     def say() -> None:
         if not rows:

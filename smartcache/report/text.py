@@ -86,7 +86,8 @@ def _summary(report: Report, dedup: str, allowing: str) -> Iterator[str]:
     if report.damaged:
         more = len(report.damaged) - MOST_ROWS
         named = ", ".join(f"{each.path.name} {each.reason}" for each in report.damaged[:MOST_ROWS])
-        yield f"Damaged: {named}{f' and {more:,} more' if more > 0 else ''}. Get them again."
+        named += f" and {more:,} more" if more > 0 else ""
+        yield f"Damaged: {named}. Download again to repair."
 
 
 def _disks(disks: tuple[Disk, ...]) -> Section:

@@ -31,7 +31,7 @@ from typing import Literal, cast
 
 from smartcache import errors
 from smartcache.progress import Job, Progress, silent
-from smartcache.store.blobs import copy_hashed, linked_blob, pools_with, prove
+from smartcache.store.blobs import copy_hashed, is_there, linked_blob, pools_with, prove
 from smartcache.store.catalog import RACY, FileRow
 from smartcache.store.hashes import Read, believed, hashes_of
 from smartcache.store.home import Home
@@ -48,7 +48,7 @@ from smartcache.system.ownfiles import check_own
 RENAMED = "renamed or moved since: its entry stays; undo it where it is by now"
 REPLACED = "replaced by somebody else since; left as it is"
 DAMAGED = "its bytes are damaged; left as it is"
-ONLY = "the store no longer has its bytes; left as it is"
+ONLY = "the store no longer has a copy of it; left as it is"
 _TRIES = 3
 _SKIPPED_FOLDERS = frozenset((".git",))
 """Read-only by themselves, and nobody writes there by hand."""
@@ -130,10 +130,16 @@ def plan_undo(home: Home, batches: Iterable[str] | None = None, *, last: bool = 
         with home.changing("undo"):
             return home.journal.done(wanted)
 
+    given = {row.digest for row in rows if row.how != "copy"}
+    only = [
+        row.path for row in rows
+        if row.how == "copy" and row.digest not in given
+        if look(row.path) is not None and not is_there(home, row.digest)
+    ]  # fmt: skip
     hint = "Free some space, or undo single changes by their id ('smartcache undo --list')."
     return UndoPlan(
-        changes=tuple(reversed(rows)), _home=home, _room=room_for(home, rows), _hint=hint,
-        _rows=rows_then,
+        changes=tuple(reversed(rows)), warnings=tuple(f"{path}: {ONLY}" for path in only),
+        _home=home, _room=room_for(home, rows), _hint=hint, _rows=rows_then,
     )  # fmt: skip
 
 

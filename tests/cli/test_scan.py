@@ -314,7 +314,7 @@ def test_damaged_models_are_named_by_every_command_that_looks_at_models(
     write(pair / "empty.gguf", b"")
     words = " ".join(sc("scan", pair, *SMALL).stdout.split())
     named = "cut.safetensors is shorter than its header says, empty.gguf is empty"
-    assert f"Damaged: {named}. Get them again." in words
+    assert f"Damaged: {named}. Download again to repair." in words
     found = sc("scan", pair, *SMALL, "--json").json["damaged"]
     assert [each["path"] for each in found] == [str(cut), str(pair / "empty.gguf")]
     for command in (("report", pair), ("doctor",)):

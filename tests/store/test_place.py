@@ -233,7 +233,9 @@ class TestDestination:
         assert ((folder / "a.json").read_bytes(), store.has(digest)) == (WEIGHTS, False)
         ours = {each.label: each.id for each in store.history()}
         assert set(ours) == {"add --adopt", "link"}
-        (undone,) = store.plan_undo([ours["link"]]).execute()
+        plan = store.plan_undo([ours["link"]])
+        assert plan.warnings == (f"{folder / 'a.json'}: {ONLY}",)
+        (undone,) = plan.execute()
         assert (undone.outcome, undone.note) == ("left", ONLY), "these bytes are nowhere else"
         assert sorted(os.listdir(folder)) == ["a.json", "b.bin"]
         assert [each.label for each in store.history()] == ["add --adopt"]
