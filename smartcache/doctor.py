@@ -92,11 +92,12 @@ def examine(root: Path, others: Iterable[Path] = ()) -> Diagnosis:
 
 
 def about_damage(store: Store) -> Iterator[Finding]:
-    """Name the model files of known folders that were damaged when they were last looked at."""
+    """Name the model files of known folders that were damaged when a scan last looked."""
     numbers = [store.catalog.folder_number(folder.path) for folder in store.folders()]
     scope = Scope(tuple(number for number in numbers if number is not None))
     damaged = store.catalog.marked(scope, DAMAGED)
-    paths = [Path(os.fsdecode(path)) for _, _, path, _ in damaged]
+    found = (Path(os.fsdecode(path)) for _, _, path, _ in damaged)
+    paths = [path for path in found if path.exists()]
     if paths:
         more = f" and {len(paths) - _FEW:,} more" if len(paths) > _FEW else ""
         text = f"Damaged model files: {', '.join(map(str, paths[:_FEW]))}{more}."

@@ -184,7 +184,7 @@ def test_without_leases_files_are_replaced_with_less_care(tmp_path: Path) -> Non
     assert "dedup" in found.hint
 
 
-def test_damaged_models_are_named(store: Store, folder: Path) -> None:
+def test_damaged_models_are_named_while_they_are_there(store: Store, folder: Path) -> None:
     for number in range(5):
         write(folder / f"{number}.safetensors", b"")
     write(folder / "whole.bin")
@@ -193,6 +193,9 @@ def test_damaged_models_are_named(store: Store, folder: Path) -> None:
     (found,) = about_damage(store)
     assert f"{folder / '0.safetensors'}, " in found.text
     assert "and 2 more" in found.text
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert not list(about_damage(store))
 
 
 def test_full_and_read_only_filesystems_are_problems_and_little_free_space_a_warning(
