@@ -45,7 +45,7 @@ from smartcache.system.filesystems import Mounts, Room, free_bytes
 from smartcache.system.hashing import hash_file
 from smartcache.system.ownfiles import check_own
 
-RENAMED = "renamed or moved since: its entry stays; undo it where it is by now"
+RENAMED = "renamed or moved since; to undo it, give its new path"
 REPLACED = "replaced by somebody else since; left as it is"
 DAMAGED = "its bytes are damaged; left as it is"
 ONLY = "the store no longer has a copy of it; left as it is"
