@@ -27,9 +27,9 @@ def repo(hub: Hub) -> None:
     hub.add("org/name", {NAME: WANTED, "other.safetensors": OTHER, "config.json": b"{}"})
 
 
-def given(client: Client, folder: Path, *, mode: int = 0o644) -> Path:
+def given(client: Client, folder: Path, data: bytes = WANTED, *, mode: int = 0o644) -> Path:
     """Put a file with the wanted bytes into a folder that was given to smartcache."""
-    path = write(folder / "any name.safetensors", WANTED)
+    path = write(folder / "any name.safetensors", data)
     path.chmod(mode)
     client.store.add_folder(folder, program="ComfyUI")
     return path
@@ -197,18 +197,19 @@ class TestRoom:
     def test_a_file_to_be_copied_needs_room_and_one_to_be_linked_none(
         self, hub: Hub, tmp_path: Path, *, is_given: bool
     ) -> None:
-        hub.add("org/one", {NAME: WANTED})
+        wanted = weights(1, 3_000_000)  # far more than what the databases take meanwhile
+        hub.add("org/one", {NAME: wanted})
 
         def work() -> str:
-            disk = Disk(tmp_path / "disk", 4 << 20)
+            disk = Disk(tmp_path / "disk", 16 << 20)
             with SmartCache(disk.point / "store") as smart:
                 client = Client(smart, hub, disk.point / "hf")
                 if is_given:
-                    given(client, disk.point / "models")
+                    given(client, disk.point / "models", wanted)
                 else:
-                    write(disk.point / "models" / "x.safetensors", WANTED)
+                    write(disk.point / "models" / "x.safetensors", wanted)
                     smart.scan(disk.point / "models")
-                disk.fill(but=70)
+                disk.fill(but=500)
                 plan = client.plan("org/one")
                 assert plan.fetch_size == 0
                 try:
@@ -218,7 +219,7 @@ class TestRoom:
                 return ""
 
         message = in_own_namespace(work)
-        assert message == "" if is_given else "needs 300 KB" in message, message
+        assert message == "" if is_given else "needs 3 MB" in message, message
 
     def test_an_import_of_a_blob_of_another_disk_needs_room(self, hub: Hub, tmp_path: Path) -> None:
         hub.add("org/one", {NAME: WANTED})
